@@ -1,0 +1,54 @@
+# Everything a person runs by hand. `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test slow lint format types proto proto-check bench clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+install: $(STAMP) ## the virtual environment, with what the tests need
+
+demo: install    ## ten clients, five architectures, one command; ends with a table and a report
+	$(BIN)/fedhet run felo --preset demo
+
+test: install lint types proto-check ## what CI runs
+	$(BIN)/python -m pytest -m 'not slow'
+
+slow: install    ## the longer tests
+	$(BIN)/python -m pytest -m slow
+
+lint: install    ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install  ## ruff, writing
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install   ## mypy, strict
+	$(BIN)/mypy
+
+proto: install   ## the generated half of the wire contract
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
+	cp build/proto/fedhet/v1/knowledge_pb2.py build/proto/fedhet/v1/knowledge_pb2.pyi fedhet/_generated/
+
+proto-check: install ## is the committed generated code that of the .proto file?
+	@mkdir -p build/proto
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
+	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
+
+bench: install   ## the benchmarks, as ratios
+	$(BIN)/python -m benchmarks.training_loop
+	$(BIN)/python -m benchmarks.engine_overhead
+
+clean:           ## what the build and the runs left, but not .venv
+	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,1 @@
+"""The client halves of the methods, one a file."""

@@ -1,0 +1,270 @@
+"""The client half of every method: a Flower NumPyClient around one function that a method writes.
+
+`train` is the method. What surrounds it is here: decode and validate, find the private state,
+train, keep the state, measure, encode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from flwr.common import NDArrays, Scalar
+from torch import Tensor, nn
+
+from clients.node import Node
+from fedhet.contract import Array, Contract, Shapes
+from fedhet.data import Split
+from fedhet.devices import compute_for
+from fedhet.errors import FedhetError, StateError
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect
+from fedhet.metrics import Measured, peak_memory_mb, write_measures
+from fedhet.models import HetModel, build
+from fedhet.seeding import seeded, torch_generator
+from fedhet.settings import MethodSettings, Settings
+from fedhet.state import ClientStore
+from fedhet.training import LossOfBatch, Optimization, evaluate, optimization, train_epoch
+
+
+class HetClient(NumPyClient):
+    """A method's client half.
+
+    A method writes `train`; one that keeps more than the private model says so in `setup` and
+    `judged`, and one that receives weights or features says in `dims` and `shapes` what sizes
+    they have.
+    """
+
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    sends: ClassVar[Contract] = Contract()
+    """The fields of what `train` returns."""
+
+    def __init__(
+        self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
+    ) -> None:
+        self.run = run if node.device == run.device else run.model_copy({"device": node.device})
+        self.settings = settings
+        self.receives = receives
+        self.node = node
+        self.compute = compute_for(self.run)
+        data = node.load_data(run)
+        self.info = ClientInfo(
+            node.name, node.model, len(data.train), len(data.classes), data.shape
+        )
+        self.x = self.compute.images(data.train.x)
+        self.y = data.train.y.to(self.compute.device)
+        self.tests: dict[str, Split] = {"personal": data.test}
+        if data.common is not None:
+            self.tests["common"] = data.common
+        self.models: dict[str, nn.Module] = {}
+        self.facts: dict[str, int | float | str] = {}
+        """Small things that a method keeps over rounds."""
+        self.loss: float | None = None
+        """Mean training loss of the last epoch."""
+        self._store: ClientStore | None = None
+        self._version = -1
+        """Which saved state the models in memory are; -1: none that can be trusted."""
+
+    # What a method writes.
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Return the models that the client keeps, as they are before the first round."""
+        return {"private": self.build_model()}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train with the private state; return what the server is told."""
+        raise NotImplementedError
+
+    def judged(self) -> dict[str, nn.Module]:
+        """Return the models to be measured, by kind."""
+        return {"private": self.models["private"]}
+
+    def dims(self) -> dict[str, int]:
+        """Return the run's sizes by the letters of the contract; C is the number of classes."""
+        return {"C": self.info.classes}
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Return, for each WeightsField of the server's messages, the tensors of its model."""
+        return {}
+
+    # What a method uses.
+
+    @property
+    def participations(self) -> int:
+        """Return in how many rounds this client has trained before."""
+        return int(self.facts.get("participations", 0))
+
+    def build_model(self, feature_dim: int | None = None) -> HetModel:
+        """Return a new model of the client's architecture; the same for all of that architecture."""
+        return build(
+            self.node.model,
+            self.info.shape,
+            self.info.classes,
+            seed=self.run.seed,
+            feature_dim=feature_dim,
+        )
+
+    def optimization(self, *models: nn.Module) -> Optimization:
+        """Return a fresh optimiser over the parameters of `models`."""
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        return optimization(parameters, self.run, self.compute)
+
+    def generator(self, round: int, use: str) -> torch.Generator:
+        """Return the generator of this client's draws in a round for one use."""
+        return torch_generator(self.run.seed, self.info.name, round, use)
+
+    def train_epoch(
+        self, loss_of: LossOfBatch, optimizing: Optimization, generator: torch.Generator
+    ) -> None:
+        """Train one epoch over the client's own training split."""
+        self.loss = train_epoch(
+            self.x,
+            self.y,
+            loss_of,
+            optimizing,
+            batch_size=self.run.batch_size,
+            generator=generator,
+            compute=self.compute,
+        )
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that an open client holds in memory."""
+        held = [self.x, *(split.x for name, split in self.tests.items() if name != "common")]
+        held += [tensor for model in self.models.values() for tensor in model.state_dict().values()]
+        return sum(tensor.nbytes for tensor in held)
+
+    # What Flower calls, in the order of a run.
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Say who this is and what task its data is of."""
+        return dict(self.info.properties())
+
+    def fit(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        """Take in the server's knowledge, train, and answer with the client's."""
+        try:
+            envelope, knowledge = self._open(parameters)
+            self._restore(envelope.run)
+            started = time.perf_counter()
+            answer = self._train(envelope, knowledge)
+            seconds = time.perf_counter() - started
+            measured = self._measure(seconds, accuracy=bool(config.get("evaluate", True)))
+            reply = Envelope(envelope.run, envelope.method, envelope.round, self.info.name)
+            arrays = encode(reply, answer)
+        except FedhetError as error:
+            return [], 0, {"error": str(error)}
+        return arrays, self.info.samples, dict(write_measures(measured))
+
+    def evaluate(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Measure the models as they are."""
+        try:
+            envelope, _ = self._open(parameters)
+            self._restore(envelope.run)
+            self.loss = None
+            measured = self._measure(0.0, accuracy=True)
+        except FedhetError as error:
+            return 0.0, 0, {"error": str(error)}
+        return 0.0, self.info.samples, dict(write_measures(measured))
+
+    # The steps of the above.
+
+    def _open(self, arrays: NDArrays) -> tuple[Envelope, Knowledge]:
+        """Return the server's message, validated. Raises KnowledgeError."""
+        envelope, knowledge = decode(arrays, "server")
+        expect(envelope, run=None, method=self.run.method, round=None, sender="server")
+        if arrays[1:]:
+            self.receives.check(
+                "server",
+                knowledge.tensors,
+                knowledge.scalars,
+                dims=self.dims(),
+                shapes=self.shapes(),
+            )
+        return envelope, knowledge
+
+    def _train(self, envelope: Envelope, knowledge: Knowledge) -> Knowledge:
+        self._version = -1
+        with seeded(self.run.seed, self.info.name, envelope.round):
+            answer = self.train(envelope.round, knowledge)
+        self.facts["participations"] = self.participations + 1
+        self._save(envelope.round)
+        return answer
+
+    def _restore(self, run: str) -> None:
+        """Make the models those of the saved state, or new ones where nothing is saved."""
+        store = ClientStore(self.node.state_dir, run, self.info.name)
+        saved = store.facts()
+        version = 0 if saved is None else int(saved.get("version", 0))
+        if store == self._store and version == self._version:
+            return
+        self.models = self.setup()
+        self.facts = {}
+        if saved is not None:
+            self._load(store)
+        for model in self.models.values():
+            self.compute.place(model)
+        self._store, self._version = store, version
+
+    def _load(self, store: ClientStore) -> None:
+        tensors, facts = store.load(torch.device("cpu"))
+        for name, value in self._identity().items():
+            if facts.get(name) != value:
+                raise StateError(
+                    f"{store.path} is of {name} {facts.get(name)!r}, this client's is {value!r}"
+                )
+        for kind, model in self.models.items():
+            own = Knowledge({k: v.numpy() for k, v in tensors.items()}).group(kind)
+            try:
+                model.load_state_dict({name: torch.from_numpy(v) for name, v in own.items()})
+            except RuntimeError as error:
+                raise StateError(f"{store.path} does not fit the model {kind}: {error}") from None
+        self.facts = {k: v for k, v in facts.items() if k not in {*self._identity(), "version"}}
+
+    def _save(self, round: int) -> None:
+        assert self._store is not None
+        saved = self._store.facts()
+        version = 1 if saved is None else int(saved.get("version", 0)) + 1
+        tensors = {
+            f"{kind}/{name}": tensor
+            for kind, model in self.models.items()
+            for name, tensor in model.state_dict().items()
+        }
+        self.facts["round"] = round
+        self._store.save(tensors, {**self.facts, **self._identity(), "version": version})
+        self._version = version
+
+    def _identity(self) -> dict[str, str]:
+        """Return what a saved state must agree with."""
+        task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
+        return {"method": self.run.method, "model": self.node.model, "task": task}
+
+    def _measure(self, train_seconds: float, *, accuracy: bool) -> Measured:
+        started = time.perf_counter()
+        reached = {
+            (protocol, kind): evaluate(model, split.x, split.y, self.compute).accuracy
+            for protocol, split in (self.tests.items() if accuracy else ())
+            for kind, model in self.judged().items()
+        }
+        seconds = time.perf_counter() - started
+        return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb())
+
+
+def to_arrays(model: nn.Module) -> dict[str, Array]:
+    """Return the tensors of a model, as they travel: name in the state dict -> numpy array."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
+
+
+def adopt(model: nn.Module, weights: Mapping[str, Array]) -> None:
+    """Give `model` the `weights` that came by its names."""
+    model.load_state_dict({name: _tensor(value) for name, value in weights.items()})
+
+
+def _tensor(value: Array) -> Tensor:
+    return torch.tensor(np.asarray(value))

@@ -1,0 +1,102 @@
+"""Felo, client half: Algorithm 1, "Client processes".
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from clients.base import HetClient, adopt, to_arrays
+from fedhet.classwise import ClassMeans, ClassSums, Teacher
+from fedhet.contract import Contract, Shapes, TensorField, WeightsField
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.losses import felo_loss
+from fedhet.models import HetModel, shapes
+from fedhet.settings import Count, MethodSettings, NonNegative
+
+
+class FeloClientSettings(MethodSettings):
+    """What Felo's clients read."""
+
+    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
+    feature_dim: Count = Field(64, description="width of the features that travel, D")
+    share_weights: bool = Field(
+        True, description="send the weights too, to be averaged within an architecture"
+    )
+
+
+class FeloClient(HetClient):
+    """Trains on Eq. 1 and answers with its class means, and its weights if they are shared."""
+
+    Settings = FeloClientSettings
+    settings: FeloClientSettings
+    sends = Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "mean features of each class"),
+            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            WeightsField("weights", "the private model's weights", required=False),
+        )
+    )
+
+    def setup(self) -> dict[str, HetModel]:
+        """Build the private model with features of the run's width."""
+        return {"private": self.build_model(self.settings.feature_dim)}
+
+    def dims(self) -> dict[str, int]:
+        """Return C and the run's feature width D."""
+        return super().dims() | {"D": self.settings.feature_dim}
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Return the tensors of the client's own architecture."""
+        own = shapes(
+            self.node.model, self.info.shape, self.info.classes, self.settings.feature_dim
+        )
+        return {"weights": own}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run lines 9 to 15 of Algorithm 1."""
+        model = self.models["private"]
+        teacher = None
+        if self.participations > 0:
+            teacher = read_teacher(knowledge, self.info.classes, self.y)
+            if weights := knowledge.group("weights"):
+                adopt(model, weights)
+        means = self._learn(round, teacher)
+        return self._answer(means)
+
+    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
+        """Train the local epochs on Eq. 1; return the class means seen during the last one."""
+        model = self.models["private"].train()
+        sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
+        gathering = False
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            features, logits = model.features_and_logits(x)
+            if gathering:
+                sums.add(features, logits, y)
+            return felo_loss(features, logits, y, teacher, self.settings.alpha)
+
+        optimizing, generator = self.optimization(model), self.generator(round, "batches")
+        for epoch in range(self.run.local_epochs):
+            gathering = epoch == self.run.local_epochs - 1
+            self.train_epoch(loss_of, optimizing, generator)
+        return sums.means()
+
+    def _answer(self, means: ClassMeans) -> Knowledge:
+        tensors = dict(vars(means))
+        if self.settings.share_weights:
+            tensors |= grouped("weights", to_arrays(self.models["private"]))
+        return Knowledge(tensors)
+
+
+def read_teacher(knowledge: Knowledge, classes: int, like: Tensor) -> Teacher | None:
+    """Return the server's class means on the device of `like`, or None where it has none."""
+    if "classes" not in knowledge.tensors:
+        return None
+    parts = knowledge.tensors
+    return Teacher.of(parts["classes"], parts["features"], parts["logits"], classes, like.device)

@@ -1,0 +1,121 @@
+"""Class-wise features and logits: what Felo's clients send and its server averages.
+
+Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ClassMeans:
+    """Means over the samples of each class present: (s_y, p_y, y) of Section 3.1.1.
+
+    classes [P] ascending, features [P, D], logits [P, C], counts [P] of samples (>= 1).
+    """
+
+    classes: Array
+    features: Array
+    logits: Array
+    counts: Array
+
+
+class ClassSums:
+    """Sums of features and logits by class, gathered on the device as batches pass through."""
+
+    def __init__(self, classes: int, width: int, device: torch.device) -> None:
+        self.features = torch.zeros(classes, width, device=device)
+        self.logits = torch.zeros(classes, classes, device=device)
+        self.counts = torch.zeros(classes, device=device)
+
+    @torch.no_grad()
+    def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: features [N, D], logits [N, C], labels [N]."""
+        # A product with the one-hot labels is deterministic on every device; index_add_ is not.
+        member = torch.nn.functional.one_hot(labels, len(self.counts)).T.float()
+        with torch.autocast(member.device.type, enabled=False):
+            self.features += member @ features.detach().float()
+            self.logits += member @ logits.detach().float()
+        self.counts += member.sum(1)
+
+    def means(self) -> ClassMeans:
+        """Return the means of the classes that were seen."""
+        seen = self.counts > 0
+        count = self.counts[seen].unsqueeze(1)
+        return ClassMeans(
+            classes=seen.nonzero().flatten().cpu().numpy(),
+            features=(self.features[seen] / count).cpu().numpy(),
+            logits=(self.logits[seen] / count).cpu().numpy(),
+            counts=self.counts[seen].long().cpu().numpy(),
+        )
+
+
+def average(means: Sequence[ClassMeans], *, by_samples: bool) -> ClassMeans:
+    """Return, per class, the mean over the clients that have it (Section 3.1.2).
+
+    Each client counts once, or by its samples of the class. The counts returned are of samples.
+    The order of `means` may change the last bit of the result; give them sorted.
+    """
+    classes = np.unique(np.concatenate([m.classes for m in means])) if means else np.zeros(0, int)
+    row = {int(label): position for position, label in enumerate(classes)}
+    features = np.zeros((len(classes), means[0].features.shape[1] if means else 0))
+    logits = np.zeros((len(classes), means[0].logits.shape[1] if means else 0))
+    weight, counts = np.zeros(len(classes)), np.zeros(len(classes), np.int64)
+    for part in means:
+        rows = [row[int(label)] for label in part.classes]
+        share = part.counts.astype(np.float64) if by_samples else np.ones(len(rows))
+        features[rows] += share[:, None] * part.features
+        logits[rows] += share[:, None] * part.logits
+        weight[rows] += share
+        counts[rows] += part.counts
+    scale = weight[:, None]
+    return ClassMeans(
+        classes.astype(np.int64),
+        (features / scale).astype(np.float32),
+        (logits / scale).astype(np.float32),
+        counts,
+    )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The server's knowledge laid out by class, on the device of a client's training.
+
+    features [C, D], logits [C, C], known [C] (is there an entry for the class?).
+    """
+
+    features: Tensor
+    logits: Tensor
+    known: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        present: Array,
+        features: Array,
+        logits: Array,
+        classes: int,
+        device: torch.device,
+    ) -> Teacher:
+        """Lay out entries for the classes `present` [P], features [P, D], logits [P, C].
+
+        Rows of the other classes are zero and not known.
+        """
+        rows = torch.tensor(present, dtype=torch.long)
+        all_features = torch.zeros(classes, features.shape[1])
+        all_logits = torch.zeros(classes, logits.shape[1])
+        known = torch.zeros(classes, dtype=torch.bool)
+        all_features[rows] = torch.tensor(features)
+        all_logits[rows] = torch.tensor(logits)
+        known[rows] = True
+        return cls(all_features.to(device), all_logits.to(device), known.to(device))

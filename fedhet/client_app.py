@@ -1,0 +1,32 @@
+"""Flower's entry point for clients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flwr.client import Client, ClientApp
+from flwr.common import Context
+
+from clients.node import read_node
+from clients.open import open_client
+from fedhet.config import Config, resolve_items
+from fedhet.settings import Scalar
+
+
+def client_fn(context: Context) -> Client:
+    """Return the client that this node is in a deployed run."""
+    return _client(tuple(context.run_config.items()), "", context)
+
+
+def simulated_app(config: Config, state_dir: str) -> ClientApp:
+    """Return the app of a simulation, closed over its settings: a simulation has no run config."""
+    return ClientApp(client_fn=partial(_client, tuple(config.flat().items()), state_dir))
+
+
+def _client(settings: tuple[tuple[str, Scalar], ...], state_dir: str, context: Context) -> Client:
+    config = resolve_items(settings)
+    node = read_node(context.node_config, config.run, state_dir)
+    return open_client(config, node).to_client()
+
+
+app = ClientApp(client_fn=client_fn)

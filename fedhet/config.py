@@ -1,0 +1,211 @@
+"""A run's settings, resolved: from a preset, a TOML file, a command line or Flower's run config."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+
+import tomli_w
+from pydantic.fields import FieldInfo
+
+from fedhet import data, models
+from fedhet.data import DataSpec
+from fedhet.devices import compute_for
+from fedhet.errors import FedhetError, SettingsError, nearest
+from fedhet.registry import Method, find_method, method_names
+from fedhet.settings import MethodSettings, Scalar, Settings, build, parse_text, refused, unknown
+
+PRESETS = resources.files("fedhet") / "presets"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one run: what every run has, and the two halves of its method."""
+
+    run: Settings
+    method: Method
+    server: MethodSettings
+    client: MethodSettings
+
+    def flat(self) -> dict[str, Scalar]:
+        """Return every setting that the run reads by its full name; `resolve` takes it back."""
+        own = {**self.server.flat(), **self.client.flat()}
+        return {**self.run.flat(), **{f"{self.method.name}.{k}": v for k, v in own.items()}}
+
+    def to_toml(self) -> str:
+        """Return the settings as a TOML file that `--config` takes."""
+        own = {**self.server.flat(), **self.client.flat()}
+        tables = {self.method.name: own} if own else {}
+        return tomli_w.dumps({**self.run.flat(), **tables})
+
+
+def resolve(values: Mapping[str, object]) -> Config:
+    """Validate settings by their full names. Raises SettingsError: one line that helps.
+
+    A setting of another method may be present only at its default, as in Flower's run config,
+    where every setting of every method is listed.
+    """
+    method = find_method(_text("method", values.get("method", Settings().method)))
+    own: dict[str, object] = {}
+    shared: dict[str, object] = {}
+    for name, value in values.items():
+        if name.startswith(f"{method.name}."):
+            own[name.partition(".")[2]] = value
+        elif "." in name:
+            _refuse_unless_default(name, value, method)
+        else:
+            shared[name] = value
+    for name in own:
+        if f"{method.name}.{name}" not in method.settings():
+            raise unknown(f"{method.name}.{name}", all_settings())
+    for name in shared:
+        if name not in Settings.fields():
+            raise unknown(name, all_settings())
+    run = build(Settings, shared)
+    _check_names(run)
+    prefix = f"{method.name}."
+    return Config(
+        run,
+        method,
+        build(method.server_settings, _of(method.server_settings, own), prefix),
+        build(method.client_settings, _of(method.client_settings, own), prefix),
+    )
+
+
+@lru_cache(maxsize=8)
+def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
+    """Return `resolve(dict(items))`, once a process for the same items."""
+    return resolve(dict(items))
+
+
+def check(config: Config) -> None:
+    """Raise FedhetError if this machine cannot run `config`: its data, models or device."""
+    compute_for(config.run)
+    spec = data_spec(config.run)
+    data.validate(spec)
+    dataset = data.load(spec)
+    if config.run.num_classes not in (0, len(dataset.classes)):
+        rule = f"0, or the {len(dataset.classes)} classes of {config.run.dataset}"
+        raise refused("num-classes", config.run.num_classes, rule)
+    for name in dict.fromkeys(pool(config.run)):
+        models.shapes(name, dataset.shape, len(dataset.classes))
+
+
+def data_spec(settings: Settings) -> DataSpec:
+    """Return what data the settings name."""
+    return DataSpec(
+        dataset=settings.dataset,
+        data_dir=settings.data_dir,
+        download=settings.download,
+        clients=settings.clients,
+        partition=settings.partition,
+        alpha=settings.alpha,
+        shards=settings.shards,
+        classes_per_client=settings.classes_per_client,
+        min_samples=settings.min_samples,
+        test_fraction=settings.test_fraction,
+        seed=settings.seed,
+        image_size=settings.image_size,
+        max_samples=settings.max_samples,
+        max_test_samples=settings.max_test_samples,
+    )
+
+
+def pool(settings: Settings) -> list[str]:
+    """Return the names in the pool of models."""
+    return [name.strip() for name in settings.models.split(",") if name.strip()]
+
+
+def all_settings() -> dict[str, FieldInfo]:
+    """Return every setting there is, of every method, by its full name."""
+    found = dict(Settings.fields())
+    for name in method_names():
+        found |= find_method(name).settings()
+    return found
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, object]:
+    """Return settings from `KEY=VALUE` texts. Raises SettingsError."""
+    known = all_settings()
+    values: dict[str, object] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise SettingsError(f"'{pair}' is no setting: write KEY=VALUE")
+        name = name.strip()
+        values[name] = parse_text(known.get(name), text.strip())
+    return values
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Return the settings in a TOML file, by their full names. Raises SettingsError."""
+    try:
+        return _flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read settings from {path}: {error}") from None
+
+
+def preset_names() -> dict[str, str]:
+    """Return the presets by name, each with the first line of its file."""
+    files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {
+        f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files
+    }
+
+
+def read_preset(name: str) -> dict[str, object]:
+    """Return the settings of a preset. Raises SettingsError naming the nearest that exists."""
+    if name not in preset_names():
+        raise SettingsError(
+            f"preset '{name}' does not exist; `fedhet presets` lists all"
+            f"{nearest(name, preset_names())}"
+        )
+    return _flatten(tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8")))
+
+
+def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _of(schema: type[MethodSettings], values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name in schema.fields()}
+
+
+def _refuse_unless_default(name: str, value: object, method: Method) -> None:
+    known = all_settings()
+    if name not in known:
+        raise unknown(name, known)
+    if value != known[name].default:
+        raise SettingsError(
+            f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"
+        )
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise refused(name, value, "text in quotes")
+    return value
+
+
+def _check_names(settings: Settings) -> None:
+    try:
+        models.deal(pool(settings), settings.clients, settings.seed, settings.deal)
+    except FedhetError as error:
+        raise SettingsError(f"setting 'models' = {settings.models!r}: {error}") from None
+    kind = settings.dataset.partition(":")[0]
+    names = [name.partition(":")[0] for name in data.dataset_names()]
+    if kind not in names:
+        raise SettingsError(
+            f"setting 'dataset' = '{settings.dataset}' does not exist: "
+            f"it takes one of {', '.join(data.dataset_names())}{nearest(kind, names)}"
+        )

@@ -1,0 +1,23 @@
+"""Data: the datasets by name, their division over clients, and a real site's own folder."""
+
+from fedhet.data.datasets import common_test, dataset_names, load
+from fedhet.data.partition import client_name, label_counts, partition
+from fedhet.data.site import ClientData, client_data, site_data, validate
+from fedhet.data.spec import Dataset, DataSpec, Split, scaled
+
+__all__ = [
+    "ClientData",
+    "DataSpec",
+    "Dataset",
+    "Split",
+    "client_data",
+    "client_name",
+    "common_test",
+    "dataset_names",
+    "label_counts",
+    "load",
+    "partition",
+    "scaled",
+    "site_data",
+    "validate",
+]

@@ -1,0 +1,132 @@
+"""Samples in .npz files: reading with pickling off, validation, one client per file."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.errors import DataError, SettingsError
+
+MAX_CLASSES = 65_536  # labels count classes up to the largest: a stray number must not cost memory
+_PARTS = ("train", "test")
+_ALLOWED_X = (
+    "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
+)
+
+
+def read_npz(path: Path) -> Split:
+    """Read arrays x and y of one file. [N, H, W] gets a channel; all but uint8 becomes float32."""
+    x, y = _arrays(path)
+    labels = _labels(y, path)
+    samples = _samples(x, path)
+    if len(samples) != len(labels):
+        raise DataError(f"{path}: x has {len(samples)} rows and y has {len(labels)}")
+    return Split(torch.from_numpy(samples), torch.from_numpy(labels))
+
+
+def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
+    """Raise DataError unless the samples of `path` have the shape and type of those of `where`."""
+    for what, left, right in (
+        ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
+        ("type", first.x.dtype, other.x.dtype),
+    ):
+        if left != right:
+            raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
+
+
+def read_clients(folder: str, spec: DataSpec) -> Dataset:
+    """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if there, DIR/common.npz as one dataset.
+
+    The rows of a client, training then test, lie together; `Dataset.parts` counts them.
+    """
+    if spec.max_samples:
+        raise SettingsError(
+            f"max-samples = {spec.max_samples}: must be 0 with dataset = {spec.dataset!r}, "
+            "whose files are whole clients"
+        )
+    root = Path(folder).expanduser()
+    files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
+    splits = [read_npz(path) for path in files]
+    common = read_npz(root / "common.npz") if (root / "common.npz").exists() else None
+    every = [*zip(files, splits, strict=True)]
+    every += [(root / "common.npz", common)] if common is not None else []
+    for path, split in every:
+        same_kind(splits[0], split, files[0].name, path)
+        least = 2 if path.parent.name == "train" else 1
+        if len(split) < least:
+            raise DataError(f"{path}: has {len(split)} samples, at least {least} are needed")
+    train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
+    parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
+    classes = 1 + max(int(split.y.max()) for _, split in every)
+    return Dataset(spec.dataset, train, common, tuple(map(str, range(classes))), parts)
+
+
+def _count(root: Path) -> int:
+    """Return the number K of clients in `root`, whose two parts must hold 0.npz to K-1.npz."""
+    names = {part: {path.name for path in (root / part).glob("*.npz")} for part in _PARTS}
+    for part, found in names.items():
+        if not found:
+            raise DataError(f"npz:{root}: no .npz files in {root / part} (expected 0.npz, ...)")
+    clients = len(names["train"])
+    expected = {f"{k}.npz" for k in range(clients)}
+    for part, found in names.items():
+        odd = sorted(found ^ expected)
+        if odd:
+            fault = "is missing" if odd[0] in expected else "is not expected"
+            raise DataError(
+                f"{root / part / odd[0]}: {fault}; train and test must each hold one file a "
+                f"client, 0.npz to {clients - 1}.npz"
+            )
+    return clients
+
+
+def _arrays(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the file's arrays x and y as they are; a pickled one is refused unread."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            keys = sorted(file.files)
+            if not {"x", "y"} <= set(keys):
+                raise DataError(
+                    f"{path}: needs the arrays x and y, has {', '.join(keys) or 'none'}"
+                )
+            return file["x"], file["y"]
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except (OSError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise DataError(f"{path}: not a readable .npz file ({error})") from error
+    except (ValueError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"{path}: pickled objects are refused, save plain numeric arrays x and y ({error})"
+        ) from error
+
+
+def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        raise DataError(f"{path}: y must be whole numbers [N], is {y.dtype} {list(y.shape)}")
+    labels = y.astype(np.int64)
+    if len(labels) and not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        odd = labels.min() if labels.min() < 0 else labels.max()
+        raise DataError(f"{path}: y holds the label {odd}, allowed are 0 to {MAX_CLASSES - 1}")
+    return labels
+
+
+def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
+    shape = list(x.shape)
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
+        raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")
+    with np.errstate(over="ignore"):  # what overflows float32 is refused below
+        samples = np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32))
+    if not np.isfinite(samples).all():
+        raise DataError(f"{path}: x holds NaN or infinite values; {_ALLOWED_X}")
+    return samples[:, None] if samples.ndim == 3 else samples
+
+
+def _channels_last(shape: list[int]) -> bool:
+    return len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] > 4

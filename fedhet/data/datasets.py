@@ -1,0 +1,153 @@
+"""The datasets by name. Heavy libraries are imported where they are used, not on import."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from fedhet.data.arrays import read_clients
+from fedhet.data.folder import read_tree
+from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
+from fedhet.errors import DataError, SettingsError, nearest
+from fedhet.seeding import numpy_rng
+
+_LOCK = threading.RLock()  # in-process clients ask from several threads; load once all the same
+_FIXED_SEED = 0  # of what must not depend on the run: the common test sets
+_DIGITS_TEST_FRACTION = 0.2
+_TORCHVISION = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+}
+
+
+def dataset_names() -> list[str]:
+    """Return what `dataset` may be; PATH and DIR stand for a folder of the user's."""
+    return [*_BY_NAME, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
+
+
+def load(spec: DataSpec) -> Dataset:
+    """Return the dataset that `spec` names, decoded; kept for the next call of this process."""
+    unused = DataSpec()
+    key = replace(
+        unused,
+        dataset=spec.dataset,
+        data_dir=spec.data_dir,
+        download=spec.download,
+        image_size=spec.image_size,
+        max_samples=spec.max_samples,
+        max_test_samples=spec.max_test_samples,
+        seed=spec.seed if spec.max_samples else unused.seed,
+    )
+    with _LOCK:
+        return _load(key)
+
+
+def common_test(spec: DataSpec) -> Split | None:
+    """Return the common test set, scaled, or None where the data has none; one copy a process."""
+    with _LOCK:
+        return _scaled_test(load(spec))
+
+
+@lru_cache(maxsize=4)
+@global_random_kept()
+def _load(spec: DataSpec) -> Dataset:
+    dataset = _reader(spec.dataset)(spec)
+    if len(dataset.classes) < 2:
+        raise DataError(f"{spec.dataset}: has {len(dataset.classes)} class, at least 2 are needed")
+    test = dataset.test
+    if test is None or not 0 < spec.max_test_samples < len(test):
+        return dataset
+    rng = numpy_rng(_FIXED_SEED, "max-test-samples")
+    return replace(dataset, test=test.take(stratified(test.y.numpy(), spec.max_test_samples, rng)))
+
+
+@lru_cache(maxsize=2)
+def _scaled_test(dataset: Dataset) -> Split | None:
+    return dataset.test.scaled() if dataset.test is not None else None
+
+
+def _reader(name: str) -> Callable[[DataSpec], Dataset]:
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    kind, _, folder = name.partition(":")
+    if kind in _BY_FOLDER:
+        place, read = _BY_FOLDER[kind]
+        if not folder:
+            raise SettingsError(f"dataset = {name!r}: give the folder, as in {kind}:{place}")
+        return lambda spec: read(folder, spec)
+    close = nearest(name, [*_BY_NAME, *_BY_FOLDER])
+    allowed = ", ".join(dataset_names())
+    raise SettingsError(f"dataset = {name!r}: must be one of {allowed}{close}")
+
+
+def _digits(spec: DataSpec) -> Dataset:
+    """The 1,797 digits that ship inside scikit-learn: [N, 1, 8, 8] float32 in [-1, 1]."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = torch.from_numpy(bunch.images).to(torch.float32).div_(8.0).sub_(1.0).unsqueeze(1)
+    y = torch.from_numpy(bunch.target).to(torch.int64)
+    held_out = round(_DIGITS_TEST_FRACTION * len(y))
+    test = stratified(y.numpy(), held_out, numpy_rng(_FIXED_SEED, "digits", "common"))
+    train = np.setdiff1d(np.arange(len(y)), test)
+    every, classes = Split(x, y), tuple(str(name) for name in bunch.target_names)
+    return Dataset("digits", _subset(every.take(train), spec), every.take(test), classes)
+
+
+def _torchvision(spec: DataSpec) -> Dataset:
+    """MNIST and CIFAR as torchvision lays them out in `data_dir`: [N, C, H, W] uint8."""
+    import torchvision.datasets
+
+    root = os.path.abspath(os.path.expanduser(spec.data_dir))
+    source = getattr(torchvision.datasets, _TORCHVISION[spec.dataset])
+    unreadable = (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
+    try:
+        train, test = (source(root, train=part, download=spec.download) for part in (True, False))
+    except unreadable as error:
+        raise DataError(_absent(spec, root, error)) from error
+    classes = tuple(str(name) for name in train.classes)
+    return Dataset(spec.dataset, _subset(_images(train), spec), _images(test), classes)
+
+
+def _absent(spec: DataSpec, root: str, error: Exception) -> str:
+    fault = " ".join(str(error).split())
+    if spec.download:
+        return f"dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
+    return (
+        f"dataset = {spec.dataset!r}: not found, or not whole, in data-dir = {root}; put "
+        "torchvision's files there, or download them with --set download=true, or use "
+        "--set dataset=digits, which needs no files"
+    )
+
+
+def _images(source: object) -> Split:
+    """Turn torchvision's [N, H, W] tensor or [N, H, W, C] array into [N, C, H, W] uint8."""
+    x = torch.as_tensor(source.data)  # type: ignore[attr-defined]
+    y = torch.as_tensor(source.targets, dtype=torch.int64)  # type: ignore[attr-defined]
+    return Split(x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous(), y)
+
+
+def _subset(train: Split, spec: DataSpec) -> Split:
+    if not 0 < spec.max_samples < len(train):
+        return train
+    rng = numpy_rng(spec.seed, "max-samples")
+    return train.take(stratified(train.y.numpy(), spec.max_samples, rng))
+
+
+_BY_NAME: dict[str, Callable[[DataSpec], Dataset]] = {
+    "digits": _digits,
+    **dict.fromkeys(_TORCHVISION, _torchvision),
+}
+_BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
+    "imagefolder": ("PATH", read_tree),
+    "npz": ("DIR", read_clients),
+}

@@ -1,0 +1,231 @@
+"""Folders of image files, one folder a class, decoded once into an array kept on disk.
+
+The decoded array [N, C, H, W] uint8 is a .npy file in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
+named by what it was made from, and opened as a memory map: the processes of one machine share
+its pages. It is written under another name and renamed when whole. It may be deleted any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.errors import DataError, nearest
+from fedhet.seeding import numpy_rng
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMAT = 1  # part of the cache's key: raise it when decoding changes
+_ROWS = 256  # images that one thread decodes at a time
+_CHANNELS = {"L": 1, "RGB": 3}
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def read_tree(path: str, spec: DataSpec) -> Dataset:
+    """Read PATH/train/<class>/* and PATH/test/<class>/*, or PATH/<class>/* with no test set."""
+    train_root, test_root = parts(Path(path).expanduser())
+    classes = class_folders(train_root)
+    files, labels = listing(train_root, classes)
+    if 0 < spec.max_samples < len(files):
+        rows = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
+        files, labels = [files[row] for row in rows], labels[rows]
+    train = Split(decode(files, spec.image_size), torch.from_numpy(labels))
+    test = None
+    if test_root is not None:
+        files, labels = listing(test_root, classes)
+        x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+        test = Split(x, torch.from_numpy(labels))
+    return Dataset(spec.dataset, train, test, classes)
+
+
+def parts(root: Path) -> tuple[Path, Path | None]:
+    """Return the folders of the training and (or None) the test images below `root`."""
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder")
+    if not (root / "train").is_dir():
+        return root, None
+    return root / "train", root / "test" if (root / "test").is_dir() else None
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """Return the names of the folders in `root`, sorted: the classes, in the order of labels."""
+    classes = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
+    if not classes:
+        raise DataError(f"{root}: has no folders; expected one folder of images for each class")
+    return classes
+
+
+def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """List the image files of `root`'s class folders: their paths, and their labels [N].
+
+    A folder that is no class, or has no image, is an error; a class without a folder is not.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    found = class_folders(root)
+    for name in found:
+        if name not in classes:
+            close = nearest(name, classes)
+            raise DataError(f"{root / name}: not a class of the training set{close}")
+    labels = {name: label for label, name in enumerate(classes) if name in found}
+    try:
+        pairs = make_dataset(str(root), labels, extensions=IMG_EXTENSIONS)
+    except FileNotFoundError as error:
+        raise DataError(f"{root}: {error}") from error
+    return [path for path, _ in pairs], np.array([label for _, label in pairs], dtype=np.int64)
+
+
+def decode(files: Sequence[str], image_size: int, like: tuple[int, ...] | None = None) -> Tensor:
+    """Return the images [N, C, H, W] uint8, from the cache or into it.
+
+    They are resized to `image_size`, or (0) must all have the size of the first. They become
+    grey (C = 1) if every file is, else RGB. `like` (C, H, W) asks for another array's form.
+    """
+    target = _cache_file(files, image_size, like)
+    try:
+        cached = _open(target, len(files))
+        if cached is None:
+            cached = _build(target, files, image_size, like)
+    except OSError as error:
+        raise DataError(
+            f"{target.parent}: cannot hold the decoded images ({error}); "
+            "name another folder in the environment variable FEDHET_CACHE_DIR"
+        ) from error
+    return torch.from_numpy(cached)
+
+
+def _cache_file(files: Sequence[str], image_size: int, like: tuple[int, ...] | None) -> Path:
+    key = hashlib.blake2b(repr((_FORMAT, image_size, like)).encode(), digest_size=16)
+    resolve = cache(os.path.realpath)  # once a folder: a tree may hold a million files
+    for path in files:
+        folder, name = os.path.split(path)
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        line = f"{resolve(folder)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        key.update(os.fsencode(line))
+    home = os.environ.get("FEDHET_CACHE_DIR") or "~/.cache/fedhet"
+    return Path(home).expanduser() / f"images-{key.hexdigest()}.npy"
+
+
+def _open(target: Path, count: int) -> Pixels | None:
+    """Map the cached array, or return None if it is absent or not whole.
+
+    Mapped copy-on-write, so that torch takes it without a warning and no write reaches the file.
+    """
+    try:
+        pixels = np.load(target, mmap_mode="c", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    whole = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == count
+    return pixels if whole else None
+
+
+def _build(
+    target: Path, files: Sequence[str], image_size: int, like: tuple[int, ...] | None
+) -> Pixels:
+    """Decode into `target`. Others who want the same array wait for it and find it made."""
+    from filelock import FileLock
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        cached = _open(target, len(files))
+        if cached is not None:
+            return cached
+        mode, size = _form(files, image_size, like)
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
+            try:
+                _write(file, files, mode, size, resize=image_size > 0)
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    return np.load(target, mmap_mode="c", allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _form(
+    files: Sequence[str], image_size: int, like: tuple[int, ...] | None
+) -> tuple[str, tuple[int, int]]:
+    """Return the mode and the (width, height) that the decoded images have."""
+    if like is not None:
+        channels, height, width = like
+        return ("L" if channels == 1 else "RGB"), (width, height)
+    with _image(files[0]) as first:
+        size = (image_size, image_size) if image_size else first.size
+    return ("L" if all(map(_is_grey, files)) else "RGB"), size
+
+
+def _is_grey(path: str) -> bool:
+    with _image(path) as image:
+        return image.mode == "L"
+
+
+def _image(path: str) -> Image:
+    """Open an image file (the header is read, not the pixels)."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(path)
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    return DataError(f"{path}: not a readable image ({error})")
+
+
+def _write(
+    file: IO[bytes], files: Sequence[str], mode: str, size: tuple[int, int], resize: bool
+) -> None:
+    """Write the .npy file of all `files`, decoded by a few threads, in the order of `files`."""
+    shape = (len(files), _CHANNELS[mode], size[1], size[0])
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    for pixels in _decoded(files, mode, size, resize):
+        file.write(pixels.tobytes())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _decoded(
+    files: Sequence[str], mode: str, size: tuple[int, int], resize: bool
+) -> Iterator[Pixels]:
+    """Yield the images [at most _ROWS, C, H, W], block after block."""
+    blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        yield from pool.map(
+            lambda block: np.stack([_pixels(path, mode, size, resize) for path in block]), blocks
+        )
+
+
+def _pixels(path: str, mode: str, size: tuple[int, int], resize: bool) -> Pixels:
+    """Decode one file into [C, H, W]."""
+    with _image(path) as image:
+        if image.mode[0] in "IF":
+            raise DataError(f"{path}: has more than 8 bits a channel ({image.mode}); convert it")
+        if not resize and image.size != size:
+            raise DataError(
+                f"{path}: is {image.width} x {image.height} pixels, the first image "
+                f"{size[0]} x {size[1]}; set image-size to resize all"
+            )
+        try:
+            image = image.convert(mode)
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            raise _unreadable(path, error) from error
+        pixels = np.asarray(image.resize(size) if resize and image.size != size else image)
+    return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)

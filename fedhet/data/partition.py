@@ -1,0 +1,213 @@
+"""Who holds which rows of the training set: flwr-datasets' partitioners, and the personal split."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fedhet.data.datasets import load
+from fedhet.data.spec import DataSpec, Index, check, global_random_kept
+from fedhet.errors import DataError, SettingsError
+from fedhet.seeding import derive, numpy_rng
+
+_LOCK = threading.RLock()
+_DRAWS = 20  # a partition that fails its conditions is drawn again, from the next seed
+_LEAST_TRAIN = 2
+
+
+def client_name(index: int, clients: int) -> str:
+    """Return "client-07": the index, padded to the width of the last client's."""
+    return f"client-{index:0{len(str(clients - 1))}d}"
+
+
+def partition(spec: DataSpec) -> tuple[Index, ...]:
+    """Return each client's row numbers in `load(spec).train`, sorted; no row is in two.
+
+    Every row has a client, but for what `shards` leaves over (fewer rows than there are
+    shards, which are all of one size) and, under `classes`, the classes that nobody drew:
+    none, unless clients x classes-per-client is scarcely as large as the number of classes.
+    """
+    with _LOCK:
+        return _partition(spec)
+
+
+def split_rows(spec: DataSpec, index: int) -> tuple[Index, Index]:
+    """Return the training and the test rows of one client, in `load(spec).train`."""
+    if not 0 <= index < spec.clients:
+        raise SettingsError(f"client index {index}: must be from 0 to {spec.clients - 1}")
+    rows, parts = partition(spec)[index], load(spec).parts
+    if parts is not None:
+        return rows[: parts[index][0]], rows[parts[index][0] :]
+    name = client_name(index, spec.clients)
+    train, test = hold_out(len(rows), spec, name)
+    return rows[train], rows[test]
+
+
+def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
+    """Draw the test part of `count` rows of client `name`: (training, test) places, sorted."""
+    test = max(1, round(spec.test_fraction * count))
+    if count - test < _LEAST_TRAIN:
+        raise DataError(
+            f"{name}: has {count} samples; with test-fraction = {spec.test_fraction} at least "
+            f"{_LEAST_TRAIN} to train and 1 to test on are needed: give it more (min-samples) "
+            "or lower test-fraction"
+        )
+    places = numpy_rng(spec.seed, "split", name).permutation(count)
+    return np.sort(places[test:]), np.sort(places[:test])
+
+
+def label_counts(spec: DataSpec) -> dict[str, list[int]]:
+    """Return for each client's name how many of its rows each class has, in the classes' order."""
+    dataset = load(spec)
+    labels, classes = dataset.train.y.numpy(), len(dataset.classes)
+    return {
+        client_name(k, spec.clients): np.bincount(labels[rows], minlength=classes).tolist()
+        for k, rows in enumerate(partition(spec))
+    }
+
+
+@lru_cache(maxsize=16)
+@global_random_kept()
+def _partition(spec: DataSpec) -> tuple[Index, ...]:
+    check(spec)
+    dataset = load(spec)
+    if dataset.parts is not None:
+        return _given(spec, dataset.parts)
+    labels = dataset.train.y.numpy()
+    _check_possible(spec, len(labels), len(np.unique(labels)))
+    return _best_draw(spec, labels)
+
+
+def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
+    """Return the first draw that gives every client enough and, under `classes`, every class.
+
+    If no draw gives every class that the clients could hold between them: the most classes.
+    """
+    wanted = len(np.unique(labels))
+    if spec.partition == "classes":
+        wanted = min(wanted, spec.clients * spec.classes_per_client)
+    best: tuple[Index, ...] = ()
+    most, fault = 0, ""
+    for attempt in range(_DRAWS):
+        try:
+            drawn = _draw(spec, labels, attempt)
+        except ValueError as error:
+            fault = _first_sentence(error)
+            continue
+        smallest = min(map(len, drawn))
+        if smallest < spec.min_samples:
+            fault = f"the smallest client has {smallest}"
+            continue
+        held = len(np.unique(labels[np.concatenate(drawn)]))
+        if held > most:
+            best, most = drawn, held
+        if held >= wanted:
+            break
+    if not best:
+        raise DataError(_impossible(spec, len(labels), fault))
+    return best
+
+
+def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, ...]:
+    """Return the rows of clients that come as files: one stretch each."""
+    if spec.clients != len(parts):
+        raise DataError(
+            f"clients = {spec.clients}: must be {len(parts)}, as {spec.dataset} holds "
+            f"{len(parts)} clients"
+        )
+    ends = np.cumsum([sum(part) for part in parts])
+    return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
+
+
+def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:
+    """Run the partitioner over the rows in a drawn order (IidPartitioner itself does not mix)."""
+    order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(len(labels))
+    partitioner = _partitioner(spec, derive(spec.seed, "partition", attempt))
+    partitioner.dataset = _table(label=labels[order], index=order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about draws repeated; what matters is checked here
+        drawn = [partitioner.load_partition(k) for k in range(spec.clients)]
+    return tuple(np.sort(part.with_format("numpy")["index"][:]) for part in drawn)
+
+
+def _table(**columns: Index) -> Any:
+    """Return a Hugging Face dataset of these columns, which exists in memory alone."""
+    import datasets
+
+    class Table(datasets.Dataset):  # type: ignore[misc]
+        """Gives a column as a list, as the partitioners expect: a lazy one costs a second."""
+
+        def __getitem__(self, key: Any) -> Any:
+            """Return a column or rows."""
+            found = super().__getitem__(key)
+            return found[:] if isinstance(key, str) else found
+
+    return Table.from_dict(columns)
+
+
+def _partitioner(spec: DataSpec, seed: int) -> Any:
+    """Return the flwr-datasets partitioner (its import costs a second: only where needed)."""
+    from flwr_datasets import partitioner as flwr
+
+    common: dict[str, Any] = {"partition_by": "label", "shuffle": False, "seed": seed}
+    if spec.partition == "iid":
+        return flwr.IidPartitioner(spec.clients)
+    if spec.partition == "dirichlet":
+        return flwr.DirichletPartitioner(
+            spec.clients,
+            alpha=spec.alpha,
+            min_partition_size=spec.min_samples,
+            self_balancing=False,
+            **common,
+        )
+    if spec.partition == "shards":
+        return flwr.ShardPartitioner(spec.clients, num_shards_per_partition=spec.shards, **common)
+    return flwr.PathologicalPartitioner(
+        spec.clients,
+        num_classes_per_partition=spec.classes_per_client,
+        class_assignment_mode="random",
+        **common,
+    )
+
+
+def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
+    """Raise for what no draw can satisfy."""
+    if spec.clients * spec.min_samples > rows:
+        raise DataError(
+            f"clients = {spec.clients} with min-samples = {spec.min_samples} need "
+            f"{spec.clients * spec.min_samples} samples, {spec.dataset} has {rows}; lower either"
+        )
+    if spec.partition == "shards" and spec.clients * spec.shards > rows:
+        raise DataError(
+            f"clients = {spec.clients} with shards = {spec.shards} need "
+            f"{spec.clients * spec.shards} shards, {spec.dataset} has {rows} samples; lower either"
+        )
+    if spec.partition == "classes" and spec.classes_per_client > classes:
+        raise DataError(
+            f"classes-per-client = {spec.classes_per_client}: must be at most {classes}, the "
+            f"number of classes of {spec.dataset}"
+        )
+
+
+def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
+    own, change = {
+        "iid": ("", "lower min-samples or clients"),
+        "dirichlet": (f"alpha = {spec.alpha}, ", "raise alpha, or lower min-samples or clients"),
+        "shards": (f"shards = {spec.shards}, ", "lower min-samples, shards or clients"),
+        "classes": (
+            f"classes-per-client = {spec.classes_per_client}, ",
+            "raise classes-per-client, or lower min-samples or clients",
+        ),
+    }[spec.partition]
+    return (
+        f"partition = {spec.partition!r} ({own}min-samples = {spec.min_samples}, clients = "
+        f"{spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); {change}"
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

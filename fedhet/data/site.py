@@ -1,0 +1,148 @@
+"""One client's data, decoded: a part of a shared dataset, or a real site's own folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from fedhet.data.arrays import read_npz, same_kind
+from fedhet.data.datasets import common_test, load
+from fedhet.data.folder import class_folders, decode, listing
+from fedhet.data.partition import client_name, hold_out, split_rows
+from fedhet.data.spec import DataSpec, Split, check, global_random_kept
+from fedhet.errors import DataError
+
+_KEPT_CLIENTS = 32  # decoded clients that one process keeps
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """A client's data as the models take it: x float32, images in [-1, 1].
+
+    `test` is the client's own (protocol "personal"), `common` the shared test set, if any.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    common: Split | None
+    classes: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample, [C, H, W] or [F]."""
+        return tuple(self.train.x.shape[1:])
+
+
+@lru_cache(maxsize=_KEPT_CLIENTS)
+def client_data(spec: DataSpec, index: int) -> ClientData:
+    """Return the data of client `index`; the last few are kept."""
+    dataset = load(spec)
+    train, test = (dataset.train.take(rows).scaled() for rows in split_rows(spec, index))
+    name = client_name(index, spec.clients)
+    return ClientData(name, train, test, common_test(spec), dataset.classes)
+
+
+def validate(spec: DataSpec) -> None:
+    """Raise a one-line error for whatever would stop a run on this data, before it starts."""
+    check(spec)
+    load(spec)
+    for index in range(spec.clients):
+        split_rows(spec, index)
+
+
+@lru_cache(maxsize=4)
+@global_random_kept()
+def site_data(folder: str, *, spec: DataSpec, classes: int, name: str) -> ClientData:
+    """Return the data of a real site, which lies in its own folder.
+
+    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images. Without
+    a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (a name a line)
+    gives the run's classes in order; image folders need it only where they lack some of them.
+    """
+    check(spec)
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder (the data of {name})")
+    names = _classes_file(root, classes)
+    if (root / "train.npz").exists() == (root / "train").is_dir():
+        raise DataError(
+            f"{root}: must hold either train.npz or train/<class>/<images> (and test likewise)"
+        )
+    if (root / "train").is_dir():
+        names = names or _folder_names(root / "train", classes)
+        train, test = _site_images(root, names, spec)
+    else:
+        train, test = _site_arrays(root, classes)
+    if test is None:
+        train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
+        train, test = train.take(train_rows), train.take(test_rows)
+    if len(train) < 2 or len(test) < 1:
+        raise DataError(
+            f"{root}: has {len(train)} training and {len(test)} test samples, at least 2 and 1 "
+            "are needed"
+        )
+    names = names or tuple(map(str, range(classes)))
+    return ClientData(name, train.scaled(), test.scaled(), None, names)
+
+
+def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
+    """Return the names in classes.txt, or () if there is none."""
+    path = root / "classes.txt"
+    if not path.exists():
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a readable text file ({error})") from error
+    names = tuple(line.strip() for line in lines if line.strip())
+    if len(names) != classes or len(set(names)) != classes:
+        raise DataError(
+            f"{path}: has {len(names)} names ({len(set(names))} different), the run has "
+            f"{classes} classes: give each one line, in the run's order"
+        )
+    return names
+
+
+def _folder_names(train: Path, classes: int) -> tuple[str, ...]:
+    names = class_folders(train)
+    if len(names) != classes:
+        raise DataError(
+            f"{train}: has {len(names)} class folders, the run has {classes} classes; name all "
+            f"{classes} in the run's order in {train.parent / 'classes.txt'}"
+        )
+    return names
+
+
+def _site_images(root: Path, names: tuple[str, ...], spec: DataSpec) -> tuple[Split, Split | None]:
+    files, labels = listing(root / "train", names)
+    train = Split(decode(files, spec.image_size), torch.from_numpy(labels))
+    if not (root / "test").is_dir():
+        return train, None
+    files, labels = listing(root / "test", names)
+    x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+    return train, Split(x, torch.from_numpy(labels))
+
+
+def _site_arrays(root: Path, classes: int) -> tuple[Split, Split | None]:
+    train = _within(root / "train.npz", classes)
+    path = root / "test.npz"
+    if not path.exists():
+        return train, None
+    test = _within(path, classes)
+    same_kind(train, test, "train.npz", path)
+    return train, test
+
+
+def _within(path: Path, classes: int) -> Split:
+    """Read a file whose labels must be those of the run."""
+    split = read_npz(path)
+    if len(split) and int(split.y.max()) >= classes:
+        raise DataError(
+            f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "
+            f"(the run has {classes} classes)"
+        )
+    return split

@@ -1,0 +1,85 @@
+"""Where and in what precision a model computes."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.errors import SettingsError
+from fedhet.settings import Settings
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A device, the type of mixed precision on it (None: plain float32), and a memory format."""
+
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+    channels_last: bool = False
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a forward pass and its loss run."""
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def place(self, module: nn.Module) -> None:
+        """Move `module` to the device, in the memory format."""
+        module.to(self.device)
+        if self.channels_last:
+            module.to(memory_format=torch.channels_last)
+
+    def images(self, x: Tensor) -> Tensor:
+        """Return `x` [N, ...] on the device; images [N, C, H, W] in the memory format."""
+        if self.channels_last and x.ndim == 4:
+            return x.to(self.device, memory_format=torch.channels_last)
+        return x.to(self.device)
+
+
+CPU = Compute(torch.device("cpu"))
+
+
+def compute_for(settings: Settings) -> Compute:
+    """Return what `device`, `precision` and `channels-last` name. Raises SettingsError."""
+    device = find_device(settings.device)
+    last = {"true": True, "false": False, "auto": device.type == "cuda"}[settings.channels_last]
+    return Compute(device, _autocast_dtype(settings.precision, device), last)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of that name; auto is the first GPU, or else the processor.
+
+    Raises SettingsError naming the device that is not there and those that are.
+    """
+    there = available_devices()
+    if name == "auto":
+        return torch.device(there[-1] if len(there) == 1 else there[1])
+    if name not in there:
+        rule = f"auto or a device of this machine: {', '.join(there)}"
+        raise SettingsError(f"setting 'device' = {name!r} is not there: it takes {rule}")
+    return torch.device(name)
+
+
+def available_devices() -> list[str]:
+    """Return the names of this machine's devices, the processor first."""
+    names = ["cpu"]
+    if torch.cuda.is_available():
+        names += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return names
+
+
+def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    if precision == "auto":
+        has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bfloat16 else None
+    if precision == "float16" and device.type == "cpu":
+        raise SettingsError(
+            "setting 'precision' = 'float16' is not there on the device cpu: "
+            "it takes auto, float32 or bfloat16"
+        )
+    return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]

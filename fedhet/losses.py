@@ -1,0 +1,45 @@
+"""Loss terms, each a pure function of tensors. Logits are [N, C], features [N, D], labels [N]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedhet.classwise import Teacher
+
+
+def class_feature_loss(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+    """Return l_mse of Felo's Eq. 1 per sample, [N]: features against their class's entry.
+
+    The mean over the D components; 0 where the teacher has no entry for the class.
+    """
+    error = (features.float() - teacher.features[labels]).square().mean(1)
+    return error * teacher.known[labels]
+
+
+def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+    """Return l_kl of Felo's Eq. 1 per sample, [N]: KL(teacher's class logits || own logits).
+
+    0 where the teacher has no entry for the class.
+    """
+    target = teacher.logits.log_softmax(1)[labels]
+    own = logits.float().log_softmax(1)
+    divergence = (target.exp() * (target - own)).sum(1)
+    return divergence * teacher.known[labels]
+
+
+def felo_loss(
+    features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, alpha: float
+) -> Tensor:
+    """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl).
+
+    Without a teacher (a client's first participation), or for samples of a class that it has no
+    entry for, cross-entropy alone.
+    """
+    loss = F.cross_entropy(logits.float(), labels)
+    if teacher is None:
+        return loss
+    mse = class_feature_loss(features, labels, teacher)
+    kl = class_logit_loss(logits, labels, teacher)
+    return loss + alpha * torch.mean(mse + kl)

@@ -1,0 +1,106 @@
+"""A user's own model, named by where it is: "package.module:function".
+
+The function is called with (shape, classes) and returns a HetModel, or two modules: an extractor
+[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C].
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fedhet.errors import ModelError, nearest
+from fedhet.models.het import HetModel, join, output_shape
+from fedhet.models.info import Shape
+
+
+def is_own(name: str) -> bool:
+    """Say whether `name` is a place to import from rather than a registered name."""
+    return ":" in name
+
+
+def find_own(name: str) -> Callable[..., Any]:
+    """Import and return the function that `name` spells out."""
+    path, _, attribute = name.partition(":")
+    if not path or not attribute or path.startswith("."):
+        raise ModelError(f"model '{name}' is not of the form 'package.module:function'")
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:
+        raise ModelError(f"model '{name}': cannot import '{path}': {_reason(error)}") from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        hint = nearest(attribute, vars(module))
+        raise ModelError(f"model '{name}': module '{path}' has no '{attribute}'{hint}")
+    if not callable(function):
+        raise ModelError(f"model '{name}': '{attribute}' is {_kind(function)}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+    """Call the user's function, check what it returns, and adapt its width."""
+    function = find_own(name)
+    try:
+        made = function(shape, classes)
+    except Exception as error:
+        raise ModelError(
+            f"model '{name}' failed for shape {shape}, classes {classes}: {_reason(error)}"
+        ) from error
+    extractor, classifier = _halves(name, made)
+    width = _checked_width(name, extractor, classifier, shape, classes)
+    if feature_dim not in (None, width):
+        if not isinstance(classifier, nn.Linear):
+            raise ModelError(
+                f"model '{name}' has {width} features, not {feature_dim}: an adapter needs an"
+                f" nn.Linear as classifier, not {_kind(classifier)}"
+            )
+        return join(extractor, width, classes, feature_dim)
+    if not isinstance(made, HetModel):
+        return HetModel(extractor, classifier, width)
+    if made.feature_dim != width:
+        raise ModelError(f"model '{name}' says feature_dim {made.feature_dim}, has {width}")
+    return made
+
+
+def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the extractor and the classifier of what the user's function returned."""
+    match made:
+        case HetModel():
+            return made.extractor, made.classifier
+        case [nn.Module() as extractor, nn.Module() as classifier]:
+            return extractor, classifier
+    raise ModelError(
+        f"model '{name}' returned {_kind(made)}, not a HetModel or two modules"
+        " (extractor, classifier)"
+    )
+
+
+def _checked_width(
+    name: str, extractor: nn.Module, classifier: nn.Module, shape: Shape, classes: int
+) -> int:
+    """Run both halves once and return the width D between them."""
+    try:
+        features = output_shape(extractor, shape)
+        logits = output_shape(classifier, features[1:])
+    except Exception as error:
+        raise ModelError(
+            f"model '{name}' does not run on shape {shape}: {_reason(error)}"
+        ) from error
+    if len(features) != 2 or features[0] != 2:
+        raise ModelError(f"model '{name}': a batch of 2 gives features {features}, not (2, D)")
+    if logits != (2, classes):
+        raise ModelError(f"model '{name}': a batch of 2 gives logits {logits}, not (2, {classes})")
+    return features[1]
+
+
+def _kind(thing: object) -> str:
+    return f"a {type(thing).__name__}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

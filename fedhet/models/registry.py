@@ -1,0 +1,99 @@
+"""Models by name: what there is, and building one for a run's shape and classes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import MappingProxyType
+
+import torch
+
+from fedhet.errors import ModelError, nearest
+from fedhet.models import resnet, small, vision
+from fedhet.models.het import HetModel, join, output_shape
+from fedhet.models.info import ModelInfo, Shape
+from fedhet.models.own import assemble_own, find_own, is_own
+from fedhet.seeding import seeded
+
+MODELS = MappingProxyType(
+    {info.name: info for info in (*small.MODELS, *resnet.MODELS, *vision.MODELS)}
+)
+
+
+def names() -> list[str]:
+    """Return every registered name, family by family."""
+    return list(MODELS)
+
+
+def describe() -> list[ModelInfo]:
+    """Return what `fedhet models` prints of every registered model."""
+    return list(MODELS.values())
+
+
+def find(name: str) -> ModelInfo:
+    """Return the registered model, or raise ModelError with the nearest name."""
+    if name in MODELS:
+        return MODELS[name]
+    hint = nearest(name, MODELS)
+    raise ModelError(
+        f"unknown model '{name}'{f'{hint} ' if hint else '; '}`fedhet models` lists all"
+    )
+
+
+def check_name(name: str) -> None:
+    """Raise ModelError where `name` is neither registered nor a function that can be imported."""
+    if is_own(name):
+        find_own(name)
+    else:
+        find(name)
+
+
+def build(
+    name: str, shape: Shape, classes: int, *, seed: int, feature_dim: int | None = None
+) -> HetModel:
+    """Return the model for samples of `shape`, with weights that depend on seed and name alone.
+
+    `feature_dim` is the width D between extractor and classifier; None keeps the native one.
+    """
+    with seeded(seed, "model", name):
+        return _assemble(name, tuple(shape), classes, feature_dim)
+
+
+def shapes(
+    name: str, shape: Shape, classes: int, feature_dim: int | None = None
+) -> dict[str, tuple[Shape, str]]:
+    """Return each tensor's shape and numpy dtype name in the model's state dict.
+
+    Registered models take no memory for it; a user's own is built and dropped. Cached.
+    """
+    return dict(_shapes(name, tuple(shape), classes, feature_dim))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(
+    name: str, shape: Shape, classes: int, feature_dim: int | None
+) -> dict[str, tuple[Shape, str]]:
+    with seeded(0, "shapes", name), torch.device("cpu" if is_own(name) else "meta"):
+        state = _assemble(name, shape, classes, feature_dim).state_dict()
+    return {
+        key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in state.items()
+    }
+
+
+def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+    if classes < 1:
+        raise ModelError(f"model '{name}': classes is {classes}; it must be 1 or more")
+    if feature_dim is not None and feature_dim < 1:
+        raise ModelError(f"model '{name}': feature_dim is {feature_dim}; it must be 1 or more")
+    if is_own(name):
+        return assemble_own(name, shape, classes, feature_dim)
+    info = find(name)
+    info.check(shape)
+    return join(info.extractor(shape), _native_width(name, shape), classes, feature_dim)
+
+
+@lru_cache(maxsize=1024)
+def _native_width(name: str, shape: Shape) -> int:
+    """Return D of a registered extractor, found by a pass that computes nothing."""
+    with seeded(0, "width", name), torch.device("meta"):
+        return output_shape(find(name).extractor(shape), shape)[1]

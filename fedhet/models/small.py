@@ -1,0 +1,121 @@
+"""Small networks of our own: CNNs, multilayer perceptrons, LeNet-5 and ResNet-9 with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor, nn
+
+from fedhet.models.info import ModelInfo, Shape
+
+
+def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:
+    """Return conv 3x3, BN, (dropout), ReLU, (max-pool 2x2): [N, I, H, W] -> [N, O, H', W']."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+    if dropout:
+        layers.append(nn.Dropout(dropout))
+    layers.append(nn.ReLU())
+    if pool:
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def cnn(shape: Shape, widths: Sequence[int], pools: Sequence[bool], features: int) -> nn.Module:
+    """Return conv layers of `widths`, pooled where `pools` says so, and a linear: -> [N, features].
+
+    `shape` is [C, H, W].
+    """
+    inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
+    layers = [conv_bn(i, o, pool=p) for i, o, p in zip(inputs, widths, pools, strict=True)]
+    flat = widths[-1] * (shape[1] // divisor) * (shape[2] // divisor)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, features), nn.ReLU())
+
+
+def mlp(shape: Shape, widths: Sequence[int]) -> nn.Module:
+    """Return flatten and hidden layers of `widths`, each with ReLU: [N, *shape] -> [N, last]."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in zip((prod(shape), *widths[:-1]), widths, strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def lenet5(shape: Shape) -> nn.Module:
+    """Return LeNet-5 (LeCun et al. 1998) with ReLU and max-pools: [N, C, H, W] -> [N, 84]."""
+    height, width = ((side // 2 - 4) // 2 for side in shape[1:])
+    return nn.Sequential(
+        *(nn.Conv2d(shape[0], 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(16 * height * width, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
+    )
+
+
+class Residual(nn.Module):
+    """x + body(x), of one shape."""
+
+    def __init__(self, *body: nn.Module) -> None:
+        """Hold the layers of the body."""
+        super().__init__()
+        self.body = nn.Sequential(*body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to the same shape."""
+        branch: Tensor = self.body(x)
+        return x + branch
+
+
+def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
+    """Return the ResNet-9 of DAVIDNet with dropout, for MC-dropout: [N, C, H, W] -> [N, 256].
+
+    UM-pFSSL, section VI-A: dropout 0.5 after the last two batch norms and every fully connected
+    layer but the output. The hidden one (512 -> 256) is ours: the paper gives no widths.
+    """
+    return nn.Sequential(
+        *(conv_bn(shape[0], 64), conv_bn(64, 128, pool=True)),
+        Residual(conv_bn(128, 128), conv_bn(128, 128)),
+        *(conv_bn(128, 256, pool=True), conv_bn(256, 512, pool=True)),
+        Residual(conv_bn(512, 512, dropout=dropout), conv_bn(512, 512, dropout=dropout)),
+        *(nn.MaxPool2d((shape[1] // 8, shape[2] // 8)), nn.Flatten()),
+        *(nn.Linear(512, 256), nn.ReLU(), nn.Dropout(dropout)),
+    )
+
+
+def _cnn2(shape: Shape) -> nn.Module:
+    return cnn(shape, (16, 32), (True, True), 64)
+
+
+def _cnn3(shape: Shape) -> nn.Module:
+    return cnn(shape, (32, 64, 64), (True, True, True), 128)
+
+
+def _cnn4(shape: Shape) -> nn.Module:
+    return cnn(shape, (32, 32, 64, 64), (False, True, False, True), 128)
+
+
+def _mlp(shape: Shape) -> nn.Module:
+    return mlp(shape, (128,))
+
+
+def _mlp2(shape: Shape) -> nn.Module:
+    return mlp(shape, (256, 128))
+
+
+def _mlp3(shape: Shape) -> nn.Module:
+    return mlp(shape, (256, 128, 64))
+
+
+MODELS = (
+    ModelInfo("mlp", "mlp", "1 hidden layer: 128", "ours", None, _mlp),
+    ModelInfo("mlp2", "mlp", "2 hidden layers: 256-128", "ours", None, _mlp2),
+    ModelInfo("mlp3", "mlp", "3 hidden layers: 256-128-64", "ours", None, _mlp3),
+    ModelInfo("cnn2", "cnn", "2 conv layers, 16-32, and a linear of 64", "ours", 4, _cnn2),
+    ModelInfo("cnn3", "cnn", "3 conv layers, 32-64-64, and a linear of 128", "ours", 8, _cnn3),
+    ModelInfo("cnn4", "cnn", "VGG-like: 32-32, 64-64, and a linear of 128", "ours", 4, _cnn4),
+    ModelInfo("lenet5", "cnn", "conv 6-16 of 5x5, linear 120-84", "LeCun et al. 1998", 12, lenet5),
+    ModelInfo(
+        "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9
+    ),
+)

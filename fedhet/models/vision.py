@@ -1,0 +1,114 @@
+"""torchvision's other families, never with downloaded weights: VGG, ShuffleNet, MobileNet, …
+
+Each loses its last linear layer: what is left, dropout included, is the extractor. For small
+images (`stem.is_small`) the first convolution and the next strided layer keep the image's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torchvision import models as tv  # type: ignore[import-untyped, unused-ignore]
+from torchvision.models import vgg as tv_vgg  # type: ignore[import-untyped, unused-ignore]
+
+from fedhet.models.info import ModelInfo, Shape
+from fedhet.models.stem import first_conv, he_init, is_small, unstride
+
+
+def shufflenet(shape: Shape, make: Callable[..., Any]) -> nn.Module:
+    """Return a ShuffleNet-V2 without its head: [N, C, H, W] -> [N, 1024]."""
+    net: nn.Module = make(weights=None, num_classes=1)
+    stem: Any = net.conv1
+    stem[0] = first_conv(stem[0], shape)
+    if is_small(shape):
+        net.maxpool = nn.Identity()
+    net.fc = nn.Identity()
+    return net
+
+
+def inverted(shape: Shape, make: Callable[..., Any]) -> nn.Module:
+    """Return a MobileNet or EfficientNet without its last linear: [N, C, H, W] -> [N, D].
+
+    Small images: besides the first conv, the first strided stage keeps its size.
+    """
+    net: Any = make(weights=None, num_classes=1)
+    net.features[0][0] = first_conv(net.features[0][0], shape)
+    if is_small(shape):
+        unstride(net.features)
+    net.classifier = net.classifier[:-1]
+    module: nn.Module = net
+    return module
+
+
+def vgg(shape: Shape, layout: str) -> nn.Module:
+    """Return a VGG with batch norms, without its last linear: [N, C, H, W] -> [N, 4096].
+
+    Small images: no hidden linear layers, [N, 512], and no max-pool that would leave nothing.
+    """
+    layers: Any = tv_vgg.make_layers(tv_vgg.cfgs[layout], batch_norm=True)
+    layers[0] = first_conv(layers[0], shape, small_stem=False)
+    if is_small(shape):
+        kept = _without_late_pools(layers, min(shape[1:]))
+        he_init(kept)
+        return nn.Sequential(kept, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net: Any = tv_vgg.VGG(layers, num_classes=1)
+    net.classifier = net.classifier[:-1]
+    module: nn.Module = net
+    return module
+
+
+def _without_late_pools(layers: nn.Sequential, side: int) -> nn.Sequential:
+    """Return `layers` less the max-pools that would halve an image `side` of 1."""
+    kept = []
+    for layer in layers:
+        if isinstance(layer, nn.MaxPool2d):
+            if side == 1:
+                continue
+            side //= 2
+        kept.append(layer)
+    return nn.Sequential(*kept)
+
+
+def _info(name: str, family: str, line: str, extractor: Callable[[Shape], nn.Module]) -> ModelInfo:
+    return ModelInfo(name, family, line, "torchvision", 8, extractor)
+
+
+MODELS = (
+    _info("vgg11", "vgg", "8 conv layers with batch norm", partial(vgg, layout="A")),
+    _info("vgg13", "vgg", "10 conv layers with batch norm", partial(vgg, layout="B")),
+    _info("vgg16", "vgg", "13 conv layers with batch norm", partial(vgg, layout="D")),
+    _info("vgg19", "vgg", "16 conv layers with batch norm", partial(vgg, layout="E")),
+    _info(
+        "shufflenet-v2",
+        "shufflenet",
+        "ShuffleNet-V2, width 1.0",
+        partial(shufflenet, make=tv.shufflenet_v2_x1_0),
+    ),
+    _info(
+        "shufflenet-v2-x0.5",
+        "shufflenet",
+        "ShuffleNet-V2, width 0.5",
+        partial(shufflenet, make=tv.shufflenet_v2_x0_5),
+    ),
+    _info(
+        "mobilenet-v2",
+        "mobilenet",
+        "MobileNet-V2, width 1.0",
+        partial(inverted, make=tv.mobilenet_v2),
+    ),
+    _info(
+        "mobilenet-v3-small",
+        "mobilenet",
+        "MobileNet-V3 small",
+        partial(inverted, make=tv.mobilenet_v3_small),
+    ),
+    _info(
+        "efficientnet-b0",
+        "efficientnet",
+        "EfficientNet-B0",
+        partial(inverted, make=tv.efficientnet_b0),
+    ),
+)

@@ -1,0 +1,204 @@
+"""How every figure looks: colours, type, axes; as a PNG on white, or as SVG for the page.
+
+Figures are made through matplotlib's objects, never pyplot, so nothing global is left behind.
+The series colours are Okabe and Ito's, which stay apart for colour-blind readers. In SVG each
+colour becomes a CSS variable of the page, so that a figure follows its light or dark scheme.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fedhet.report.units import human_bytes
+
+INK, MUTED, RULE, PAPER = "#1d2329", "#66707a", "#dfe3e8", "#ffffff"
+ON_LIGHT = "#14181c"
+"""For text on a light fill, which stays light whatever the page's scheme."""
+SERIES = (
+    "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
+)  # fmt: skip
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
+KIND_COLOURS = dict(zip(("private", "proxy", "global", "server"), SERIES, strict=False))
+STAGE_COLOURS = {
+    "train": SERIES[0], "evaluate": SERIES[5], "server": SERIES[4], "overhead": "#a9b1ba",
+}  # fmt: skip
+OTHER_COLOUR = SERIES[7]
+HEAT = LinearSegmentedColormap.from_list(
+    "heat", [(*to_rgb(SERIES[0]), 0.0), (*to_rgb(SERIES[0]), 1.0)]
+)
+
+VARIABLES = {
+    INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--card",
+    **{colour: f"--s{number}" for number, colour in enumerate(SERIES)},
+}  # fmt: skip
+
+RC: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "axes.labelsize": 9.0,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": RULE,
+    "axes.linewidth": 0.8,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "xtick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": RULE,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 0.0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 1.4,
+    "legend.columnspacing": 1.4,
+    "legend.borderaxespad": 0.0,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "svg.fonttype": "none",
+    "path.simplify_threshold": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A named figure of a size in inches, drawn on demand."""
+
+    name: str
+    width: float
+    height: float
+    draw: Callable[[Figure], None]
+    alt: str = ""
+
+    def png(self, folder: Path, dpi: int = 160) -> Path:
+        """Write `<name>.png` into a folder and return its path."""
+        path = folder / f"{self.name}.png"
+        with _styled(self) as figure:
+            figure.savefig(path, format="png", dpi=dpi, metadata={"Software": "fedhet"})
+        return path
+
+    def svg(self) -> str:
+        """Return the figure as SVG to be set into the page."""
+        with _styled(self) as figure:
+            file = io.StringIO()
+            figure.savefig(
+                file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+            )
+        return _inline(file.getvalue())
+
+
+@contextmanager
+def _styled(drawing: Drawing) -> Iterator[Figure]:
+    with mpl.rc_context({**RC, "svg.hashsalt": drawing.name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        figure = Figure(figsize=(drawing.width, drawing.height), layout=layout)
+        FigureCanvasAgg(figure)
+        drawing.draw(figure)
+        yield figure
+
+
+def _inline(svg: str) -> str:
+    """Strip what only a file needs, and give the colours over to the page."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 class="plot"', svg)
+    return re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})\b", _variable, svg)
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = VARIABLES.get(match[2])
+    return f"{match[1]}var({name})" if name else match[0]
+
+
+def legend_columns(labels: Sequence[str], room: int = 72) -> int:
+    """Return how many columns of a legend fit above an axes: all in one row if they may."""
+    if sum(len(label) + 5 for label in labels) <= room:
+        return max(len(labels), 1)
+    return max(1, room // (max(map(len, labels)) + 5))
+
+
+def head(ax: Axes, title: str) -> None:
+    """Set the title of an axes and, between it and the axes, a legend of what was labelled."""
+    handles, labels = ax.get_legend_handles_labels()
+    columns = legend_columns(labels)
+    ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
+    if handles:
+        ax.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(0, 1.02), labelcolor=INK,
+            ncols=columns, handletextpad=0.5, borderpad=0.1,
+        )  # fmt: skip
+
+
+def over_rounds(ax: Axes, rounds: list[int], margin: float = 0.0, note: str = "") -> None:
+    """Give an axes a horizontal axis of whole rounds, named with a note beside."""
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    ax.set_xlabel(f"round  ({note})" if note else "round")
+    low, high = min(rounds), max(rounds)
+    margin = max(margin, 0.5 if low == high else 0.02 * (high - low))
+    ax.set_xlim(low - margin, high + margin)
+
+
+def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
+    """Give an axis a few round numbers, set as `text` has it."""
+    chosen = ax.yaxis if axis == "y" else ax.xaxis
+    chosen.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def in_bytes(value: float) -> str:
+    """Return a tick's number of bytes without needless digits."""
+    return _tidy(human_bytes(value))
+
+
+def mark(number: int) -> tuple[str, str]:
+    """Return the colour and the marker of the series of a number; the pairs repeat late."""
+    rounds, place = divmod(number, len(SERIES))
+    return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
+
+
+def _tidy(label: str) -> str:
+    number, _, unit = label.partition(" ")
+    return f"{float(number):g} {unit}"
+
+
+def marker(points: int) -> str:
+    """Return a marker for short curves; long ones go without."""
+    return "o" if points <= 25 else ""

@@ -1,0 +1,97 @@
+"""Numbers and names as a person reads them; the same on the page, in the terminal, in Markdown."""
+
+from __future__ import annotations
+
+import math
+import re
+
+ABSENT = "—"
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes with three significant digits, in powers of 1000: "12.3 MB"."""
+    if not math.isfinite(count):
+        return ABSENT
+    power = 0
+    while abs(count) >= 999.5 and power < len(_BYTES) - 1:
+        count, power = count / 1000, power + 1
+    digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+    return f"{count:.{digits}f} {_BYTES[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration: "0.42 s", "12.3 s", "4 min 05 s" or "2 h 13 min"."""
+    if not math.isfinite(seconds):
+        return ABSENT
+    if seconds < 59.95:
+        return f"{seconds:.{2 if seconds < 9.995 else 1}f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def human_number(value: float) -> str:
+    """Return a figure of unknown size with four significant digits, whole numbers as such."""
+    if not math.isfinite(value):
+        return ABSENT
+    if value == int(value) and abs(value) < 1e7:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def score(value: float) -> str:
+    """Return an accuracy with four digits: "0.7312"."""
+    return f"{value:.4f}" if math.isfinite(value) else ABSENT
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction in percent without needless digits: 0.613 is "61.3 %"."""
+    return f"{100 * fraction:.4g} %"
+
+
+def plus_minus(mean: float, std: float, digits: int = 4) -> str:
+    """Return "mean ± std", or the mean alone where there is no deviation."""
+    if not math.isfinite(mean):
+        return ABSENT
+    return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if math.isfinite(std) else "")
+
+
+def setting(value: object) -> str:
+    """Return a setting's value as one would type it: true, 0.5, a,b."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, list):
+        return ",".join(map(setting, value))
+    return str(value)
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sorting key under which client-2 comes before client-10."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters, so that no name can steer a terminal."""
+    return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text)
+
+
+def spans(numbers: list[int]) -> str:
+    """Return sorted numbers as spans: [1, 2, 3, 7] is "1–3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 client", "2 clients"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,184 @@
+"""What a run leaves in its directory while it goes on, and who watches it.
+
+    config.toml  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fedhet.config import Config
+from fedhet.errors import StateError
+from fedhet.metrics import RoundRecord, Seconds, peak_memory_mb
+from fedhet.state import replacing
+
+
+class Watcher(Protocol):
+    """Is told what happens in a run; every call is short and must not fail."""
+
+    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+        """The clients are known: name to model."""
+
+    def round_started(self, number: int, asked: Sequence[str]) -> None:
+        """These clients are asked to train."""
+
+    def client_answered(self, client: str, error: str) -> None:
+        """A client's reply is there, or (error not empty) will not come."""
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """The round is aggregated and evaluated."""
+
+    def notice(self, text: str) -> None:
+        """Something that a person should know."""
+
+    def run_finished(self, summary: Mapping[str, Any]) -> None:
+        """The last round is over."""
+
+
+class RunLog:
+    """Writes a run's files and passes its events on to watchers."""
+
+    def __init__(
+        self, config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher] = ()
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.watchers = tuple(watchers)
+        self.models: dict[str, str] = {}
+        self.peak_memory_mb = 0.0
+        self._workers = workers
+        self._history: list[RoundRecord] = []
+        self._seconds = Seconds()
+        self._started = time.perf_counter()
+        self._metrics = directory / "metrics.jsonl"
+        _claim(directory)
+        with replacing(directory / "config.toml") as path:
+            path.write_text(config.to_toml(), encoding="utf-8")
+        self._board = SummaryWriter(str(directory / "tensorboard"))
+
+    def begin(self, models: Mapping[str, str]) -> None:
+        """Note the clients: name to model."""
+        self.models = dict(sorted(models.items()))
+        for watcher in self.watchers:
+            watcher.run_started(self.config, self.directory, self.models)
+
+    def round_started(self, number: int, asked: Sequence[str]) -> None:
+        """Pass the start of a round on."""
+        for watcher in self.watchers:
+            watcher.round_started(number, asked)
+
+    def client_answered(self, client: str, error: str = "") -> None:
+        """Pass a client's answer on."""
+        for watcher in self.watchers:
+            watcher.client_answered(client, error)
+
+    def notice(self, text: str) -> None:
+        """Pass a notice on."""
+        for watcher in self.watchers:
+            watcher.notice(text)
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Write a round's record and pass it on."""
+        busy = record.seconds.train + record.seconds.evaluate
+        lost = record.seconds.total - record.seconds.server - busy / self._workers
+        record.seconds.overhead = max(lost, 0.0)
+        self._history.append(record)
+        self._seconds.add(record.seconds)
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        self._write_events(record)
+        for watcher in self.watchers:
+            watcher.round_finished(record)
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json and pass it on; return what it holds."""
+        self._board.close()
+        summary = self._summary()
+        with replacing(self.directory / "summary.json") as path:
+            path.write_text(json.dumps(summary, indent=1, allow_nan=False), encoding="utf-8")
+        for watcher in self.watchers:
+            watcher.run_finished(summary)
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        run = self.config.run
+        seconds = vars(self._seconds) | {"total": time.perf_counter() - self._started}
+        return {
+            "method": self.config.method.name,
+            "dataset": run.dataset,
+            "seed": run.seed,
+            "rounds": len(self._history),
+            "clients": len(self.models),
+            "models": self.models,
+            "headline": self._headline(),
+            "accuracy": self._history[-1].accuracy if self._history else {},
+            "history": [_brief(record) for record in self._history],
+            "bytes_up": sum(record.bytes_up for record in self._history),
+            "bytes_down": sum(record.bytes_down for record in self._history),
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "peak_memory_mb": round(max(self.peak_memory_mb, peak_memory_mb()), 1),
+            "versions": versions(),
+        }
+
+    def _headline(self) -> str:
+        """Return the method's headline protocol, or personal where there is no common test set."""
+        measured = self._history[-1].accuracy if self._history else {}
+        headline = self.config.method.headline
+        return headline if headline in measured or not measured else "personal"
+
+    def _write_events(self, record: RoundRecord) -> None:
+        for protocol, kinds in record.accuracy.items():
+            for kind, values in kinds.items():
+                for statistic in ("mean", "std", "worst"):
+                    tag = f"accuracy-{protocol}-{kind}/{statistic}"
+                    self._board.add_scalar(tag, values[statistic], record.round)
+        if record.loss:
+            self._board.add_scalar("loss/mean", record.loss["mean"], record.round)
+        self._board.add_scalar("bytes/up", record.bytes_up, record.round)
+        self._board.add_scalar("bytes/down", record.bytes_down, record.round)
+        for name, value in record.method.items():
+            self._board.add_scalar(f"{self.config.method.name}/{name}", value, record.round)
+        for name, value in vars(record.seconds).items():
+            self._board.add_scalar(f"seconds/{name}", value, record.round)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions on which a run's numbers may depend."""
+    found = {"python": platform.python_version()}
+    for package in ("fedhet", "flwr", "torch", "torchvision", "numpy", "scikit-learn"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _brief(record: RoundRecord) -> dict[str, Any]:
+    return {
+        "round": record.round,
+        "accuracy": {
+            protocol: {kind: values["mean"] for kind, values in kinds.items()}
+            for protocol, kinds in record.accuracy.items()
+        },
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
+        "seconds": round(record.seconds.total, 3),
+    }
+
+
+def _claim(directory: Path) -> None:
+    """Make the run's directory. Raises StateError where it holds a run already."""
+    if (directory / "metrics.jsonl").exists() or (directory / "config.toml").exists():
+        raise StateError(f"{directory} holds a run already; give another directory with --out")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"cannot make the run's directory {directory}: {error}") from None

@@ -1,0 +1,44 @@
+"""Every random draw of a run comes from here: a seed derived from names, never from global state.
+
+`derive(seed, "client-3", 7, "batches")` is the same number on every machine, in every
+process, whatever ran before it. A run is therefore the same however it is distributed,
+and a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, *names: str | int) -> int:
+    """Return a seed in [0, 2**63) for the run's `seed` and the place that `names` spell out."""
+    path = "\x1f".join([str(seed), *(f"{type(name).__name__}:{name}" for name in names)])
+    digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def torch_generator(seed: int, *names: str | int) -> torch.Generator:
+    """Return a CPU generator seeded by `derive`."""
+    return torch.Generator().manual_seed(derive(seed, *names))
+
+
+def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
+    """Return a numpy generator seeded by `derive`."""
+    return np.random.default_rng(derive(seed, *names))
+
+
+@contextmanager
+def seeded(seed: int, *names: str | int) -> Iterator[None]:
+    """Seed torch's global generators inside the block, and give them back as they were after it.
+
+    For what torch draws from global state alone: weight initialisation and dropout.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(derive(seed, *names))
+        yield

@@ -1,0 +1,70 @@
+"""Flower's entry point for the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from flwr.common import Context
+from flwr.server import History, Server, ServerApp, ServerAppComponents, ServerConfig
+from flwr.server.client_manager import SimpleClientManager
+from rich.console import Console
+
+from fedhet.config import Config, resolve
+from fedhet.display import LineDisplay
+from fedhet.knowledge import is_name
+from fedhet.errors import SettingsError
+from fedhet.report import write_report
+from fedhet.runlog import RunLog, Watcher
+
+
+class FederationServer(Server):
+    """Flower's server, which closes the run's log after the last round."""
+
+    def __init__(self, config: Config, log: RunLog) -> None:
+        method = config.method
+        strategy = method.strategy(config.run, config.server, method.client_sends, log)
+        super().__init__(client_manager=SimpleClientManager(), strategy=strategy)
+        self.set_max_workers(config.run.clients)
+        self._log = log
+
+    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
+        """Run the rounds, then write the summary and the report."""
+        result = super().fit(num_rounds, timeout)
+        self._log.finish()
+        write_report(self._log.directory)
+        return result
+
+
+def components(
+    config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher]
+) -> ServerAppComponents:
+    """Return what Flower runs on the server."""
+    log = RunLog(config, directory, workers=workers, watchers=watchers)
+    rounds = ServerConfig(config.run.rounds, config.run.round_timeout)
+    return ServerAppComponents(server=FederationServer(config, log), config=rounds)
+
+
+def run_directory(config: Config) -> Path:
+    """Return the run's directory; its name identifies the run. Raises SettingsError."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    dataset = config.run.dataset.partition(":")[0]
+    default = f"runs/{config.method.name}-{dataset}-s{config.run.seed}-{stamp}"
+    directory = Path(config.run.out or default).resolve()
+    if not is_name(directory.name):
+        rule = "a path that ends in letters, digits, '.', '_' and '-'"
+        raise SettingsError(f"setting 'out' = {config.run.out!r} is not allowed: it takes {rule}")
+    return directory
+
+
+def server_fn(context: Context) -> ServerAppComponents:
+    """Return the components of a run that `flwr run` started."""
+    config = resolve(context.run_config)
+    watchers = [LineDisplay(Console(width=160))]
+    return components(
+        config, run_directory(config), workers=config.run.clients, watchers=watchers
+    )
+
+
+app = ServerApp(server_fn=server_fn)

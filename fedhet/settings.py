@@ -1,0 +1,200 @@
+"""Settings: their names, types, ranges and help texts, and the one line that a wrong one earns.
+
+A setting has one flat kebab-case name, the same on the command line, in a TOML file and in
+Flower's run config. What every run has is `Settings`; a method's own stand in the `MethodSettings`
+that its two halves declare, and are written under the method's name (`felo.alpha`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from fedhet.errors import SettingsError, nearest
+
+Scalar = bool | int | float | str
+S = TypeVar("S", bound="Schema")
+
+
+def kebab(name: str) -> str:
+    """Return the public name of a field: `local_epochs` is `local-epochs`."""
+    return name.rstrip("_").replace("_", "-")
+
+
+class Schema(BaseModel):
+    """A frozen set of settings under kebab-case names; unknown names and wrong types are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, alias_generator=kebab, populate_by_name=True
+    )
+
+    @classmethod
+    def fields(cls) -> dict[str, FieldInfo]:
+        """Return the fields by their public names, in the order of declaration."""
+        return {kebab(name): info for name, info in cls.model_fields.items()}
+
+    def flat(self) -> dict[str, Scalar]:
+        """Return the values by their public names."""
+        return self.model_dump(by_alias=True)
+
+
+class MethodSettings(Schema):
+    """What one half of a method lets a user choose."""
+
+
+# The vocabulary: ranges that several settings share.
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class Settings(Schema):
+    """What every run has, whatever its method."""
+
+    method: str = Field("felo", description="the method, as `fedhet methods` lists them")
+    rounds: Count = Field(10, description="rounds of the federation")
+    seed: CountOrNone = Field(0, description="the seed from which every random draw is derived")
+
+    dataset: str = Field(
+        "digits",
+        description="digits, mnist, fashion-mnist, cifar10, cifar100, imagefolder:DIR or npz:DIR",
+    )
+    data_dir: str = Field("data", description="where torchvision's datasets lie")
+    download: bool = Field(False, description="may a missing dataset be downloaded?")
+    clients: Count = Field(10, description="number of clients")
+    partition: Literal["dirichlet", "iid", "shards", "classes"] = Field(
+        "dirichlet", description="how the training set is dealt to the clients"
+    )
+    alpha: Positive = Field(0.5, description="Dirichlet's concentration; smaller is more skewed")
+    shards: Count = Field(2, description="shards a client, for partition = shards")
+    classes_per_client: Count = Field(2, description="classes a client, for partition = classes")
+    min_samples: Count = Field(10, description="least samples a client may be dealt")
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="share of a client's samples kept as its own test split"
+    )
+    image_size: CountOrNone = Field(
+        0, description="side to which an image folder is resized; 0 = as it is"
+    )
+    max_samples: CountOrNone = Field(
+        0, description="train on a seeded subset of this size; 0 = all"
+    )
+    max_test_samples: CountOrNone = Field(
+        0, description="judge on a seeded subset of the common test set; 0 = all"
+    )
+    num_classes: CountOrNone = Field(
+        0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"
+    )
+
+    models: str = Field(
+        "cnn2,cnn3,mlp,gems-resnet11,resnet10",
+        description="pool of models, comma-separated, as `fedhet models` lists them",
+    )
+    deal: Literal["cycle", "shuffle"] = Field(
+        "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
+    )
+
+    fraction: Fraction = Field(1.0, description="share of the clients sampled each round")
+    local_epochs: Count = Field(5, description="epochs over a client's data a round")
+    batch_size: Count = Field(32, description="samples a minibatch")
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="the clients' optimiser")
+    lr: Positive = Field(1e-3, description="learning rate")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
+    weight_decay: NonNegative = Field(0.0, description="weight decay")
+    evaluate_every: Count = Field(
+        1, description="rounds between evaluations; the last round is always evaluated"
+    )
+
+    backend: Literal["ray", "inline"] = Field(
+        "ray", description="Flower's simulation on Ray, or everything in this process"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto is bfloat16 on a GPU that has it, else float32"
+    )
+    channels_last: Literal["auto", "true", "false"] = Field(
+        "auto", description="memory format of images; auto is channels-last on a GPU"
+    )
+    threads: Count = Field(1, description="torch threads a worker")
+    cpus_per_client: Positive = Field(1.0, description="Ray: processors a worker takes")
+    gpus_per_client: NonNegative = Field(
+        0.0, description="Ray: share of a GPU a worker takes; 0 = all workers see all GPUs"
+    )
+    round_timeout: Positive = Field(
+        3600.0, description="seconds after which a round goes on without those who are missing"
+    )
+    max_payload_mb: Positive = Field(2048.0, description="a reply larger than this is refused, MB")
+    out: str = Field("", description="the run's directory; empty = runs/<method>-<dataset>-<time>")
+
+
+def allowed(info: FieldInfo) -> str:
+    """Return in words what values a setting takes."""
+    kind = info.annotation
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if kind is bool:
+        return "true or false"
+    if kind in (int, float):
+        bounds = [_bound(rule) for rule in _rules(info)]
+        noun = "an integer" if kind is int else "a number"
+        return " ".join([noun, " and ".join(filter(None, bounds))]).strip()
+    if kind is str:
+        return "text in quotes"
+    return " or ".join(part.__name__ for part in get_args(kind)) or str(kind)
+
+
+def _rules(info: FieldInfo) -> Iterable[object]:
+    for rule in info.metadata:
+        yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
+
+
+def _bound(rule: object) -> str:
+    for kind, sign in ((Ge, ">="), (Gt, ">"), (Le, "<="), (Lt, "<")):
+        if isinstance(rule, kind):
+            return f"{sign} {getattr(rule, kind.__name__.lower())}"
+    return ""
+
+
+def parse_text(info: FieldInfo | None, text: str) -> object:
+    """Return the value that `text`, typed on a command line, stands for."""
+    if info is None or info.annotation is str or get_origin(info.annotation) is Literal:
+        return text.strip("\"'")
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
+    """Validate `values` (by public names) and return them as a `schema`.
+
+    Raises SettingsError: one line with the setting, its value, what is allowed, and, for a
+    name that does not exist, the nearest that does.
+    """
+    fields = schema.fields()
+    for name in values:
+        if name not in fields:
+            raise unknown(prefix + name, [prefix + field for field in fields])
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        name = str(first["loc"][0])
+        reason = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
+        raise refused(prefix + name, values.get(name), reason or allowed(fields[name])) from None
+
+
+def unknown(name: str, names: Iterable[str]) -> SettingsError:
+    """Return the error for a setting that does not exist."""
+    return SettingsError(f"unknown setting '{name}'{nearest(name, names)}")
+
+
+def refused(name: str, value: object, rule: str) -> SettingsError:
+    """Return the error for a value that a setting does not allow."""
+    return SettingsError(f"setting '{name}' = {value!r} is not allowed: it takes {rule}")

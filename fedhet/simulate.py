@@ -1,0 +1,186 @@
+"""A whole federation on this machine: Flower's simulation on Ray, or everything in this process.
+
+The only room that knows how a simulation is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from flwr.client import Client
+from flwr.common import (
+    DisconnectRes,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetParametersIns,
+    GetParametersRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    ReconnectIns,
+)
+from flwr.server import Server, ServerApp, ServerAppComponents, ServerConfig
+from flwr.server.client_proxy import ClientProxy
+
+from clients.node import Node, read_node
+from clients.open import open_client
+from fedhet import data
+from fedhet.client_app import simulated_app
+from fedhet.config import Config, check, data_spec
+from fedhet.devices import find_device
+from fedhet.errors import SettingsError
+from fedhet.runlog import Watcher
+from fedhet.server_app import components
+from fedhet.settings import refused
+from fedhet.state import replacing
+
+SHARE_OF_A_GPU = 0.25
+"""What a Ray worker takes of a GPU where the settings leave it open."""
+
+
+def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
+    """Run `config` to its end; what it leaves is in `directory`.
+
+    Raises FedhetError before anything is trained if this machine cannot run it.
+    """
+    check(config)
+    run_it = _run_on_ray if config.run.backend == "ray" else _run_inline
+    workers = _ray_workers(config) if config.run.backend == "ray" else 1
+    parts = components(config, directory, workers=workers, watchers=watchers)
+    _write_partition(config, directory)
+    with _logging_to(directory / "flower.log"):
+        run_it(config, directory, parts)
+
+
+def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:
+    from flwr.simulation import run_simulation
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    run_simulation(
+        server_app=ServerApp(server_fn=lambda context: parts),
+        client_app=simulated_app(config, _state_dir(directory)),
+        num_supernodes=config.run.clients,
+        backend_config={
+            "init_args": {"include_dashboard": False, "log_to_driver": False},
+            "client_resources": {
+                "num_cpus": config.run.cpus_per_client,
+                "num_gpus": _gpu_share(config),
+            },
+        },
+    )
+
+
+def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> None:
+    server, rounds = parts.server, parts.config
+    assert isinstance(server, Server) and isinstance(rounds, ServerConfig)
+    # One client at a time, so that they share this process's torch.
+    server.set_max_workers(1)
+    for partition in range(config.run.clients):
+        node_config = {"partition-id": partition, "num-partitions": config.run.clients}
+        node = read_node(node_config, config.run, _state_dir(directory))
+        server.client_manager().register(InlineProxy(config, node))
+    server.fit(rounds.num_rounds, rounds.round_timeout)
+
+
+class InlineProxy(ClientProxy):
+    """A client in this process."""
+
+    def __init__(self, config: Config, node: Node) -> None:
+        super().__init__(node.name)
+        self._config = config
+        self._node = node
+
+    def _client(self) -> Client:
+        return open_client(self._config, self._node).to_client()
+
+    def get_properties(
+        self, ins: GetPropertiesIns, timeout: float | None, group_id: int | None
+    ) -> GetPropertiesRes:
+        """Call the client."""
+        return self._client().get_properties(ins)
+
+    def get_parameters(
+        self, ins: GetParametersIns, timeout: float | None, group_id: int | None
+    ) -> GetParametersRes:
+        """Call the client."""
+        return self._client().get_parameters(ins)
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        """Call the client."""
+        return self._client().fit(ins)
+
+    def evaluate(
+        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
+    ) -> EvaluateRes:
+        """Call the client."""
+        return self._client().evaluate(ins)
+
+    def reconnect(
+        self, ins: ReconnectIns, timeout: float | None, group_id: int | None
+    ) -> DisconnectRes:
+        """There is nothing to reconnect to."""
+        return DisconnectRes(reason="")
+
+
+def _state_dir(directory: Path) -> str:
+    return str(directory / "state")
+
+
+def _gpu_share(config: Config) -> float:
+    if find_device(config.run.device).type != "cuda":
+        return 0.0
+    return config.run.gpus_per_client or SHARE_OF_A_GPU
+
+
+def _ray_workers(config: Config) -> int:
+    """Return how many workers Ray will have. Raises SettingsError where it could have none."""
+    run = config.run
+    cpus = os.cpu_count() or 1
+    if run.cpus_per_client > cpus:
+        raise refused("cpus-per-client", run.cpus_per_client, f"at most this machine's {cpus}")
+    workers = int(cpus / run.cpus_per_client)
+    if run.device.startswith("cuda:"):
+        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        raise refused("device", run.device, rule)
+    if share := _gpu_share(config):
+        gpus = torch.cuda.device_count()
+        if share > gpus:
+            raise refused("gpus-per-client", share, f"at most this machine's {gpus}")
+        workers = min(workers, int(gpus / share))
+    elif run.gpus_per_client > 0:
+        raise SettingsError(
+            f"setting 'gpus-per-client' = {run.gpus_per_client}: the device is "
+            f"{find_device(run.device)}, which is no GPU"
+        )
+    return max(1, min(workers, run.clients))
+
+
+def _write_partition(config: Config, directory: Path) -> None:
+    """Write who holds how many samples of which class."""
+    spec = data_spec(config.run)
+    counts: Mapping[str, list[int]] = data.label_counts(spec)
+    content = {"classes": list(data.load(spec).classes), "counts": dict(counts)}
+    with replacing(directory / "partition.json") as path:
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Send Flower's own words to a file while the block runs."""
+    logger = logging.getLogger("flwr")
+    before = list(logger.handlers)
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.close()

@@ -1,0 +1,122 @@
+"""Private state on disk: tensors and a few facts in one safetensors file, replaced as a whole.
+
+A file is written under a temporary name, synced and renamed, so that a reader finds the old
+state or the new one, never half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedhet.errors import StateError
+from fedhet.knowledge import is_name
+
+Facts = Mapping[str, int | float | str]
+_KEY = "fedhet"
+
+
+@dataclass(frozen=True)
+class ClientStore:
+    """One client's private state in one run: ROOT/<run>/<client>/state.safetensors."""
+
+    root: Path
+    run: str
+    client: str
+
+    def __post_init__(self) -> None:
+        for part in (self.run, self.client):
+            if not is_name(part):
+                raise StateError(f"{part!r} cannot name a folder of private state")
+
+    @property
+    def path(self) -> Path:
+        """Return where the state lies."""
+        return self.root / self.run / self.client / "state.safetensors"
+
+    def save(self, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+        """Replace the state; the old one stands until the new one is whole on disk."""
+        save(self.path, tensors, facts)
+
+    def load(self, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+        """Return the saved tensors, on `device`, and facts."""
+        return load(self.path, device)
+
+    def facts(self) -> dict[str, int | float | str] | None:
+        """Return the saved facts alone, or None where nothing has been saved."""
+        return load_facts(self.path) if self.path.exists() else None
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    """Write `tensors` and `facts` to `path` in one atomic step. Raises StateError."""
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(contiguous, temporary, metadata={_KEY: json.dumps(dict(facts))})
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path; when the block ends well, sync it and put it in `path`'s place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot write {path}: {error}; what stood there before stands") from error
+
+
+def load(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+    """Return the tensors and facts of `path`. Raises StateError."""
+    with _opened(path, str(device)) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, _facts(path, file)  # noqa: SIM118
+
+
+def load_facts(path: Path) -> dict[str, int | float | str]:
+    """Return the facts of `path` without reading its tensors. Raises StateError."""
+    with _opened(path, "cpu") as file:
+        return _facts(path, file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: str) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot read {path}: {error}") from error
+
+
+def _facts(path: Path, file: safe_open) -> dict[str, int | float | str]:
+    try:
+        facts = json.loads((file.metadata() or {})[_KEY])
+    except (KeyError, json.JSONDecodeError):
+        raise StateError(f"{path} is no state of fedhet's") from None
+    if not isinstance(facts, dict):
+        raise StateError(f"{path} is no state of fedhet's")
+    return facts
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

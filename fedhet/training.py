@@ -1,0 +1,127 @@
+"""The one training loop, and evaluation. Every method trains through `train_epoch`.
+
+Data lies in tensors on the device and is cut by index, so no DataLoader stands between an epoch
+and its batches; the losses are summed on the device and read once an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.devices import Compute
+from fedhet.errors import DataError
+from fedhet.settings import Settings
+
+LossOfBatch = Callable[[Tensor, Tensor], Tensor]
+"""(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""
+
+EVALUATION_BATCH = 1024
+
+
+@dataclass
+class Optimization:
+    """An optimiser and, for float16, the scaler of its gradients."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+    def step(self, loss: Tensor) -> None:
+        """Descend one step along the gradient of `loss`."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def optimization(
+    parameters: Iterable[nn.Parameter], settings: Settings, compute: Compute
+) -> Optimization:
+    """Return a fresh optimiser over `parameters`, as the settings name it."""
+    chosen: torch.optim.Optimizer
+    if settings.optimizer == "adam":
+        chosen = torch.optim.Adam(
+            parameters,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            fused=compute.device.type in ("cpu", "cuda"),
+        )
+    else:
+        chosen = torch.optim.SGD(
+            parameters,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            fused=compute.device.type in ("cpu", "cuda"),
+        )
+    scaler = torch.amp.GradScaler(
+        compute.device.type, enabled=compute.autocast_dtype is torch.float16
+    )
+    return Optimization(chosen, scaler)
+
+
+def batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+    """Return the shuffled indices of one epoch, cut into batches [<= batch_size + 1].
+
+    No batch has a single sample, which batch normalisation cannot train on: a last one that is
+    left over alone joins the batch before it. Raises DataError for fewer than two samples.
+    """
+    if samples < 2:
+        raise DataError(f"training needs at least 2 samples, there is {samples}")
+    order = torch.randperm(samples, generator=generator)
+    cuts = list(range(0, samples, max(batch_size, 2)))
+    if samples - cuts[-1] == 1 and len(cuts) > 1:
+        cuts.pop()
+    return [order[start:end] for start, end in zip(cuts, [*cuts[1:], samples], strict=True)]
+
+
+def train_epoch(
+    x: Tensor,
+    y: Tensor,
+    loss_of: LossOfBatch,
+    optimizing: Optimization,
+    *,
+    batch_size: int,
+    generator: torch.Generator,
+    compute: Compute,
+) -> float:
+    """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples."""
+    total = torch.zeros((), device=compute.device)
+    for cpu_index in batches(len(y), batch_size, generator):
+        index = cpu_index.to(compute.device, non_blocking=True)
+        with compute.autocast():
+            loss = loss_of(x[index], y[index])
+        optimizing.step(loss)
+        total += loss.detach() * len(index)
+    return total.item() / len(y)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model reaches on a test split."""
+
+    accuracy: float
+    loss: float
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
+) -> Score:
+    """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1."""
+    was_training = model.training
+    model.eval()
+    correct = torch.zeros((), device=compute.device)
+    loss = torch.zeros((), device=compute.device)
+    for start in range(0, len(y), batch_size):
+        part = slice(start, start + batch_size)
+        target = y[part].to(compute.device)
+        with compute.autocast():
+            logits = model(compute.images(x[part])).float()
+        correct += (logits.argmax(1) == target).sum()
+        loss += nn.functional.cross_entropy(logits, target, reduction="sum")
+    model.train(was_training)
+    return Score(correct.item() / len(y), loss.item() / len(y))

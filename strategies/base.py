@@ -1,0 +1,356 @@
+"""The server half of every method: a Flower strategy around three functions that a method writes.
+
+`init`, `configure` and `aggregate` are the method. What surrounds them is here: seeded sampling
+by the clients' names, validation of every reply, counts of bytes and seconds, accuracies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    Parameters,
+    Scalar,
+    ndarrays_to_parameters,
+)
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+
+from fedhet.contract import Contract, Shapes
+from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import (
+    Envelope,
+    Knowledge,
+    decode,
+    encode,
+    expect,
+    payload_bytes,
+    read_arrays,
+)
+from fedhet.metrics import Accuracy, Measured, RoundRecord, read_measures, spread, summarise
+from fedhet.runlog import RunLog
+from fedhet.seeding import numpy_rng
+from fedhet.settings import MethodSettings, Settings
+from strategies.roster import Member, Roster
+
+NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
+SERVER = "server"
+
+Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer, validated."""
+
+    client: ClientInfo
+    knowledge: Knowledge
+    samples: int
+    """Training samples, from what the client said of itself at the start."""
+
+
+class HetStrategy(Strategy):
+    """A method's server half.
+
+    A method sets the class variables and writes `init`, `configure` and `aggregate`; one that
+    exchanges weights or features says in `dims` and `shapes` what sizes they have.
+    """
+
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    headline: ClassVar[Literal["personal", "common"]]
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    sends: ClassVar[Contract] = Contract()
+    """The fields of what `configure` returns."""
+
+    def __init__(
+        self, run: Settings, settings: MethodSettings, receives: Contract, log: RunLog
+    ) -> None:
+        self.run = run
+        self.settings = settings
+        self.receives = receives
+        self.log = log
+        self.run_name = log.directory.name
+        self.members: dict[str, Member] = {}
+        self._roster = Roster(run.round_timeout, log.notice)
+        self._accuracy: Accuracy = {}
+        self._stale: set[str] = set()
+        """Clients whose models have changed since they were last measured."""
+        self._record = RoundRecord(0)
+        self._losses: dict[str, float] = {}
+        self._round_started = self._waiting_since = self._waiting = 0.0
+
+    # What a method writes.
+
+    def init(self) -> None:
+        """Prepare the server's state; the members are known."""
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Return what `client` is told in `round`; one object for several clients is encoded once."""
+        raise NotImplementedError
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Take in the replies, sorted by client; return the method's own figures of the round."""
+        raise NotImplementedError
+
+    def dims(self) -> dict[str, int]:
+        """Return the run's sizes by the letters of the contract; C is the number of classes."""
+        return {"C": self.classes}
+
+    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
+        """Return, for each WeightsField of the client's replies, the tensors of its model."""
+        return {}
+
+    @property
+    def task(self) -> ClientInfo:
+        """Return the client that fixes the task: the first by name."""
+        return next(iter(self.members.values())).info
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.task.classes
+
+    # What Flower calls, in the order of a round.
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Wait for the clients, learn who they are, and prepare the method."""
+        client_manager.num_available()
+        client_manager.wait_for(self.run.clients, int(self.run.round_timeout))
+        self.members = self._roster.members(client_manager)
+        if not self.members:
+            raise FedhetError("no client is there that could train; see the notices above")
+        self.log.begin({name: member.info.model for name, member in self.members.items()})
+        self._stale = set(self.members)
+        self.init()
+        return NOTHING
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Sample clients by name and give each its instruction."""
+        self._round_started, self._waiting = time.perf_counter(), 0.0
+        self._record, self._losses = RoundRecord(server_round), {}
+        self.members = self._roster.members(client_manager) or self.members
+        asked = self.sample(server_round, list(self.members))
+        self._record.asked = asked
+        self.log.round_started(server_round, asked)
+        payloads = self._instructions(server_round, asked)
+        config: dict[str, Scalar] = {"evaluate": self._evaluates(server_round)}
+        instructions: list[tuple[ClientProxy, FitIns]] = [
+            (WatchedProxy(self.members[name], self.log), FitIns(payload, config))
+            for name, payload in payloads.items()
+        ]
+        self._waiting_since = time.perf_counter()
+        return instructions
+
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> tuple[Parameters, dict[str, Scalar]]:
+        """Validate the replies, name who is missing, and let the method aggregate."""
+        self._waiting += time.perf_counter() - self._waiting_since
+        answers = {_name(proxy): result for proxy, result in results}
+        reasons = _reasons(failures)
+        replies = []
+        for name in sorted(self._record.asked):
+            if name not in answers:
+                self._drop(name, reasons.get(name, "did not answer in time"))
+                continue
+            try:
+                replies.append(self._accept(server_round, name, answers[name]))
+            except KnowledgeError as error:
+                self._drop(name, f"{error.field}: {error.fault}")
+        self._record.answered = [reply.client.name for reply in replies]
+        if replies:
+            self._record.method = dict(self.aggregate(server_round, replies))
+        return NOTHING, {name: float(value) for name, value in self._record.method.items()}
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> None:
+        """Nothing: what the server alone measures is part of a method's figures."""
+        return None
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Ask those clients to evaluate whose last measurement is not of their present models."""
+        asked = self._unmeasured() if self._evaluates(server_round) else []
+        if not asked:
+            self._close_round()
+            return []
+        payload = self._encode(server_round, Knowledge())
+        self._waiting_since = time.perf_counter()
+        self._record.bytes_down += payload_bytes(payload) * len(asked)
+        return [
+            (WatchedProxy(self.members[name], self.log), EvaluateIns(payload, {})) for name in asked
+        ]
+
+    def aggregate_evaluate(
+        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Take the accuracies in and close the round."""
+        self._waiting += time.perf_counter() - self._waiting_since
+        for name, reason in sorted(_reasons(failures).items()):
+            self.log.notice(f"client {name} was not evaluated: {reason}")
+        for proxy, result in sorted(results, key=lambda pair: _name(pair[0])):
+            try:
+                if "error" in result.metrics:
+                    raise KnowledgeError(_name(proxy), "answer", str(result.metrics["error"])[:300])
+                self._note(_name(proxy), read_measures(_name(proxy), result.metrics))
+            except KnowledgeError as error:
+                self.log.notice(f"client {_name(proxy)} was not evaluated: {error}")
+        self._close_round()
+        return None, {}
+
+    # The steps of the above.
+
+    def sample(self, round: int, names: Sequence[str]) -> list[str]:
+        """Return the clients of a round, sorted: a share `fraction` of `names`, at least one."""
+        count = max(1, round_half_up(self.run.fraction * len(names)))
+        order = numpy_rng(self.run.seed, "sample", round).permutation(len(names))
+        return sorted(sorted(names)[index] for index in order[:count])
+
+    def _instructions(self, round: int, names: Sequence[str]) -> dict[str, Parameters]:
+        payloads: dict[str, Parameters] = {}
+        encoded: dict[int, tuple[Knowledge, Parameters]] = {}
+        for name in names:
+            knowledge = self.configure(round, self.members[name].info)
+            if id(knowledge) not in encoded:
+                encoded[id(knowledge)] = (knowledge, self._encode(round, knowledge))
+            payloads[name] = encoded[id(knowledge)][1]
+            self._record.bytes_down += payload_bytes(payloads[name])
+        return payloads
+
+    def _encode(self, round: int, knowledge: Knowledge) -> Parameters:
+        envelope = Envelope(self.run_name, self.run.method, round, SERVER)
+        return ndarrays_to_parameters(encode(envelope, knowledge))
+
+    def _accept(self, round: int, name: str, result: FitRes) -> Reply:
+        """Return the reply of a client, validated. Raises KnowledgeError."""
+        self._record.bytes_up += payload_bytes(result.parameters)
+        if result.status.code != Code.OK or "error" in result.metrics:
+            fault = str(result.metrics.get("error", result.status.message))[:300]
+            raise KnowledgeError(name, "answer", fault)
+        limit = int(self.run.max_payload_mb * 1e6)
+        envelope, knowledge = decode(read_arrays(result.parameters, name, limit), name)
+        expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
+        info = self.members[name].info
+        self.receives.check(
+            name, knowledge.tensors, knowledge.scalars, dims=self.dims(), shapes=self.shapes(info)
+        )
+        measured = read_measures(name, result.metrics)
+        self._stale.add(name)
+        self._note(name, measured)
+        return Reply(info, knowledge, info.samples)
+
+    def _note(self, name: str, measured: Measured) -> None:
+        """Enter what a client measured into the round's record."""
+        for (protocol, kind), accuracy in measured.accuracy.items():
+            self._accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = accuracy
+        if measured.accuracy:
+            self._stale.discard(name)
+        if measured.loss is not None:
+            self._losses[name] = measured.loss
+        self._record.seconds.train += measured.train_seconds
+        self._record.seconds.evaluate += measured.evaluate_seconds
+        self.log.peak_memory_mb = max(self.log.peak_memory_mb, measured.memory_mb)
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._record.failed[name] = reason
+        self.log.notice(f"client {name} is dropped from round {self._record.round}: {reason}")
+
+    def _evaluates(self, round: int) -> bool:
+        return round % self.run.evaluate_every == 0 or round == self.run.rounds
+
+    def _unmeasured(self) -> list[str]:
+        """Return those whose accuracy is out of date and who can be expected to answer."""
+        return sorted((self._stale & self.members.keys()) - self._record.failed.keys())
+
+    def _close_round(self) -> None:
+        record = self._record
+        record.accuracy = summarise(self._accuracy)
+        record.loss = spread(self._losses) if self._losses else {}
+        record.seconds.total = time.perf_counter() - self._round_started
+        record.seconds.server = record.seconds.total - self._waiting
+        self.log.round_finished(record)
+
+
+class WatchedProxy(ClientProxy):
+    """A client's proxy that carries its name, and tells the log when its answer is there."""
+
+    def __init__(self, member: Member, log: RunLog) -> None:
+        super().__init__(member.proxy.cid)
+        self.name = member.info.name
+        self._proxy = member.proxy
+        self._log = log
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        """Pass the instruction on; an error carries the client's name."""
+        try:
+            result = self._proxy.fit(ins, timeout, group_id)
+        except Exception as error:
+            self._log.client_answered(self.name, str(error))
+            raise ClientFailure(self.name, str(error)) from error
+        self._log.client_answered(self.name, str(result.metrics.get("error", "")))
+        return result
+
+    def evaluate(
+        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
+    ) -> EvaluateRes:
+        """Pass the instruction on; an error carries the client's name."""
+        try:
+            return self._proxy.evaluate(ins, timeout, group_id)
+        except Exception as error:
+            raise ClientFailure(self.name, str(error)) from error
+
+    def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.get_properties(ins, timeout, group_id)
+
+    def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.get_parameters(ins, timeout, group_id)
+
+    def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.reconnect(ins, timeout, group_id)
+
+
+class ClientFailure(Exception):
+    """A client did not answer, or answered with an error of Flower's."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(f"{client}: {reason}")
+        self.client, self.reason = client, reason
+
+
+def round_half_up(value: float) -> int:
+    """Return the nearest whole number; halves go up."""
+    return int(value + 0.5)
+
+
+def _name(proxy: ClientProxy) -> str:
+    assert isinstance(proxy, WatchedProxy)
+    return proxy.name
+
+
+def _reasons(failures: Failures) -> dict[str, str]:
+    """Return why each client failed whose failure is known."""
+    reasons: dict[str, str] = {}
+    for failure in failures:
+        if isinstance(failure, ClientFailure):
+            reasons[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
+        elif isinstance(failure, tuple):
+            proxy, result = failure
+            reasons[_name(proxy)] = result.status.message[:300] or "failed"
+    return reasons
+

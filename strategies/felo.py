@@ -1,0 +1,114 @@
+"""Felo, server half: Algorithm 1, "Server process".
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from fedhet.averaging import average_weights
+from fedhet.classwise import ClassMeans, average
+from fedhet.contract import Array, Contract, Shapes, TensorField, WeightsField
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.models import shapes
+from fedhet.settings import Count, MethodSettings
+from strategies.base import HetStrategy, Reply
+
+
+class FeloServerSettings(MethodSettings):
+    """What Felo's server reads."""
+
+    weighting: Literal["clients", "samples"] = Field(
+        "clients", description="does a client count once in a class's mean, or by its samples?"
+    )
+    feature_dim: Count = Field(64, description="width of the features that travel, D")
+
+
+class FeloStrategy(HetStrategy):
+    """Averages features and logits per class over all clients, weights within an architecture."""
+
+    title = "class-wise features and logits, and weights within an architecture"
+    paper = "Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning"
+    headline = "common"
+    Settings = FeloServerSettings
+    settings: FeloServerSettings
+    sends = Contract(
+        (
+            TensorField(
+                "classes", "int64", ("P",), "the classes with an entry", required=False, ids="C"
+            ),
+            TensorField(
+                "features", "float32", ("P", "D"), "average features of each", required=False
+            ),
+            TensorField("logits", "float32", ("P", "C"), "average logits of each", required=False),
+            WeightsField("weights", "averaged weights of the architecture", required=False),
+        )
+    )
+
+    def init(self) -> None:
+        """Start without knowledge: the first round is the clients' initial training."""
+        self.means: dict[str, ClassMeans] = {}
+        """The server dataset: each client's latest knowledge."""
+        self.weights: dict[str, dict[str, Array]] = {}
+        """Averaged weights by architecture."""
+        self._taught: dict[str, Knowledge] = {}
+        """What this round's clients of an architecture are told."""
+
+    def dims(self) -> dict[str, int]:
+        """Return C and the run's feature width D."""
+        return super().dims() | {"D": self.settings.feature_dim}
+
+    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
+        """Return the tensors of the client's architecture."""
+        own = shapes(client.model, client.shape, client.classes, self.settings.feature_dim)
+        return {"weights": own}
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send every class's averages, and the weights of the client's architecture (line 6)."""
+        if client.model not in self._taught:
+            self._taught[client.model] = self._teach(client.model)
+        return self._taught[client.model]
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Take in what the clients saw and average it (lines 3 to 5)."""
+        for reply in replies:
+            self.means[reply.client.name] = read_means(reply.knowledge)
+        self.weights |= average_by_architecture(replies)
+        self._taught = {}
+        return {"classes_covered": float(len(self.average().classes))}
+
+    def average(self) -> ClassMeans:
+        """Return the averages over all clients heard so far."""
+        heard = [self.means[name] for name in sorted(self.means)]
+        return average(heard, by_samples=self.settings.weighting == "samples")
+
+    def _teach(self, model: str) -> Knowledge:
+        tensors: dict[str, Array] = grouped("weights", self.weights.get(model, {}))
+        if self.means:
+            mean = self.average()
+            tensors |= {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
+        return Knowledge(tensors)
+
+
+def read_means(knowledge: Knowledge) -> ClassMeans:
+    """Return the class means of a client's reply."""
+    parts = knowledge.tensors
+    return ClassMeans(parts["classes"], parts["features"], parts["logits"], parts["counts"])
+
+
+def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Array]]:
+    """Return, by architecture, the mean weights of its clients (line 5), by their samples.
+
+    Weights of different architectures are never mixed.
+    """
+    groups: dict[str, list[tuple[dict[str, Array], float]]] = {}
+    for reply in replies:
+        if weights := reply.knowledge.group("weights"):
+            groups.setdefault(reply.client.model, []).append((weights, reply.samples))
+    return {model: average_weights(group) for model, group in groups.items()}

@@ -1,0 +1,25 @@
+"""Each client trains alone: the yardstick of every table. The server only keeps the books."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge
+from strategies.base import HetStrategy, Reply
+
+
+class LocalStrategy(HetStrategy):
+    """No knowledge travels; the same clients, split and epochs as with a method."""
+
+    title = "each client trains alone; the yardstick of every table"
+    paper = "none"
+    headline = "common"
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Tell a client nothing."""
+        return Knowledge()
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Aggregate nothing."""
+        return {}

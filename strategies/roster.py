@@ -1,0 +1,89 @@
+"""Who is there: Flower's nodes, whose ids are random, by the names that their clients give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from flwr.common import Code, GetPropertiesIns
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+
+from fedhet.errors import FedhetError
+from fedhet.identity import ClientInfo, read_properties
+
+@dataclass(frozen=True)
+class Member:
+    """A client and the way to it."""
+
+    info: ClientInfo
+    proxy: ClientProxy
+
+
+class Roster:
+    """Keeps the members of a federation up to date as nodes come and go."""
+
+    def __init__(self, timeout: float, notice: Callable[[str], None]) -> None:
+        self._timeout = timeout
+        self._notice = notice
+        self._infos: dict[str, ClientInfo] = {}
+        self._refused: set[str] = set()
+
+    def members(self, manager: ClientManager) -> dict[str, Member]:
+        """Return the clients there now by name, sorted; nodes not seen before are asked who they are.
+
+        The first client by name fixes the task (classes and shape); a node of another task, or
+        of a name that is taken, is left out with a notice.
+        """
+        proxies: dict[str, ClientProxy] = manager.all()
+        for gone in self._infos.keys() - proxies.keys():
+            del self._infos[gone]
+        new = [proxies[node] for node in sorted(proxies.keys() - self._infos.keys() - self._refused)]
+        self._welcome(new)
+        members = {
+            info.name: Member(info, proxies[node]) for node, info in self._infos.items()
+        }
+        return dict(sorted(members.items()))
+
+    def _welcome(self, proxies: list[ClientProxy]) -> None:
+        if not proxies:
+            return
+        with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
+            answers = list(pool.map(self._ask, proxies))
+        known = [(p, a) for p, a in zip(proxies, answers, strict=True) if isinstance(a, ClientInfo)]
+        for proxy, info in sorted(known, key=lambda pair: pair[1].name):
+            fault = self._fault(info)
+            if fault:
+                self._refused.add(proxy.cid)
+                self._notice(f"client {info.name} is left out: {fault}")
+            else:
+                self._infos[proxy.cid] = info
+        for answer in answers:
+            if isinstance(answer, str):
+                self._notice(answer)
+
+    def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
+        """Return what the client says of itself, or why it could not be asked."""
+        try:
+            answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
+            if answer.status.code != Code.OK:
+                return f"node {proxy.cid} is left out: {answer.status.message[:300]}"
+            return read_properties(answer.properties, f"node {proxy.cid}")
+        except FedhetError as error:
+            self._refused.add(proxy.cid)
+            return f"node {proxy.cid} is left out: {error}"
+        except Exception as error:
+            # Whatever a transport raises: the node may be well by the next round, and is asked again.
+            return f"node {proxy.cid} does not say who it is: {str(error)[:300]}"
+
+    def _fault(self, info: ClientInfo) -> str:
+        others = sorted(self._infos.values(), key=lambda other: other.name)
+        if any(other.name == info.name for other in others):
+            return "another node has that name"
+        if others and (info.classes, info.shape) != (others[0].classes, others[0].shape):
+            return (
+                f"its data has {info.classes} classes of shape {info.shape}, "
+                f"{others[0].name}'s {others[0].classes} of shape {others[0].shape}"
+            )
+        return ""

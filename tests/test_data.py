@@ -1,0 +1,628 @@
+"""Datasets, partitions, the decoded-image cache, .npz files and real sites' folders."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torchvision.datasets
+
+from fedhet.data import (
+    DataSpec,
+    client_data,
+    client_name,
+    common_test,
+    dataset_names,
+    folder,
+    label_counts,
+    load,
+    partition,
+    scaled,
+    site_data,
+    validate,
+)
+from fedhet.data.spec import PARTITIONS, stratified
+from fedhet.errors import DataError, FedhetError, SettingsError
+
+DIGITS = DataSpec(clients=8)
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the decoded images of a test in its own folder."""
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def fault(spec: DataSpec) -> str:
+    """Return the one line that `validate` raises."""
+    with pytest.raises(FedhetError) as caught:
+        validate(spec)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- partitions -----------------------------------------------------------------------------
+
+
+def digest(parts: tuple[np.ndarray, ...]) -> str:
+    return hashlib.sha256(b"".join(part.tobytes() + b"|" for part in parts)).hexdigest()
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int) -> None:
+    spec = replace(DIGITS, partition=kind, seed=seed)
+    parts, rows = partition(spec), len(load(spec).train)
+    every = np.concatenate(parts)
+    left_over = rows % (spec.clients * spec.shards) if kind == "shards" else 0
+    assert len(parts) == spec.clients
+    assert len(np.unique(every)) == len(every) == rows - left_over
+    assert every.min() >= 0
+    assert every.max() < rows
+    assert min(map(len, parts)) >= spec.min_samples
+
+
+def test_partitions_have_the_skew_that_their_names_say() -> None:
+    counts = {
+        kind: np.array(list(label_counts(replace(DIGITS, partition=kind)).values()))
+        for kind in PARTITIONS
+    }
+    assert (counts["iid"] > 0).all()
+    assert (counts["classes"] > 0).sum(axis=1).tolist() == [2] * DIGITS.clients
+    assert (counts["classes"] > 0).any(axis=0).all(), "every class is with somebody"
+    assert (counts["shards"] > 0).sum(axis=1).max() <= 4
+    assert counts["dirichlet"].std() > counts["iid"].std()
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_partition_depends_on_the_seed_alone(kind: str) -> None:
+    spec = replace(DIGITS, partition=kind)
+    again, other = replace(spec, test_fraction=0.3), replace(spec, seed=1)
+    np.random.seed(7)
+    assert digest(partition(spec)) == digest(partition(again))
+    assert digest(partition(spec)) != digest(partition(other))
+
+
+PROBE = """
+import random, socket
+import numpy as np
+import torch
+from dataclasses import replace
+from tests.test_data import DIGITS, PARTITIONS, digest
+from fedhet.data import partition, client_data
+
+def refuse(*_, **__):
+    raise AssertionError("network")
+
+socket.socket.connect = socket.getaddrinfo = refuse
+random.seed(5); np.random.seed(5); torch.manual_seed(5)
+before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+for kind in PARTITIONS:
+    print(digest(partition(replace(DIGITS, partition=kind))))
+client_data(DIGITS, 0)
+after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+assert before[0] == after[0], "random"
+assert before[1] == after[1], "numpy"
+assert torch.equal(before[2], after[2]), "torch"
+"""
+
+
+def test_a_fresh_process_draws_the_same_without_network_or_global_random_state() -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", PROBE], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    here = [digest(partition(replace(DIGITS, partition=kind))) for kind in PARTITIONS]
+    assert done.stdout.split() == here
+
+
+def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        partition(replace(DIGITS, alpha=0.06, clients=12, seed=11))
+    after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+
+
+def test_impossible_partitions_say_what_to_change() -> None:
+    message = fault(replace(DIGITS, clients=40, alpha=0.01, min_samples=30))
+    assert "alpha = 0.01, min-samples = 30, clients = 40" in message
+    assert "raise alpha, or lower min-samples or clients" in message
+    message = fault(replace(DIGITS, clients=200))
+    assert message == (
+        "clients = 200 with min-samples = 10 need 2000 samples, digits has 1438; lower either"
+    )
+    message = fault(replace(DIGITS, partition="shards", shards=500))
+    assert "need 4000 shards, digits has 1438 samples" in message
+    message = fault(replace(DIGITS, partition="classes", classes_per_client=11))
+    assert message == (
+        "classes-per-client = 11: must be at most 10, the number of classes of digits"
+    )
+    message = fault(replace(DIGITS, partition="iid", clients=500, min_samples=1))
+    assert message.startswith("client-438: has 2 samples; with test-fraction = 0.2")
+    assert "at least 2 to train and 1 to test on are needed" in message
+
+
+def test_classes_that_no_client_can_hold_stay_out() -> None:
+    spec = replace(DIGITS, partition="classes", clients=2)
+    held = np.array(list(label_counts(spec).values())).sum(axis=0)
+    assert (held > 0).sum() == 4
+
+
+def test_client_names_are_padded() -> None:
+    assert client_name(7, 100) == "client-07"
+    assert client_name(0, 10) == "client-0"
+    assert list(label_counts(replace(DIGITS, clients=11)))[::10] == ["client-00", "client-10"]
+
+
+# --- datasets and clients --------------------------------------------------------------------
+
+
+def as_set(x: torch.Tensor) -> set[bytes]:
+    return {row.numpy().tobytes() for row in x}
+
+
+def test_digits_have_one_common_test_set_whatever_the_seed() -> None:
+    first, other = load(DIGITS), load(replace(DIGITS, seed=9, clients=3))
+    assert first.test is not None
+    assert other.test is not None
+    assert torch.equal(first.test.x, other.test.x)
+    assert len(first.train) + len(first.test) == 1797
+    assert len(first.test) == 359
+    shares = first.test.y.bincount() / torch.cat([first.train.y, first.test.y]).bincount()
+    assert torch.allclose(shares, torch.tensor(0.2), atol=0.01)
+    assert not as_set(first.train.x) & as_set(first.test.x)
+    assert first.shape == (1, 8, 8)
+    assert first.classes == tuple("0123456789")
+    assert first.train.x.min() == -1
+    assert first.train.x.max() == 1
+
+
+def test_client_data_is_the_clients_rows_split_once() -> None:
+    data, rows = client_data(DIGITS, 3), partition(DIGITS)[3]
+    assert data.name == "client-3"
+    assert data.shape == (1, 8, 8)
+    assert len(data.train) + len(data.test) == len(rows)
+    assert len(data.test) == round(0.2 * len(rows))
+    whole = load(DIGITS).train.take(rows)
+    assert as_set(data.train.x) | as_set(data.test.x) == as_set(whole.x)
+    assert not as_set(data.train.x) & as_set(data.test.x)
+    assert client_data(DIGITS, 3) is data
+    assert data.common is common_test(DIGITS) is client_data(DIGITS, 4).common
+    other = client_data(replace(DIGITS, test_fraction=0.5), 3)
+    assert len(other.test) == round(0.5 * len(rows))
+    counts = label_counts(DIGITS)["client-3"]
+    assert counts == torch.cat([data.train.y, data.test.y]).bincount(minlength=10).tolist()
+
+
+def test_client_index_is_checked() -> None:
+    with pytest.raises(SettingsError, match="client index 8: must be from 0 to 7"):
+        client_data(DIGITS, 8)
+
+
+def test_max_samples_takes_a_stratified_subset() -> None:
+    small = load(replace(DIGITS, max_samples=200, max_test_samples=50))
+    assert small.test is not None
+    assert (len(small.train), len(small.test)) == (200, 50)
+    assert small.train.y.bincount().tolist() == pytest.approx([20] * 10, abs=1)
+    other = load(replace(DIGITS, max_samples=200, max_test_samples=50, seed=1))
+    assert other.test is not None
+    assert not torch.equal(small.train.x, other.train.x)
+    assert torch.equal(small.test.x, other.test.x)
+    assert len(load(replace(DIGITS, max_samples=10**6)).train) == 1438
+
+
+def test_stratified_keeps_shares_of_unequal_classes() -> None:
+    labels = np.repeat(np.arange(4), [800, 150, 49, 1])
+    rows = stratified(labels, 100, np.random.default_rng(0))
+    assert len(np.unique(rows)) == 100
+    assert np.bincount(labels[rows], minlength=4).tolist() == pytest.approx([80, 15, 5, 0], abs=1)
+
+
+def test_scaling() -> None:
+    x = torch.tensor([[0, 255, 51]], dtype=torch.uint8)
+    assert torch.allclose(scaled(x), torch.tensor([[-1.0, 1.0, -0.6]]))
+    assert x.dtype == torch.uint8
+    kept = torch.tensor([[3.5]])
+    assert scaled(kept) is kept
+
+
+def test_unknown_names_and_values_are_refused() -> None:
+    assert "did you mean 'cifar10'?" in fault(replace(DIGITS, dataset="cifar-10"))
+    assert "must be one of digits, mnist" in fault(replace(DIGITS, dataset="svhn"))
+    assert fault(replace(DIGITS, dataset="npz")) == (
+        "dataset = 'npz': give the folder, as in npz:DIR"
+    )
+    assert "did you mean 'dirichlet'?" in fault(replace(DIGITS, partition="dirichlt"))
+    assert fault(replace(DIGITS, alpha=0.0)) == "alpha = 0.0: must be greater than 0"
+    assert fault(replace(DIGITS, alpha=float("nan"))).endswith("must be greater than 0")
+    assert fault(replace(DIGITS, clients=0)) == "clients = 0: must be at least 1"
+    assert fault(replace(DIGITS, test_fraction=1.0)).startswith("test-fraction = 1.0: must be")
+    assert fault(replace(DIGITS, classes_per_client=0)).startswith("classes-per-client = 0")
+    assert dataset_names()[0] == "digits"
+    assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
+
+
+def test_valid_data_validates() -> None:
+    validate(DIGITS)
+
+
+# --- torchvision -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
+def test_absent_torchvision_data_says_what_to_do(name: str, tmp_path: Path) -> None:
+    message = fault(replace(DIGITS, dataset=name, data_dir=str(tmp_path / "none")))
+    assert f"dataset = '{name}'" in message
+    assert str(tmp_path / "none") in message
+    assert "--set download=true" in message
+    assert "--set dataset=digits" in message
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    path.write_bytes(header + array.tobytes())
+
+
+def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
+    raw, rng = tmp_path / "MNIST" / "raw", np.random.default_rng(0)
+    raw.mkdir(parents=True)
+    images = rng.integers(0, 256, (60, 28, 28), dtype=np.uint8)
+    for part, rows in (("train", slice(0, 40)), ("t10k", slice(40, 60))):
+        labels = (np.arange(60) % 10).astype(np.uint8)[rows]
+        write_idx(raw / f"{part}-images-idx3-ubyte", images[rows])
+        write_idx(raw / f"{part}-labels-idx1-ubyte", labels)
+    spec = DataSpec(dataset="mnist", data_dir=str(tmp_path), clients=2, partition="iid")
+    data = load(spec)
+    assert data.test is not None
+    assert data.shape == (1, 28, 28)
+    assert data.train.x.dtype == torch.uint8
+    assert torch.equal(data.train.x[:, 0], torch.from_numpy(images[:40]))
+    assert data.test.y.tolist() == [*range(10)] * 2
+    client = client_data(spec, 0)
+    assert client.train.x.dtype == torch.float32
+    assert client.train.x.min() >= -1
+    assert client.train.x.max() <= 1
+    assert client.train.x.min() < -0.9
+
+
+def test_cifar_is_put_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+
+    def fake(root: str, train: bool, download: bool) -> Any:
+        return SimpleNamespace(data=images, targets=[0, 1] * 10, classes=["cat", "dog"])
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", fake)
+    data = load(DataSpec(dataset="cifar10", data_dir="faked"))
+    assert data.shape == (3, 32, 32)
+    assert data.classes == ("cat", "dog")
+    assert data.train.x.is_contiguous()
+    assert torch.equal(data.train.x[4, 2], torch.from_numpy(images[4, :, :, 2]))
+
+
+# --- npz -------------------------------------------------------------------------------------
+
+
+def write_clients(root: Path, clients: int = 3, shape: tuple[int, ...] = (4,)) -> DataSpec:
+    rng = np.random.default_rng(0)
+    for part, rows in (("train", 6), ("test", 3)):
+        (root / part).mkdir(parents=True)
+        for k in range(clients):
+            x = rng.normal(size=(rows + k, *shape))
+            np.savez(root / part / f"{k}.npz", x=x, y=np.arange(rows + k) % (k + 2))
+    return DataSpec(dataset=f"npz:{root}", clients=clients)
+
+
+def test_npz_clients_come_back_as_written(tmp_path: Path) -> None:
+    spec = write_clients(tmp_path)
+    np.savez(tmp_path / "common.npz", x=np.zeros((5, 4)), y=np.array([0, 1, 2, 3, 4]))
+    validate(spec)
+    data = client_data(spec, 2)
+    with np.load(tmp_path / "train" / "2.npz") as train, np.load(tmp_path / "test/2.npz") as test:
+        assert torch.equal(data.train.x, torch.from_numpy(train["x"].astype(np.float32)))
+        assert torch.equal(data.test.x, torch.from_numpy(test["x"].astype(np.float32)))
+        assert data.train.y.tolist() == train["y"].tolist()
+    assert data.classes == ("0", "1", "2", "3", "4")
+    assert data.common is not None
+    assert len(data.common) == 5
+    assert label_counts(spec)["client-0"] == [5, 4, 0, 0, 0]
+    assert sum(map(len, partition(spec))) == len(load(spec).train) == 33
+
+
+def test_npz_images(tmp_path: Path) -> None:
+    spec = write_clients(tmp_path, clients=1, shape=(5, 6))
+    assert client_data(spec, 0).shape == (1, 5, 6)
+    assert client_data(spec, 0).common is None
+
+
+def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
+    spec = write_clients(tmp_path)
+    message = fault(replace(spec, clients=10))
+    assert message.startswith("clients = 10: must be 3, as npz:")
+    assert "holds 3 clients" in message
+    assert "max-samples = 5: must be 0" in fault(replace(spec, max_samples=5))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"x": np.array([[None, 1]] * 4), "y": [0, 1, 0, 1]}, "pickled objects are refused"),
+        ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "needs the arrays x and y, has data, y"),
+        ({"x": np.full((4, 4), np.nan), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
+        ({"x": np.full((4, 4), 1e300), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
+        ({"x": np.ones((4, 4)), "y": [0, 1, 0]}, "x has 4 rows and y has 3"),
+        ({"x": np.ones((4, 4)), "y": [0, 1, 0, -1]}, "y holds the label -1"),
+        ({"x": np.ones((4, 4)), "y": [0, 1, 0, 10**9]}, "y holds the label 1000000000"),
+        ({"x": np.ones((4, 4)), "y": [0.0, 1, 0, 1]}, "y must be whole numbers [N], is float64"),
+        ({"x": np.ones((4, 4)), "y": [[0], [1], [0], [1]]}, "is int64 [4, 1]"),
+        ({"x": np.ones(4), "y": [0, 1, 0, 1]}, "it is float64 [4]"),
+        ({"x": np.ones((4, 4), dtype=complex), "y": [0, 1, 0, 1]}, "it is complex128 [4, 4]"),
+        ({"x": np.ones((4, 32, 32, 3)), "y": [0, 1, 0, 1]}, "[N, C, H, W] (channels first)"),
+        ({"x": np.ones((4, 5)), "y": [0, 1, 0, 1]}, "samples have shape (5,), those of 0.npz (4,)"),
+        ({"x": np.ones((4, 4), dtype=np.uint8), "y": [0, 1, 0, 1]}, "samples have type"),
+        ({"x": np.ones((1, 4)), "y": [0]}, "has 1 samples, at least 2 are needed"),
+    ],
+)
+def test_npz_refusals_name_the_file(tmp_path: Path, arrays: dict[str, Any], expected: str) -> None:
+    spec = write_clients(tmp_path)
+    path = tmp_path / "train" / "1.npz"
+    np.savez(path, **arrays)
+    message = fault(spec)
+    assert message.startswith(f"{path}: ")
+    assert expected in message
+
+
+def test_npz_that_is_no_npz(tmp_path: Path) -> None:
+    spec = write_clients(tmp_path)
+    path = tmp_path / "test" / "0.npz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert str(path) in fault(spec)
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+    assert f"{path}: not a readable .npz file" in fault(spec)
+    path.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    assert f"{path}: pickled objects are refused" in fault(spec)
+
+
+def test_npz_files_must_be_numbered(tmp_path: Path) -> None:
+    spec = write_clients(tmp_path)
+    (tmp_path / "test" / "1.npz").rename(tmp_path / "test" / "b.npz")
+    assert f"{tmp_path / 'test' / '1.npz'}: is missing" in fault(spec)
+    assert "no .npz files in" in fault(replace(spec, dataset=f"npz:{tmp_path / 'nowhere'}"))
+
+
+# --- image folders ---------------------------------------------------------------------------
+
+
+def write_images(
+    root: Path,
+    classes: tuple[str, ...] = ("cat", "ant", "dog"),
+    each: int = 4,
+    mode: str = "RGB",
+    size: tuple[int, int] = (6, 5),
+) -> Path:
+    """Write PNGs whose every pixel is their class's place in the alphabet, times 10."""
+    for label, name in enumerate(sorted(classes)):
+        (root / name).mkdir(parents=True)
+        for row in range(each):
+            colour = (10 * label, row, 255) if mode == "RGB" else 10 * label
+            PIL.Image.new(mode, size, colour).save(root / name / f"{row}.png")
+    return root
+
+
+def test_tree_is_decoded_in_the_order_of_class_names(tmp_path: Path) -> None:
+    write_images(tmp_path / "train")
+    write_images(tmp_path / "test", each=2)
+    spec = DataSpec(dataset=f"imagefolder:{tmp_path}", clients=2, partition="iid", min_samples=3)
+    data = load(spec)
+    assert data.test is not None
+    assert data.classes == ("ant", "cat", "dog")
+    assert data.shape == (3, 5, 6)
+    assert data.train.x.dtype == torch.uint8
+    assert data.train.y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert torch.equal(data.train.x[:, 0, 0, 0], 10 * data.train.y)
+    assert data.train.x[:, 1, 4, 5].tolist() == [0, 1, 2, 3] * 3
+    assert torch.equal(data.test.x[:, 0, 0, 0], 10 * data.test.y)
+    validate(spec)
+    assert client_data(spec, 0).train.x[0, 2, 0, 0] == 1.0
+
+
+def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
+    spec = DataSpec(dataset=f"imagefolder:{write_images(tmp_path / 'tree')}", clients=1)
+    assert load(spec).test is None
+    assert common_test(spec) is None
+    assert len(client_data(spec, 0).test) == 2
+
+
+def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> None:
+    root = write_images(tmp_path / "tree")
+    files, _ = folder.listing(root, folder.class_folders(root))
+    first = folder.decode(files, 0)
+    (cached,) = cache_dir.glob("*.npy")
+    made = cached.stat().st_mtime_ns
+    second = folder.decode(files, 0)
+    assert cached.stat().st_mtime_ns == made
+    assert torch.equal(first, second)
+    assert isinstance(folder._open(cached, len(files)), np.memmap)
+    second[0] = 99
+    assert torch.equal(folder.decode(files, 0), first), "no write reaches the file"
+    assert not list(cache_dir.glob("*.tmp"))
+
+
+def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path) -> None:
+    root = write_images(tmp_path / "tree")
+    files, _ = folder.listing(root, folder.class_folders(root))
+    folder.decode(files, 0)
+    (cached,) = cache_dir.glob("*.npy")
+    cached.write_bytes(cached.read_bytes()[:-10])
+    assert folder.decode(files, 0)[-1, 0, 0, 0] == 20
+    PIL.Image.new("RGB", (6, 5), (77, 0, 0)).save(files[-1])
+    assert folder.decode(files, 0)[-1, 0, 0, 0] == 77
+    assert folder.decode(files, 8).shape == (12, 3, 8, 8)
+
+
+def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_images(tmp_path / "tree", each=40)
+    files, _ = folder.listing(root, folder.class_folders(root))
+    built, write = [], folder._write
+
+    def counted(*args: Any, **named: Any) -> None:
+        built.append(1)
+        write(*args, **named)
+
+    monkeypatch.setattr(folder, "_write", counted)
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda _: folder.decode(files, 0), range(6)))
+    assert len(built) == 1
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_cache_folder_that_cannot_be_written(tmp_path: Path, cache_dir: Path) -> None:
+    cache_dir.write_text("a file where the folder should be")
+    message = fault(DataSpec(dataset=f"imagefolder:{write_images(tmp_path / 'tree')}"))
+    assert message.startswith(f"{cache_dir}: cannot hold the decoded images")
+    assert "FEDHET_CACHE_DIR" in message
+
+
+def test_max_samples_decodes_only_the_subset(tmp_path: Path, cache_dir: Path) -> None:
+    root = write_images(tmp_path / "tree", each=20)
+    data = load(DataSpec(dataset=f"imagefolder:{root}", max_samples=9))
+    assert data.train.y.bincount().tolist() == [3, 3, 3]
+    assert torch.equal(data.train.x[:, 0, 0, 0], 10 * data.train.y)
+    (cached,) = cache_dir.glob("*.npy")
+    assert len(np.load(cached)) == 9
+
+
+def test_grey_trees_stay_grey_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
+    grey = write_images(tmp_path / "grey", mode="L")
+    assert load(DataSpec(dataset=f"imagefolder:{grey}")).shape == (1, 5, 6)
+    mixed = write_images(tmp_path / "mixed", mode="L")
+    PIL.Image.new("RGB", (6, 5), (1, 2, 3)).save(mixed / "dog" / "3.png")
+    data = load(DataSpec(dataset=f"imagefolder:{mixed}"))
+    assert data.train.x[-1, :, 0, 0].tolist() == [1, 2, 3]
+    deep = write_images(tmp_path / "deep", mode="I;16")
+    assert "more than 8 bits a channel" in fault(DataSpec(dataset=f"imagefolder:{deep}"))
+
+
+def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
+    root = write_images(tmp_path / "tree", each=10)
+    spec = DataSpec(dataset=f"imagefolder:{root}", clients=2, min_samples=3)
+    odd = root / "cat" / "2.png"
+    PIL.Image.new("RGB", (7, 9)).save(odd)
+    message = fault(spec)
+    assert message.startswith(f"{odd}: is 7 x 9 pixels, the first image 6 x 5")
+    assert "set image-size" in message
+    assert load(replace(spec, image_size=4)).shape == (3, 4, 4)
+    noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    PIL.Image.fromarray(noise).save(odd)
+    odd.write_bytes(odd.read_bytes()[:80])
+    assert fault(spec).startswith(f"{odd}: not a readable image")
+    odd.write_bytes(b"not an image at all")
+    assert fault(spec).startswith(f"{odd}: not a readable image")
+    assert not list(cache_dir.glob("*.tmp"))
+
+
+def test_tree_faults(tmp_path: Path) -> None:
+    absent = DataSpec(dataset=f"imagefolder:{tmp_path / 'absent'}")
+    assert fault(absent) == f"{tmp_path / 'absent'}: no such folder"
+    (tmp_path / "empty").mkdir()
+    assert "has no folders" in fault(replace(absent, dataset=f"imagefolder:{tmp_path / 'empty'}"))
+    root = tmp_path / "tree"
+    write_images(root / "train")
+    write_images(root / "test", classes=("ant", "dogs"))
+    message = fault(replace(absent, dataset=f"imagefolder:{root}"))
+    assert message == (
+        f"{root / 'test' / 'dogs'}: not a class of the training set; did you mean 'dog'?"
+    )
+    (root / "train" / "elk").mkdir()
+    assert "no valid file for the classes elk" in fault(
+        replace(absent, dataset=f"imagefolder:{root}")
+    )
+    single = write_images(tmp_path / "single", classes=("ant",))
+    assert "has 1 class, at least 2 are needed" in fault(
+        replace(absent, dataset=f"imagefolder:{single}")
+    )
+
+
+# --- real sites ------------------------------------------------------------------------------
+
+
+SITE = DataSpec(test_fraction=0.25)
+
+
+def test_site_with_arrays(tmp_path: Path) -> None:
+    x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20) % 3
+    np.savez(tmp_path / "train.npz", x=x, y=y)
+    alone = site_data(str(tmp_path), spec=SITE, classes=5, name="north")
+    assert (len(alone.train), len(alone.test)) == (15, 5)
+    assert as_set(alone.train.x) | as_set(alone.test.x) == as_set(torch.from_numpy(x))
+    assert alone.classes == tuple("01234")
+    assert alone.common is None
+    assert alone.name == "north"
+    np.savez(tmp_path / "test.npz", x=x[:4], y=y[:4])
+    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
+    both = site_data(str(tmp_path), spec=SITE, classes=4, name="south")
+    assert (len(both.train), len(both.test)) == (20, 4)
+    assert both.classes == ("a", "b", "c", "d")
+
+
+def test_site_with_images(tmp_path: Path) -> None:
+    write_images(tmp_path / "train", classes=("cat", "dog"))
+    site: dict[str, Any] = {"spec": SITE, "name": "north"}
+    alone = site_data(str(tmp_path), classes=2, **site)
+    assert alone.classes == ("cat", "dog")
+    assert len(alone.test) == 2
+    write_images(tmp_path / "test", classes=("dog",), each=3)
+    with pytest.raises(DataError, match=r"has 2 class folders, the run has 4 .*classes\.txt"):
+        site_data(str(tmp_path), classes=4, **site)
+    (tmp_path / "classes.txt").write_text("elk\ndog\ncat\nant\n")
+    ordered = site_data(str(tmp_path), classes=4, **site)
+    assert ordered.classes == ("elk", "dog", "cat", "ant")
+    assert sorted(ordered.train.y.tolist()) == [1] * 4 + [2] * 4
+    assert ordered.test.y.tolist() == [1] * 3
+    cats = ordered.train.y == 2
+    assert torch.equal(ordered.train.x[cats, 0, 0, 0], torch.full((4,), -1.0)), "cat was written 0"
+
+
+def test_site_faults(tmp_path: Path) -> None:
+    def site_fault(root: Path, classes: int = 3) -> str:
+        with pytest.raises(DataError) as caught:
+            site_data(str(root), spec=SITE, classes=classes, name="north")
+        return str(caught.value)
+
+    absent = tmp_path / "absent"
+    assert site_fault(absent) == f"{absent}: no such folder (the data of north)"
+    assert "must hold either train.npz or train/" in site_fault(tmp_path)
+    np.savez(tmp_path / "train.npz", x=np.ones((6, 2)), y=np.arange(6) % 4)
+    assert site_fault(tmp_path) == (
+        f"{tmp_path / 'train.npz'}: y holds the label 3, allowed are 0 to 2 (the run has 3 classes)"
+    )
+    np.savez(tmp_path / "test.npz", x=np.ones((6, 3)), y=np.arange(6) % 4)
+    assert "samples have shape (3,), those of train.npz (2,)" in site_fault(tmp_path, 4)
+    (tmp_path / "test.npz").unlink()
+    np.savez(tmp_path / "train.npz", x=np.ones((2, 2)), y=np.arange(2))
+    assert "north" in site_fault(tmp_path, 4)
+    assert "has 2 samples" in site_fault(tmp_path, 4)
+    (tmp_path / "classes.txt").write_text("a\na\nb\n")
+    assert "has 3 names (2 different), the run has 3 classes" in site_fault(tmp_path)
+    (tmp_path / "classes.txt").unlink()
+    (tmp_path / "train").mkdir()
+    assert "must hold either" in site_fault(tmp_path)

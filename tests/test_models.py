@@ -1,0 +1,449 @@
+"""The models: their shapes, their first weights, their sizes against the papers, their errors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision import models as tv  # type: ignore[import-untyped, unused-ignore]
+
+from fedhet import models
+from fedhet.errors import ModelError, SettingsError
+from fedhet.models import HetModel
+
+SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
+NAMES = models.names()
+HEAVY = {"resnet101", "resnet152", "vgg13", "vgg16", "vgg19", "gems-resnet110"}
+LIGHT = [name for name in NAMES if name not in HEAVY]
+SAMPLE = ["mlp", "cnn2", "resnet9", "resnet10", "gems-resnet11", "mobilenet-v3-small"]
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def smallest(name: str) -> tuple[int, int, int]:
+    """Return the smallest of SHAPES that the model takes."""
+    return SHAPES[1] if name == "lenet5" else SHAPES[0]
+
+
+def fits(name: str, shape: tuple[int, ...]) -> bool:
+    """Say whether the model takes `shape`, one of SHAPES."""
+    return not (name == "lenet5" and shape == SHAPES[0])
+
+
+def parameters(name: str, shape: tuple[int, ...], classes: int) -> int:
+    """Count the parameters without building them."""
+    state = models.shapes(name, shape, classes)
+    return sum(math.prod(s) for key, (s, _) in state.items() if not key.endswith(BUFFERS))
+
+
+def weights(model: nn.Module) -> Tensor:
+    """Return every parameter and buffer in one vector."""
+    return torch.cat([tensor.flatten().double() for tensor in model.state_dict().values()])
+
+
+def module_file(folder: Path, name: str, body: str) -> None:
+    """Write a user's module that may be imported as `name`."""
+    (folder / f"{name}.py").write_text("from torch import nn\nimport torch\n" + body)
+
+
+def test_names_are_the_documented_ones_and_unique() -> None:
+    assert len(set(NAMES)) == len(NAMES) == len(models.describe())
+    wanted = {"cnn2", "cnn3", "cnn4", "mlp", "mlp2", "resnet9", "resnet10", "resnet152", "vgg11"}
+    assert wanted <= set(NAMES)
+    for info in models.describe():
+        assert info.line
+        assert info.source
+        assert info.family
+        assert "\n" not in info.line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_on_every_shape_without_memory(name: str) -> None:
+    for shape in filter(lambda shape: fits(name, shape), SHAPES):
+        with torch.device("meta"):
+            model = models.build(name, shape, 10, seed=0).eval()
+            features, logits = model.features_and_logits(torch.zeros(4, *shape))
+        assert features.shape == (4, model.feature_dim)
+        assert logits.shape == (4, 10)
+        state = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        declared = models.shapes(name, shape, 10)
+        assert state == {key: dims for key, (dims, _) in declared.items()}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_real_model_runs_and_learns(name: str) -> None:
+    shape = smallest(name)
+    model = models.build(name, shape, 3, seed=0)
+    batch = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+
+    declared = models.shapes(name, shape, 3)
+    for key, tensor in model.state_dict().items():
+        assert declared[key] == (tuple(tensor.shape), str(tensor.numpy().dtype))
+
+    features, logits = model.train().features_and_logits(batch)
+    assert features.shape == (4, model.feature_dim)
+    assert logits.shape == (4, 3)
+    loss = nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+    # grad raises where a parameter is not reached
+    for gradient in torch.autograd.grad(loss, list(model.parameters())):
+        assert gradient.isfinite().all()
+
+    model.eval()
+    with torch.no_grad():
+        features, logits = model.features_and_logits(batch)
+        torch.testing.assert_close(model(batch), logits)
+        torch.testing.assert_close(model.classifier(model.extractor(batch)), logits)
+        assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(HEAVY))
+def test_a_heavy_models_gradient_reaches_every_parameter(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, (3, 32, 32), 3, seed=0)
+        loss = model(torch.zeros(4, 3, 32, 32)).sum()
+    torch.autograd.grad(loss, list(model.parameters()))  # raises where one is not reached
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(2, 12, 37), (4, 64, 80)])
+def test_odd_channels_and_sides(name: str, shape: tuple[int, ...]) -> None:
+    """Finding the native width takes one pass of a batch of this shape, without memory."""
+    assert models.shapes(name, shape, 5)["classifier.bias"] == ((5,), "float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_adapter_gives_the_width_asked_for(name: str) -> None:
+    shape = (1, 28, 28)
+    plain = models.shapes(name, shape, 3)
+    native = plain["classifier.weight"][0][1]
+    assert models.shapes(name, shape, 3, native) == plain
+    adapted = models.shapes(name, shape, 3, 48)
+    assert adapted["extractor.adapter.weight"] == ((48, native), "float32")
+    assert adapted["extractor.adapter.bias"] == ((48,), "float32")
+    assert adapted["classifier.weight"] == ((3, 48), "float32")
+    assert len(adapted) == len(plain) + 2
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_an_adapted_model_gives_features_of_that_width(name: str) -> None:
+    model = models.build(name, (1, 8, 8), 3, seed=0, feature_dim=48)
+    features, logits = model.features_and_logits(torch.zeros(4, 1, 8, 8))
+    assert model.feature_dim == 48
+    assert (features.shape, logits.shape) == ((4, 48), (4, 3))
+    native = models.build(name, (1, 8, 8), 3, seed=0).extractor.state_dict()
+    kept = model.extractor.get_submodule("native").state_dict()
+    assert all(torch.equal(kept[key], native[key]) for key in native)
+
+
+def test_native_widths() -> None:
+    widths = {"resnet18": 512, "resnet50": 2048, "gems-resnet11": 256, "resnet9": 256, "vgg11": 512}
+    widths |= {"cnn2": 64, "cnn3": 128, "mlp": 128, "mobilenet-v2": 1280, "shufflenet-v2": 1024}
+    for name, width in widths.items():
+        assert models.shapes(name, (3, 32, 32), 10)["classifier.weight"] == ((10, width), "float32")
+
+
+def test_mlps_take_any_shape() -> None:
+    for shape in [(7,), (3, 5), (3, 4, 4), (2, 3, 4, 5)]:
+        model = models.build("mlp2", shape, 2, seed=0)
+        assert model(torch.zeros(4, *shape)).shape == (4, 2)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_weights_are_a_function_of_seed_and_name(name: str) -> None:
+    shape = (1, 8, 8)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = models.build(name, shape, 3, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    before = torch.get_rng_state()
+    second = models.build(name, shape, 3, seed=0)
+    models.shapes(name, shape, 11)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(weights(first), weights(second))
+    assert not torch.equal(weights(first), weights(models.build(name, shape, 3, seed=1)))
+
+
+def test_two_names_of_one_layout_start_apart() -> None:
+    """FedGEMS prints one layout twice: as ResNet-14 of clients 2, 10 and ResNet-17 of 8, 16."""
+    twins = ("gems-resnet14-a", "gems-resnet17-d")
+    one, two = (weights(models.build(name, (1, 8, 8), 3, seed=0)) for name in twins)
+    assert one.shape == two.shape
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("depth", "count"), [("11", 127_642), ("20", 220_378), ("56", 591_322)])
+def test_fedgems_parameters_as_in_its_table_10(depth: str, count: int) -> None:
+    assert parameters(f"gems-resnet{depth}", (3, 32, 32), 10) == count
+    model = models.build(f"gems-resnet{depth}", (3, 32, 32), 10, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("resnet18", 11_689_512),
+        ("resnet34", 21_797_672),
+        ("resnet50", 25_557_032),
+        ("resnet101", 44_549_160),
+        ("resnet152", 60_192_808),
+        ("vgg11", 132_868_840),
+        ("vgg13", 133_053_736),
+        ("vgg16", 138_365_992),
+        ("vgg19", 143_678_248),
+        ("shufflenet-v2", 2_278_604),
+        ("shufflenet-v2-x0.5", 1_366_792),
+        ("mobilenet-v2", 3_504_872),
+        ("mobilenet-v3-small", 2_542_856),
+        ("efficientnet-b0", 5_288_548),
+    ],
+)
+def test_imagenet_parameters_as_torchvision_publishes_them(name: str, count: int) -> None:
+    assert parameters(name, (3, 224, 224), 1000) == count
+
+
+def test_a_large_image_keeps_torchvisions_own_network() -> None:
+    ours = models.build("resnet18", (3, 64, 64), 10, seed=0).eval()
+    theirs = tv.resnet18(weights=None).eval()
+    theirs.fc = nn.Identity()
+    theirs.load_state_dict(ours.extractor.state_dict())
+    batch = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.extractor(batch), theirs(batch))
+
+
+@pytest.mark.parametrize("name", ["resnet10", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0"])
+def test_a_small_image_is_divided_by_eight(name: str) -> None:
+    """The last convolution sees 4x4 places of a 32x32 image, not the 1x1 of the usual stem."""
+    sides: list[int] = []
+    with torch.device("meta"):
+        model = models.build(name, (3, 32, 32), 10, seed=0).eval()
+        for part in model.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.register_forward_hook(lambda _m, _i, out: sides.append(out.shape[-1]))
+        model(torch.zeros(2, 3, 32, 32))
+    assert (sides[0], sides[-1]) == (32, 4)
+
+
+def test_layer_counts_match_the_names() -> None:
+    """Layers on the main path: every convolution but the shortcuts', and the linear ones."""
+    for name in NAMES:
+        base = name.removeprefix("gems-").split("-")[0]
+        if not base.startswith("resnet") or name == "gems-resnet17-d":
+            continue
+        state = models.shapes(name, (3, 32, 32), 10)
+        layers = [
+            key
+            for key, (dims, _) in state.items()
+            if key.endswith("weight") and len(dims) in (2, 4) and "downsample" not in key
+        ]
+        # DAVIDNet's name counts one linear layer; ours has the hidden one that UM-pFSSL drops out.
+        extra = 1 if name == "resnet9" else 0
+        assert len(layers) == int(base.removeprefix("resnet")) + extra, name
+
+
+def test_resnet9_drops_out_where_um_pfssl_says() -> None:
+    model = models.build("resnet9", (3, 32, 32), 10, seed=0)
+    parts = [p for p in model.modules() if isinstance(p, (nn.BatchNorm2d, nn.Dropout, nn.Linear))]
+    kinds = [type(part).__name__ for part in parts]
+    tail = ["BatchNorm2d", "Dropout", "BatchNorm2d", "Dropout", "Linear", "Dropout", "Linear"]
+    assert kinds == ["BatchNorm2d"] * 6 + tail
+    assert {part.p for part in parts if isinstance(part, nn.Dropout)} == {0.5}
+
+
+def test_shapes_hands_out_a_copy() -> None:
+    models.shapes("mlp", (4,), 2).clear()
+    assert models.shapes("mlp", (4,), 2)["classifier.bias"] == ((2,), "float32")
+    assert models.shapes("cnn2", (1, 8, 8), 2)["extractor.0.1.num_batches_tracked"] == ((), "int64")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnt10", "unknown model 'resnt10'; did you mean 'resnet10'? `fedhet models` lists all"),
+        ("@@@@", "unknown model '@@@@'; `fedhet models` lists all"),
+        ("x:", "model 'x:' is not of the form 'package.module:function'"),
+        (
+            "no_such_package.m:f",
+            "model 'no_such_package.m:f': cannot import 'no_such_package.m':"
+            " ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("math:sqroot", "model 'math:sqroot': module 'math' has no 'sqroot'; did you mean 'sqrt'?"),
+        ("math:pi", "model 'math:pi': 'pi' is a float, not a function"),
+    ],
+)
+def test_a_wrong_name_is_explained(name: str, message: str) -> None:
+    for ask in (
+        lambda: models.build(name, (1, 8, 8), 2, seed=0),
+        lambda: models.shapes(name, (1, 8, 8), 2),
+        lambda: models.deal(["mlp", name], 2, 0),
+    ):
+        with pytest.raises(ModelError) as caught:
+            ask()
+        assert str(caught.value) == message
+
+
+def test_a_shape_that_does_not_fit_is_explained() -> None:
+    cases = {
+        ("resnet10", (64,)): "images [C, H, W] of side 8 or more, not shape (64,)",
+        ("vgg11", (1, 7, 28)): "images [C, H, W] of side 8 or more, not shape (1, 7, 28)",
+        ("lenet5", (1, 8, 8)): "images [C, H, W] of side 12 or more, not shape (1, 8, 8)",
+        ("cnn2", (0, 8, 8)): "images [C, H, W] of side 4 or more, not shape (0, 8, 8)",
+    }
+    for (name, shape), message in cases.items():
+        with pytest.raises(ModelError) as caught:
+            models.build(name, shape, 2, seed=0)
+        assert str(caught.value) == f"model '{name}' takes {message}; 'mlp' takes any shape"
+    for shape in [(), (3, 0)]:
+        with pytest.raises(ModelError) as caught:
+            models.build("mlp", shape, 2, seed=0)
+        assert str(caught.value) == f"model 'mlp' takes samples of any shape, not shape {shape}"
+
+
+def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
+    """Those of side 8 are built for it above."""
+    odd = {info.name: info.min_side for info in models.describe() if info.min_side != 8}
+    assert odd == {"cnn2": 4, "cnn4": 4, "lenet5": 12, "mlp": None, "mlp2": None, "mlp3": None}
+    for name, side in odd.items():
+        shape = (1, side or 1, side or 1)
+        assert models.build(name, shape, 2, seed=0)(torch.zeros(4, *shape)).shape == (4, 2)
+
+
+def test_classes_and_feature_dim_are_checked() -> None:
+    with pytest.raises(ModelError, match=r"^model 'mlp': classes is 0; it must be 1 or more$"):
+        models.build("mlp", (4,), 0, seed=0)
+    with pytest.raises(ModelError, match=r"^model 'mlp': feature_dim is 0; it must be 1 or more$"):
+        models.build("mlp", (4,), 2, seed=0, feature_dim=0)
+
+
+def test_deal_cycles_through_the_pool() -> None:
+    assert models.deal(["cnn2", "mlp", "resnet10"], 7, 0) == [
+        *("cnn2", "mlp", "resnet10"),
+        *("cnn2", "mlp", "resnet10"),
+        "cnn2",
+    ]
+    pool = ["cnn2", "mlp", "mlp2", "cnn3", "cnn4"]
+    assert set(Counter(models.deal(pool, 20, 0)).values()) == {4}
+
+
+def test_deal_shuffles_by_the_seed_alone() -> None:
+    pool = ["cnn2", "mlp", "mlp2", "cnn3"]
+    dealt = models.deal(pool, 22, 3, "shuffle")
+    assert dealt == models.deal(pool, 22, 3, "shuffle")
+    assert dealt != models.deal(pool, 22, 4, "shuffle")
+    assert dealt != models.deal(pool, 22, 3)
+    assert Counter(dealt) == Counter(models.deal(pool, 22, 3))
+
+
+def test_deal_explains_wrong_settings() -> None:
+    with pytest.raises(
+        SettingsError, match=r"^deal rule 'x' does not exist; allowed: cycle, shuff"
+    ):
+        models.deal(["mlp"], 2, 0, "x")
+    with pytest.raises(SettingsError, match=r"^the pool of models is empty"):
+        models.deal([], 2, 0)
+    with pytest.raises(SettingsError, match=r"^clients is 0; it must be 1 or more$"):
+        models.deal(["mlp"], 0, 0)
+
+
+OWN = """
+def pair(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 6)), nn.Linear(6, classes)
+
+def whole(shape, classes):
+    from fedhet.models import HetModel
+    return HetModel(*pair(shape, classes), 6)
+
+def liar(shape, classes):
+    from fedhet.models import HetModel
+    return HetModel(*pair(shape, classes), 7)
+
+def deep(shape, classes):
+    extractor, head = pair(shape, classes)
+    return extractor, nn.Sequential(head)
+
+def one(shape, classes):
+    return nn.Linear(shape[0], classes)
+
+def wrong_classes(shape, classes):
+    return nn.Flatten(), nn.Linear(shape[0], classes + 1)
+
+def unfit(shape, classes):
+    return nn.Linear(shape[0] + 1, 4), nn.Linear(4, classes)
+
+def broken(shape, classes):
+    raise ValueError("no weights here\\nsecond line")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a user's module on the path."""
+    module_file(tmp_path, "fedhet_test_own_models", OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "fedhet_test_own_models"
+
+
+@pytest.mark.parametrize("function", ["pair", "whole", "deep"])
+def test_a_users_own_model(own: str, function: str) -> None:
+    name = f"{own}:{function}"
+    before = torch.get_rng_state()
+    model = models.build(name, (5,), 3, seed=0)
+    assert isinstance(model, HetModel)
+    assert model.feature_dim == 6
+    assert model.training
+    assert model(torch.zeros(4, 5)).shape == (4, 3)
+    assert torch.equal(weights(model), weights(models.build(name, (5,), 3, seed=0)))
+    assert not torch.equal(weights(model), weights(models.build(name, (5,), 3, seed=1)))
+    declared = models.shapes(name, (5,), 3)
+    state = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    assert state == {key: dims for key, (dims, _) in declared.items()}
+    assert torch.equal(torch.get_rng_state(), before)
+    assert models.deal([name], 2, 0) == [name, name]
+
+
+def test_a_users_own_model_gets_the_adapter(own: str) -> None:
+    model = models.build(f"{own}:pair", (5,), 3, seed=0, feature_dim=9)
+    features, logits = model.features_and_logits(torch.zeros(4, 5))
+    assert (features.shape, logits.shape) == ((4, 9), (4, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "feature_dim", "message"),
+    [
+        ("one", None, "returned a Linear, not a HetModel or two modules (extractor, classifier)"),
+        ("liar", None, "says feature_dim 7, has 6"),
+        ("broken", None, "failed for shape (5,), classes 3: ValueError: no weights here"),
+        ("wrong_classes", None, ": a batch of 2 gives logits (2, 4), not (2, 3)"),
+        (
+            "deep",
+            9,
+            "has 6 features, not 9: an adapter needs an nn.Linear as classifier, not a Sequential",
+        ),
+    ],
+)
+def test_a_wrong_own_model_is_explained(
+    own: str, function: str, feature_dim: int | None, message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        models.build(f"{own}:{function}", (5,), 3, seed=0, feature_dim=feature_dim)
+    joint = "" if message.startswith(":") else " "
+    assert str(caught.value) == f"model '{own}:{function}'{joint}{message}"
+
+
+def test_an_own_model_that_does_not_run_gives_torchs_reason_in_one_line(own: str) -> None:
+    with pytest.raises(ModelError, match=r"does not run on shape \(5,\): RuntimeError: ") as caught:
+        models.build(f"{own}:unfit", (5,), 3, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_own_module_that_fails_to_import_gives_the_real_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_file(tmp_path, "fedhet_test_own_broken", "import no_such_thing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named 'no_such_thing'$"):
+        models.build("fedhet_test_own_broken:f", (5,), 3, seed=0)
