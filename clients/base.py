@@ -46,7 +46,7 @@ class HetClient(NumPyClient):
     def __init__(
         self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
     ) -> None:
-        self.run = run if node.device == run.device else run.model_copy({"device": node.device})
+        self.run = run if node.device == run.device else run.model_copy(update={"device": node.device})
         self.settings = settings
         self.receives = receives
         self.node = node

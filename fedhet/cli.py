@@ -17,6 +17,7 @@ from fedhet import __version__, data, models, report
 from fedhet.config import (
     Config,
     data_spec,
+    defaults_toml,
     parse_pairs,
     preset_names,
     read_preset,
@@ -221,8 +222,15 @@ def presets_command(
 
 
 @app.command("settings")
-def settings_command() -> None:
+def settings_command(
+    toml: Annotated[
+        bool, typer.Option(help="All settings of all methods at their defaults, as TOML.")
+    ] = False,
+) -> None:
     """List the settings that every run has."""
+    if toml:
+        console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
+        return
     console.print(_settings_table(Settings.fields()))
     console.print("A method's own: `fedhet methods NAME`.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -95,6 +95,16 @@ def check(config: Config) -> None:
         models.shapes(name, dataset.shape, len(dataset.classes))
 
 
+def absolute(config: Config) -> Config:
+    """Return `config` with the paths of its data absolute, for workers that start elsewhere."""
+    kind, colon, path = config.run.dataset.partition(":")
+    changes = {
+        "data_dir": str(Path(config.run.data_dir).expanduser().resolve()),
+        "dataset": f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind,
+    }
+    return replace(config, run=config.run.model_copy(update=changes))
+
+
 def data_spec(settings: Settings) -> DataSpec:
     """Return what data the settings name."""
     return DataSpec(
@@ -126,6 +136,16 @@ def all_settings() -> dict[str, FieldInfo]:
     for name in method_names():
         found |= find_method(name).settings()
     return found
+
+
+def defaults_toml() -> str:
+    """Return every setting of every method at its default, as TOML: Flower's run config."""
+    tree: dict[str, object] = {}
+    tables: dict[str, dict[str, object]] = {}
+    for name, info in all_settings().items():
+        method, dot, own = name.rpartition(".")
+        (tables.setdefault(method, {}) if dot else tree)[own] = info.default
+    return tomli_w.dumps({**tree, **tables})
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, object]:

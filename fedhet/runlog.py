@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -51,6 +52,7 @@ class RunLog:
     ) -> None:
         self.config = config
         self.directory = directory
+        self.run_name = _identity(config.method.name, directory)
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
         self.peak_memory_mb = 0.0
@@ -172,6 +174,12 @@ def _brief(record: RoundRecord) -> dict[str, Any]:
         "bytes_down": record.bytes_down,
         "seconds": round(record.seconds.total, 3),
     }
+
+
+def _identity(method: str, directory: Path) -> str:
+    """Return the name under which clients keep this run's state; its length tells nothing."""
+    place = hashlib.blake2b(str(directory.absolute()).encode(), digest_size=6).hexdigest()
+    return f"{method}-{place}"
 
 
 def _claim(directory: Path) -> None:

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from fedhet.config import Config, resolve
 from fedhet.display import LineDisplay
-from fedhet.knowledge import is_name
 from fedhet.errors import SettingsError
-from fedhet.report import write_report
+from fedhet.knowledge import is_name
 from fedhet.runlog import RunLog, Watcher
 
 
@@ -30,10 +29,9 @@ class FederationServer(Server):
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the rounds, then write the summary and the report."""
+        """Run the rounds, then write the summary."""
         result = super().fit(num_rounds, timeout)
         self._log.finish()
-        write_report(self._log.directory)
         return result
 
 
@@ -59,11 +57,14 @@ def run_directory(config: Config) -> Path:
 
 
 def server_fn(context: Context) -> ServerAppComponents:
-    """Return the components of a run that `flwr run` started."""
+    """Return the components of a run that `flwr run` started.
+
+    The app that Flower ships has no page templates: `fedhet report DIR` writes the report.
+    """
     config = resolve(context.run_config)
-    watchers = [LineDisplay(Console(width=160))]
+    display = LineDisplay(Console(width=160))
     return components(
-        config, run_directory(config), workers=config.run.clients, watchers=watchers
+        config, run_directory(config), workers=config.run.clients, watchers=[display]
     )
 
 

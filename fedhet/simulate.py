@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -31,9 +32,9 @@ from flwr.server.client_proxy import ClientProxy
 
 from clients.node import Node, read_node
 from clients.open import open_client
-from fedhet import data
+from fedhet import data, report
 from fedhet.client_app import simulated_app
-from fedhet.config import Config, check, data_spec
+from fedhet.config import Config, absolute, check, data_spec
 from fedhet.devices import find_device
 from fedhet.errors import SettingsError
 from fedhet.runlog import Watcher
@@ -57,15 +58,19 @@ def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) 
     _write_partition(config, directory)
     with _logging_to(directory / "flower.log"):
         run_it(config, directory, parts)
+    report.write_figures(report.load_run(directory))
+    report.write_report(directory)
 
 
 def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:
     from flwr.simulation import run_simulation
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's coming default: a worker without a GPU of its own is not cut off from all.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     run_simulation(
         server_app=ServerApp(server_fn=lambda context: parts),
-        client_app=simulated_app(config, _state_dir(directory)),
+        client_app=simulated_app(absolute(config), _state_dir(directory)),
         num_supernodes=config.run.clients,
         backend_config={
             "init_args": {"include_dashboard": False, "log_to_driver": False},
@@ -80,7 +85,6 @@ def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> 
 def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> None:
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server) and isinstance(rounds, ServerConfig)
-    # One client at a time, so that they share this process's torch.
     server.set_max_workers(1)
     for partition in range(config.run.clients):
         node_config = {"partition-id": partition, "num-partitions": config.run.clients}
@@ -100,27 +104,35 @@ class InlineProxy(ClientProxy):
     def _client(self) -> Client:
         return open_client(self._config, self._node).to_client()
 
+    # Flower's server asks clients from several threads; torch's generators and the data caches
+    # are this process's, so one client is called at a time.
+    _one_at_a_time = threading.Lock()
+
     def get_properties(
         self, ins: GetPropertiesIns, timeout: float | None, group_id: int | None
     ) -> GetPropertiesRes:
         """Call the client."""
-        return self._client().get_properties(ins)
+        with self._one_at_a_time:
+            return self._client().get_properties(ins)
 
     def get_parameters(
         self, ins: GetParametersIns, timeout: float | None, group_id: int | None
     ) -> GetParametersRes:
         """Call the client."""
-        return self._client().get_parameters(ins)
+        with self._one_at_a_time:
+            return self._client().get_parameters(ins)
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         """Call the client."""
-        return self._client().fit(ins)
+        with self._one_at_a_time:
+            return self._client().fit(ins)
 
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
         """Call the client."""
-        return self._client().evaluate(ins)
+        with self._one_at_a_time:
+            return self._client().evaluate(ins)
 
     def reconnect(
         self, ins: ReconnectIns, timeout: float | None, group_id: int | None

@@ -80,7 +80,7 @@ class HetStrategy(Strategy):
         self.settings = settings
         self.receives = receives
         self.log = log
-        self.run_name = log.directory.name
+        self.run_name = log.run_name
         self.members: dict[str, Member] = {}
         self._roster = Roster(run.round_timeout, log.notice)
         self._accuracy: Accuracy = {}
@@ -277,7 +277,7 @@ class HetStrategy(Strategy):
 
     def _close_round(self) -> None:
         record = self._record
-        record.accuracy = summarise(self._accuracy)
+        record.accuracy = summarise(self._accuracy) if self._evaluates(record.round) else {}
         record.loss = spread(self._losses) if self._losses else {}
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting

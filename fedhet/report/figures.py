@@ -21,6 +21,8 @@ from fedhet.report.style import Drawing
 from fedhet.report.units import human_bytes, human_seconds, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
+GAP = "\N{EN SPACE}"
+"""Between a name and its number: SVG would merge two common spaces into one."""
 BARS = 50
 """Longer runs have the mean of several rounds in a bar."""
 NAMED = 30
@@ -88,7 +90,7 @@ def _accuracy_curve(ax: Axes, run: Run, protocol: str, kind: str) -> None:
     mark = style.marker(len(rounds))
     if not np.allclose(worst, mean, equal_nan=True):
         ax.plot(rounds, worst, color=colour, alpha=0.85, marker=mark, markersize=2, **DASHED)
-    label = f"{kind}  {mean[-1]:.3f}"
+    label = f"{kind}{GAP}{mean[-1]:.3f}"
     ax.plot(rounds, mean, color=colour, label=label, marker=mark, markersize=3.2)
 
 
@@ -109,7 +111,7 @@ def _traffic(figure: Figure, run: Run) -> None:
     rounds = [record.round for record in run.records]
     for name, colour, dash in (("up", 0, "-"), ("down", 1, style.DASHES[1])):
         total = np.cumsum([getattr(record, f"bytes_{name}") for record in run.records])
-        label = f"{name}  {human_bytes(float(total[-1]))}"
+        label = f"{name}{GAP}{human_bytes(float(total[-1]))}"
         colour_name, mark = style.SERIES[colour], style.marker(len(rounds))
         ax.plot(
             rounds, total, color=colour_name, label=label, linestyle=dash, marker=mark,
@@ -183,7 +185,7 @@ def _time_bar(ax: Axes, seconds: Mapping[str, float], stages: Sequence[str]) -> 
         ax.barh(0, share, left=left, color=style.STAGE_COLOURS[stage], height=1)
         if share > 0.16:
             text = f"{human_seconds(seconds[stage])} · {share:.0%}"
-            ink = "white" if stage == "train" else style.ON_LIGHT
+            ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
             ax.text(left + share / 2, 0, text, ha="center", va="center", color=ink, fontsize=8)
         left += share
     ax.set_xlim(0, 1)
@@ -202,7 +204,7 @@ def _loss(figure: Figure, run: Run) -> None:
     ax = figure.subplots()
     known = [record for record in run.records if math.isfinite(record.loss.mean)]
     rounds, mean = [r.round for r in known], np.array([r.loss.mean for r in known])
-    label, mark = f"mean  {mean[-1]:.3f}", style.marker(len(rounds))
+    label, mark = f"mean{GAP}{mean[-1]:.3f}", style.marker(len(rounds))
     ax.plot(rounds, mean, color=style.SERIES[0], label=label, marker=mark, markersize=3.2)
     each = [[x for x in r.loss.per_client.values() if math.isfinite(x)] for r in known]
     if max(map(len, each)) > 2:
@@ -243,13 +245,13 @@ def _labels(figure: Figure, run: Run) -> None:
     _names(ax, "x", list(run.labels.classes))
     ax.set_xlabel("class")
     ax.set_ylabel("client" if len(names) > NAMED else "")
-    style.head(ax, f"Labels: samples a class (darkest = {top:,})")
+    style.head(ax, f"Labels: samples a class (at most {top:,})")
 
 
 def _cell_counts(ax: Axes, counts: NDArray[np.int64], norm: PowerNorm) -> None:
     for (row, column), count in np.ndenumerate(counts):
         if count:
-            colour = "white" if float(norm(int(count))) > 0.55 else style.INK
+            colour = style.ON_DARK if float(norm(int(count))) > 0.55 else style.INK
             ax.text(column, row, str(count), ha="center", va="center", fontsize=7, color=colour)
 
 
@@ -282,8 +284,7 @@ def clients(run: Run) -> Drawing | None:
         return None
     few = len(known) <= NAMED
     draw = partial(_client_rows if few else _client_models, run=run, scores=known)
-    height = _tall(len(known)) if few else HEIGHT
-    return Drawing("clients", WIDTH, height, draw, "last accuracy by client")
+    return Drawing("clients", WIDTH, _tall(len(known)), draw, "last accuracy by client")
 
 
 def _client_title(run: Run) -> str:

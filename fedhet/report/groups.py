@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedhet.errors import StateError
 from fedhet.report.run import KINDS, PROTOCOLS, Run, load_run
-from fedhet.report.units import plural, setting
+from fedhet.report.units import setting
 
 PLACES = frozenset({
     "backend", "channels-last", "config", "cpus-per-client", "data-dir", "device", "download",
@@ -227,7 +227,7 @@ def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
     whole = [run for run in runs if run.finished]
     for run in runs:
         if not run.finished:
-            fate = "left out" if whole else "its last round so far is shown"
+            fate = "left out" if whole else "its last round so far is shown, marked *"
             notes.append(f"{run.path}: unfinished, {run.done} of {run.planned} rounds; {fate}")
     return whole or runs
 
@@ -249,8 +249,8 @@ def _written(run: Run) -> float:
 def choose_columns(groups: Sequence[Group]) -> tuple[Column, ...]:
     """Return every protocol and kind, the shared headline first.
 
-    That is the protocol that most groups were judged under; among equals the one that is most
-    often a run's own headline, then `common`; and of its kinds the first, `private`.
+    That is the protocol that is the headline of most groups; among equals the one that most
+    were judged under, then `common`; and of its kinds the first, `private`.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -260,7 +260,7 @@ def choose_columns(groups: Sequence[Group]) -> tuple[Column, ...]:
     def rank(protocol: str) -> tuple[int, int, int]:
         judged = sum(any(run.kinds(protocol) for run in group.runs) for group in groups)
         own = sum(group.runs[0].headline == protocol for group in groups)
-        return -judged, -own, order.index(protocol) if protocol in order else len(order)
+        return -own, -judged, order.index(protocol) if protocol in order else len(order)
 
     def place(column: Column) -> tuple[object, ...]:
         protocol, kind = column
@@ -281,13 +281,13 @@ def default_target(groups: Sequence[Group], column: Column) -> float:
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     """Return what makes rows hard to compare."""
     notes = _differing(groups)
-    protocol = column[0]
-    for group in groups:
-        own = group.runs[0].headline
-        if group.score(column).n == 0:
-            notes.append(f"{group.label}: not judged under {protocol} {column[1]}")
-        elif own != protocol:
-            notes.append(f"{group.label}: its own headline is {own}, the table's is {protocol}")
+    unjudged = [group.label for group in groups if group.score(column).n == 0]
+    if unjudged:
+        notes.append(f"not judged under {' '.join(column)}, so last: {', '.join(unjudged)}")
+    other = [group for group in groups if group.runs[0].headline not in ("", column[0])]
+    for name in sorted({group.runs[0].headline for group in other}):
+        labels = ", ".join(group.label for group in other if group.runs[0].headline == name)
+        notes.append(f"headline of their own is {name}, the table's is {column[0]}: {labels}")
     return notes
 
 
@@ -300,6 +300,5 @@ def _differing(groups: Sequence[Group]) -> list[str]:
     if len(rounds) > 1:
         notes.append(f"the runs differ in their rounds: {', '.join(map(str, rounds))}")
     if len({tuple(map(str, group.seeds)) for group in groups}) > 1:
-        counts = ", ".join(f"{g.label}: {plural(len(g.runs), 'run')}" for g in groups)
-        notes.append(f"the groups do not have the same seeds ({counts})")
+        notes.append("the groups do not all have the same seeds")
     return notes

@@ -44,7 +44,7 @@ def _versions(values: object) -> object:
 class Part(BaseModel):
     """A frozen piece of a file; fields that this version does not know are left aside."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
 
 
 class Score(Part):

@@ -7,6 +7,7 @@ colour becomes a CSS variable of the page, so that a figure follows its light or
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -28,8 +29,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from fedhet.report.units import human_bytes
 
 INK, MUTED, RULE, PAPER = "#1d2329", "#66707a", "#dfe3e8", "#ffffff"
-ON_LIGHT = "#14181c"
-"""For text on a light fill, which stays light whatever the page's scheme."""
+ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
+"""For text on a fill that stays as light, or as dark, whatever the page's scheme."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
@@ -119,7 +120,7 @@ class Drawing:
             figure.savefig(
                 file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
             )
-        return _inline(file.getvalue())
+        return _inline(file.getvalue(), self.alt)
 
 
 @contextmanager
@@ -133,13 +134,14 @@ def _styled(drawing: Drawing) -> Iterator[Figure]:
         yield figure
 
 
-def _inline(svg: str) -> str:
+def _inline(svg: str, alt: str) -> str:
     """Strip what only a file needs, and give the colours over to the page."""
+    named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 class="plot"', svg)
+    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', rf"\1 {named}", svg)
     return re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})\b", _variable, svg)
 
 
@@ -162,8 +164,8 @@ def head(ax: Axes, title: str) -> None:
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
     if handles:
         ax.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(0, 1.02), labelcolor=INK,
-            ncols=columns, handletextpad=0.5, borderpad=0.1,
+            handles, labels, loc="lower left", bbox_to_anchor=(0, 1), labelcolor=INK,
+            ncols=columns, handletextpad=0.5, borderpad=0.1, borderaxespad=0.2,
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -82,11 +83,7 @@ def final_table(run: Run) -> Table:
     last = run.last_evaluated.round if run.last_evaluated else run.done
     state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
     title = f"{run.method} on {run.dataset}: {state}"
-    table = Table(title=Text(printable(title)), show_footer=bool(cells.foot), title_justify="left")
-    for number, header in enumerate(cells.headers):
-        foot = "\n".join(row[number] for row in cells.foot)
-        side = "left" if number < cells.words else "right"
-        table.add_column(Text(header), footer=Text(foot, style="bold"), justify=side)  # type: ignore[arg-type]
+    table = _table(cells, Text(printable(title)))
     best, hidden, rest = _ends(cells, run.columns)
     _add(table, best)
     if hidden:
@@ -97,9 +94,26 @@ def final_table(run: Run) -> Table:
     return table
 
 
+def _table(cells: Cells, title: Text) -> Table:
+    """Return an empty table: words may fold, numbers stay whole and stand to the right."""
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
+        collapse_padding=True, pad_edge=False,
+    )  # fmt: skip
+    for number, header in enumerate(cells.headers):
+        foot = Text("\n".join(row[number] for row in cells.foot))
+        if number < cells.words:
+            longest = max((len(row[number].text) for row in cells.rows), default=1)
+            table.add_column(Text(header), foot, overflow="fold", min_width=min(longest, 14))
+        else:
+            stacked = Text(header.replace(" ", "\n", 1), justify="right")
+            table.add_column(stacked, foot, justify="right", no_wrap=True)
+    return table
+
+
 def _add(table: Table, rows: Sequence[Sequence[Cell]]) -> None:
     for row in rows:
-        table.add_row(*(Text(printable(cell.text)) for cell in row))
+        table.add_row(*(Text(printable(cell.text).replace(" ± ", "\n± ")) for cell in row))
 
 
 def _ends(
@@ -155,13 +169,9 @@ def _reached(group: Group, comparison: Comparison) -> Cell:
 def comparison_table(comparison: Comparison) -> Table:
     """Return a comparison for the terminal, its notes below."""
     cells = comparison_cells(comparison)
-    notes = Text("\n".join(printable(note) for note in comparison.notes))
-    table = Table(
-        title=f"last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}",
-        title_justify="left", caption=notes, caption_justify="left",
-    )  # fmt: skip
-    for number, header in enumerate(cells.headers):
-        side = "left" if number < cells.words else "right"
-        table.add_column(Text(header), justify=side, overflow="fold")  # type: ignore[arg-type]
+    title = f"last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}"
+    table = _table(cells, Text(title))
+    table.caption = Text("\n".join(printable(note) for note in comparison.notes))
+    table.caption_justify = "left"
     _add(table, cells.rows)
     return table

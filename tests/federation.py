@@ -1,0 +1,75 @@
+"""Small federations for the tests: real clients and strategies, real Flower, no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flwr.common import FitIns, FitRes
+from flwr.server.client_manager import SimpleClientManager
+
+from clients.node import read_node
+from fedhet import simulate as simulation
+from fedhet.config import Config, resolve
+from fedhet.runlog import RunLog
+from strategies.base import HetStrategy
+
+SMALL = {
+    "backend": "inline",
+    "clients": 4,
+    "models": "mlp,cnn2",
+    "rounds": 2,
+    "local-epochs": 1,
+    "max-samples": 400,
+    "max-test-samples": 100,
+    "min-samples": 20,
+}
+
+
+def small(method: str = "felo", **changes: object) -> Config:
+    """Return the settings of a federation that trains in a second."""
+    named = {name.replace("_", "-"): value for name, value in changes.items()}
+    return resolve({**SMALL, "method": method, **named})
+
+
+def run(config: Config, directory: Path, watchers=()) -> dict:
+    """Run a simulation; return its summary."""
+    simulation.simulate(config, directory, watchers)
+    return json.loads((directory / "summary.json").read_text())
+
+
+def records(directory: Path) -> list[dict]:
+    """Return the rounds of metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(summary: dict) -> dict:
+    """Return what of a summary must not depend on where and how fast a run ran."""
+    kept = {k: v for k, v in summary.items() if k not in {"seconds", "peak_memory_mb"}}
+    rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in kept["history"]]
+    return {**kept, "history": rounds}
+
+
+class Server:
+    """A strategy and its clients, driven by hand."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        method = config.method
+        self.log = RunLog(config, directory, workers=1)
+        self.strategy: HetStrategy = method.strategy(
+            config.run, config.server, method.client_sends, self.log
+        )
+        self.manager = SimpleClientManager()
+        for k in range(config.run.clients):
+            node_config = {"partition-id": k, "num-partitions": config.run.clients}
+            node = read_node(node_config, config.run, str(directory / "state"))
+            self.manager.register(simulation.InlineProxy(config, node))
+        self.strategy.initialize_parameters(self.manager)
+
+    def ask(self, round: int) -> list[tuple[object, FitIns]]:
+        """Return the instructions of a round."""
+        return self.strategy.configure_fit(round, None, self.manager)
+
+    def answers(self, asked) -> list[tuple[object, FitRes]]:
+        """Let every client train."""
+        return [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]

@@ -1,0 +1,657 @@
+"""The reports of synthetic runs, checked against numbers worked out here from the same files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from fedhet.errors import SettingsError, StateError
+from fedhet.report import (
+    compare,
+    comparison_table,
+    final_table,
+    load_run,
+    write_comparison,
+    write_figures,
+    write_report,
+)
+from fedhet.report.units import human_bytes, human_seconds, natural, spans
+
+HOSTILE = "<script>alert('x')</script>"
+FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients"}
+
+
+@dataclass
+class Spec:
+    """What a synthetic run is to be like."""
+
+    method: str = "felo"
+    dataset: str = "digits"
+    clients: int = 4
+    rounds: int = 5
+    seed: int = 0
+    protocols: tuple[str, ...] = ("common",)
+    kinds: tuple[str, ...] = ("private",)
+    headline: str = "common"
+    top: float = 0.8
+    names: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    table: dict[str, Any] = field(default_factory=dict)
+    finished: bool = True
+    partition: bool = True
+    failed: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+def scores(values: np.ndarray, names: list[str]) -> dict[str, Any]:
+    each = dict(zip(names, values.tolist(), strict=True))
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "worst": float(values.min()),
+        "per_client": each,
+    }
+
+
+def record(number: int, spec: Spec, names: list[str], rng: np.random.Generator) -> dict[str, Any]:
+    failed = spec.failed.get(number, {})
+    losses = {name: float(rng.uniform(0.1, 2)) for name in names if name not in failed}
+    base = spec.top * (1 - math.exp(-2.5 * number / spec.rounds))
+    return {
+        "round": number,
+        "asked": names,
+        "answered": [name for name in names if name not in failed],
+        "failed": failed,
+        "accuracy": {
+            protocol: {
+                kind: scores(np.clip(base + rng.normal(0, 0.03, len(names)), 0, 1), names)
+                for kind in spec.kinds
+            }
+            for protocol in spec.protocols
+        },
+        "loss": {"mean": float(np.mean([*losses.values()])), "per_client": losses},
+        "bytes_up": int(rng.integers(1_000, 2_000)),
+        "bytes_down": int(rng.integers(3_000, 9_000)),
+        "seconds": {"total": 2.0, "train": 3.0, "evaluate": 0.5, "server": 0.2, "overhead": 0.1},
+        "method": {"classes_covered": float(number), "odd": math.nan},
+    }
+
+
+def summary(spec: Spec, names: list[str], records: list[dict[str, Any]]) -> dict[str, Any]:
+    stages = ("total", "train", "evaluate", "server", "overhead")
+    return {
+        "method": spec.method,
+        "dataset": spec.dataset,
+        "seed": spec.seed,
+        "rounds": spec.rounds,
+        "clients": len(names),
+        "models": {name: ("cnn2", "mlp")[n % 2] for n, name in enumerate(names)},
+        "headline": spec.headline,
+        "accuracy": records[-1]["accuracy"],
+        "history": [
+            {
+                "round": each["round"],
+                "accuracy": {
+                    protocol: {kind: found["mean"] for kind, found in kinds.items()}
+                    for protocol, kinds in each["accuracy"].items()
+                },
+                "bytes_up": each["bytes_up"],
+                "bytes_down": each["bytes_down"],
+                "seconds": each["seconds"]["total"],
+            }
+            for each in records
+        ],
+        "bytes_up": sum(each["bytes_up"] for each in records),
+        "bytes_down": sum(each["bytes_down"] for each in records),
+        "seconds": {key: sum(each["seconds"][key] for each in records) for key in stages},
+        "peak_memory_mb": 512.0,
+        "versions": {"fedhet": "0.1.0", "flwr": "1.39.0"},
+    }
+
+
+def config(spec: Spec) -> str:
+    flat = {
+        "method": spec.method,
+        "dataset": spec.dataset,
+        "rounds": spec.rounds,
+        "seed": spec.seed,
+        "alpha": 0.5,
+        "models": "cnn2,mlp",
+        **spec.settings,
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in flat.items()]
+    own = [f"{key} = {json.dumps(value)}" for key, value in spec.table.items()]
+    return "\n".join([*lines, "", f"[{spec.method}]", *own]) + "\n"
+
+
+def make(root: Path, **changes: Any) -> Path:
+    """Write a run's directory as a run would."""
+    spec = Spec(**changes)
+    root.mkdir(parents=True)
+    names = list(spec.names) or [f"client-{n}" for n in range(spec.clients)]
+    rng = np.random.default_rng([spec.seed, len(names), spec.rounds])
+    records = [record(number, spec, names, rng) for number in range(1, spec.rounds + 1)]
+    (root / "config.toml").write_text(config(spec), "utf-8")
+    text = "".join(json.dumps(each) + "\n" for each in records)
+    (root / "metrics.jsonl").write_text(text, "utf-8")
+    if spec.finished:
+        (root / "summary.json").write_text(json.dumps(summary(spec, names, records)), "utf-8")
+    if spec.partition:
+        counts = {name: rng.integers(0, 30, 10).tolist() for name in names}
+        content = {"classes": [str(n) for n in range(10)], "counts": counts}
+        (root / "partition.json").write_text(json.dumps(content), "utf-8")
+    return root
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def shown(table: Table) -> str:
+    file = io.StringIO()
+    Console(width=240, file=file).print(table)
+    return file.getvalue()
+
+
+class Page(HTMLParser):
+    """Collects a page's tags, their attributes and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.source = path.read_text("utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+# Reading a run
+
+
+def test_a_run_is_read_as_written(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", table={"alpha": 1.0, "share-weights": True})
+    run = load_run(path)
+    records = lines_of(path)
+    assert (run.method, run.dataset, run.seed) == ("felo", "digits", 0)
+    assert (run.planned, run.done) == (5, 5)
+    assert run.finished
+    assert run.clients == ("client-0", "client-1", "client-2", "client-3")
+    assert run.settings["felo.share-weights"] is True
+    assert run.bytes_up == sum(each["bytes_up"] for each in records)
+    assert (
+        run.last("common", "private").mean == records[-1]["accuracy"]["common"]["private"]["mean"]
+    )
+    counts = json.loads((path / "partition.json").read_text())["counts"]
+    assert run.samples == {name: sum(row) for name, row in counts.items()}
+
+
+def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, settings={"rounds": 9})
+    run, records = load_run(path), lines_of(path)
+    assert not run.finished
+    assert (run.done, run.planned) == (5, 9)
+    assert run.bytes_down == sum(each["bytes_down"] for each in records)
+    assert run.seconds["total"] == pytest.approx(10.0)
+    assert run.headline == "common"
+
+
+def test_a_cut_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False)
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text[:-40])
+    run = load_run(path)
+    assert run.done == 4
+    assert any("cut short" in note for note in run.notes)
+
+
+def test_a_repeated_round_counts_once_as_written_last(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False)
+    again = lines_of(path)[2] | {"bytes_up": 7}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(again) + "\n")
+    run = load_run(path)
+    assert [each.round for each in run.records] == [1, 2, 3, 4, 5]
+    assert run.records[2].bytes_up == 7
+
+
+def test_a_summary_that_the_records_have_overtaken_does_not_count(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    more = lines_of(path)[-1] | {"round": 6}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(more) + "\n")
+    run = load_run(path)
+    assert not run.finished
+    assert run.done == 6
+    assert any("summary.json ends at round 5" in note for note in run.notes)
+
+
+def broken(path: Path, name: str, content: str | bytes | None) -> None:
+    target = path / name
+    if content is None:
+        target.unlink()
+    elif isinstance(content, bytes):
+        target.write_bytes(content)
+    else:
+        target.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.toml", None, "absent"),
+        ("config.toml", "method = ", "not valid TOML"),
+        ("config.toml", b"\xff\xfe", "unreadable"),
+        ("metrics.jsonl", None, "absent"),
+        ("metrics.jsonl", "", "no complete round"),
+        ("metrics.jsonl", '{"round": 1', "no complete round"),
+        ("metrics.jsonl", '{"round": 1\n{"round": 2}\n', "line 1: not valid JSON"),
+        ("metrics.jsonl", '{"round": 1}\n{"round": "two"}\n', "line 2: round: "),
+        ("metrics.jsonl", "[1]\n", "line 1: content: "),
+        ("summary.json", '{"method": "felo"', "truncated or not valid JSON"),
+        ("summary.json", '{"method": "felo"}', "dataset: "),
+        ("partition.json", '{"classes": ["a"], "counts": {"x": [1, 2]}}', "2 counts for 1 classes"),
+    ],
+)
+def test_a_broken_file_is_named(
+    tmp_path: Path, name: str, content: str | bytes | None, said: str
+) -> None:
+    path = make(tmp_path / "run")
+    broken(path, name, content)
+    with pytest.raises(StateError) as caught:
+        load_run(path)
+    message = str(caught.value)
+    assert str(path / name) in message
+    assert said in message
+    assert "\n" not in message
+
+
+def test_an_absent_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="nowhere: no such run directory"):
+        load_run(tmp_path / "nowhere")
+
+
+def test_failures_are_gathered_and_silence_is_one(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", failed={n: {"client-1": "out of memory"} for n in (2, 3, 5)})
+    text = (path / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(text[0])
+    first["answered"].remove("client-3")
+    (path / "metrics.jsonl").write_text("\n".join([json.dumps(first), *text[1:]]))
+    found = [(each.client, each.reason, each.rounds) for each in load_run(path).failures]
+    assert found == [
+        ("client-1", "out of memory", (2, 3, 5)),
+        ("client-3", "no answer", (1,)),
+    ]
+
+
+# The table of a run
+
+
+def test_the_table_has_every_clients_numbers(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", protocols=("common", "personal"), kinds=("private", "proxy"))
+    text, last = shown(final_table(load_run(path))), lines_of(path)[-1]["accuracy"]
+    columns = [(p, k) for p in ("common", "personal") for k in ("private", "proxy")]
+    for name in (f"client-{n}" for n in range(4)):
+        row = next(line for line in text.splitlines() if name in line)
+        wanted = [f"{last[p][k]['per_client'][name]:.4f}" for p, k in columns]
+        assert re.findall(r"\d\.\d{4}", row) == wanted
+    for part, work in (("mean", np.mean), ("std", np.std), ("worst", np.min)):
+        row = next(line for line in text.splitlines() if line.strip().startswith(part))
+        values = [[*last[p][k]["per_client"].values()] for p, k in columns]
+        assert re.findall(r"\d\.\d{4}", row) == [f"{work(each):.4f}" for each in values]
+
+
+def test_of_many_clients_the_ends_are_shown(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", clients=40, rounds=2)
+    text = shown(final_table(load_run(path)))
+    each = lines_of(path)[-1]["accuracy"]["common"]["private"]["per_client"]
+    ranked = sorted(each, key=lambda name: -each[name])
+    assert re.findall(r"client-\d+", text) == ranked[:5] + ranked[-5:]
+    assert "30 not shown" in text
+
+
+def test_no_name_steers_the_terminal(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", names=("\x1b[31mred", "[bold]b[/bold]", "c"))
+    text = shown(final_table(load_run(path)))
+    assert "\x1b" not in text
+    assert "[bold]b[/bold]" in text
+
+
+# Figures
+
+
+@pytest.mark.parametrize(("clients", "rounds"), [(1, 1), (3, 7), (100, 200)])
+def test_figures_at_every_size(tmp_path: Path, clients: int, rounds: int) -> None:
+    path = make(tmp_path / "run", clients=clients, rounds=rounds)
+    before = dict(mpl.rcParams)
+    files = write_figures(load_run(path))
+    assert {file.stem for file in files} == FIGURES
+    for file in files:
+        assert file.parent == path / "figures"
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert file.stat().st_size > 3_000
+    assert dict(mpl.rcParams) == before
+
+
+def test_figures_follow_what_is_there(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", partition=False, protocols=(), finished=False)
+    text = [json.dumps(each | {"loss": {}, "seconds": {}}) for each in lines_of(path)]
+    (path / "metrics.jsonl").write_text("\n".join(text))
+    assert {file.stem for file in write_figures(load_run(path))} == {"bytes", "time"}
+    assert "No round of this run was evaluated" in Page(write_report(path)).text
+
+
+def test_pyplot_stays_untouched() -> None:
+    code = "import sys, fedhet.report as r; print({'matplotlib.pyplot', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# The page of a run
+
+
+def assert_self_contained(page: Page) -> None:
+    assert "http://" not in page.source
+    assert "https://" not in page.source
+    assert page.tags.count("script") == 1
+    assert not {"link", "iframe", "object", "img"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        if name in ("src", "href", "xlink:href"):
+            assert value.startswith(("#", "data:image/png"))
+
+
+def test_the_page_tells_the_run(tmp_path: Path) -> None:
+    path = make(
+        tmp_path / "run",
+        protocols=("personal", "common"),
+        failed={2: {"client-1": "timed out"}, 3: {"client-1": "timed out"}},
+        table={"alpha": 1.0},
+    )
+    page = Page(write_report(path))
+    last = lines_of(path)[-1]["accuracy"]["common"]["private"]
+    each = last["per_client"]
+    worst = min(each, key=lambda name: each[name])
+    sent = sum(record["bytes_up"] for record in lines_of(path))
+    for words in (
+        "felo on digits",
+        "4 clients",
+        f"{np.mean([*each.values()]):.4f} mean accuracy of the private models on the common",
+        f"worst client {min(each.values()):.4f} ({worst})",
+        f"sent up {human_bytes(sent)}",
+        "wall time 10.0 s",
+        "peak memory 512 MB",
+        "replies lost 2 of 20 asked for",
+        "client-1 2 2–3 timed out",
+        "classes_covered 5",
+        "felo.alpha 1",
+        "fedhet run felo --config config.toml",
+        "flwr 1.39.0",
+    ):
+        assert words in page.text, words
+    assert_self_contained(page)
+    assert page.tags.count("svg") >= len(FIGURES) + 1
+
+
+def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:
+    names = (HOSTILE, 'x" onload="alert(1)', "$\\frac{", "</svg></style><b>")
+    path = make(
+        tmp_path / "run",
+        names=names,
+        method="felo",
+        settings={"note": HOSTILE, "models": "</script><script>"},
+        failed={1: {HOSTILE: HOSTILE}},
+    )
+    rewrite(path / "summary.json", lambda content: content.update(dataset=HOSTILE))
+    rewrite(path / "summary.json", lambda content: content.update(versions={HOSTILE: HOSTILE}))
+    rewrite(path / "summary.json", lambda content: content["models"].update({HOSTILE: HOSTILE}))
+    rewrite(path / "partition.json", lambda content: content.update(classes=[HOSTILE] * 10))
+    page = Page(write_report(path))
+    assert_self_contained(page)
+    assert "b" not in page.tags
+    assert HOSTILE in page.text
+    assert write_figures(load_run(path))
+
+
+def test_the_page_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, settings={"rounds": 9})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 6, "asked": ["cl')
+    page = Page(write_report(path))
+    assert "unfinished: 5 of 9 rounds" in page.text
+    assert "cut short" in page.text
+    assert "round 5, the last so far" in page.text
+
+
+def test_large_and_small_pages(tmp_path: Path) -> None:
+    small = Page(write_report(make(tmp_path / "small", clients=1, rounds=1)))
+    assert "1 client 1 model 1 round seed 0" in small.text
+    large = make(tmp_path / "large", clients=100, rounds=200)
+    page = Page(write_report(large))
+    assert all(f"client-{n}" in page.text for n in range(100))
+    assert (large / "report.html").stat().st_size < 1_500_000
+
+
+def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", rounds=7, finished=False, protocols=("common", "personal"))
+    records = lines_of(path)
+    for each in records:
+        if each["round"] % 3:
+            each["accuracy"] = {}
+    records[5]["accuracy"]["common"]["private"] |= {"worst": None, "std": math.nan}
+    records[5]["accuracy"]["common"]["private"]["per_client"]["client-1"] = None
+    records[2]["accuracy"]["personal"]["private"]["mean"] = math.nan
+    records[4]["loss"] = {"mean": math.inf, "per_client": {"client-0": math.nan}}
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run = load_run(path)
+    assert [number for number, _ in run.curve("common", "private")] == [3, 6]
+    assert {file.stem for file in write_figures(run)} == FIGURES
+    page = Page(write_report(path))
+    assert "round 6, the last so far" in page.text
+    assert "std over clients —" in page.text
+    assert len(compare([path], out=tmp_path / "out").groups) == 1
+
+
+def test_figures_in_the_page_follow_its_colours(tmp_path: Path) -> None:
+    source = Page(write_report(make(tmp_path / "run"))).source
+    assert "stroke: var(--s0)" in source
+    assert "fill: var(--ink)" in source
+    body = source[source.index("<body>") :]
+    assert "#0072b2" not in body
+
+
+# Runs side by side
+
+
+def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
+    for seed in range(3):
+        make(tmp_path / f"a{seed}", seed=seed, table={"share-weights": True, "alpha": 1.0})
+        make(tmp_path / "deep" / f"b{seed}", seed=seed, table={"share-weights": False, "alpha": 1})
+        where = {"out": f"x{seed}", "device": f"cuda:{seed}", "threads": seed + 1}
+        make(tmp_path / f"v{seed}", seed=seed, method="velo", settings=where)
+    found = compare([tmp_path])
+    assert {group.label: group.seeds for group in found.groups} == {
+        "felo share-weights=true": (0, 1, 2),
+        "felo share-weights=false": (0, 1, 2),
+        "velo": (0, 1, 2),
+    }
+
+
+def test_a_comparisons_numbers(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"r{n}", seed=n, protocols=("common", "personal")) for n in range(3)]
+    low = make(tmp_path / "low", method="local", top=0.6)
+    found = compare([low, *runs])
+    assert [group.label for group in found.groups] == ["felo", "local"]
+    assert found.columns == (("common", "private"), ("personal", "private"))
+    group = found.groups[0]
+    for protocol in ("common", "personal"):
+        last = [lines_of(run)[-1]["accuracy"][protocol]["private"] for run in runs]
+        means = [each["mean"] for each in last]
+        spread = group.score((protocol, "private"))
+        assert spread.mean == pytest.approx(np.mean(means))
+        assert spread.std == pytest.approx(np.std(means, ddof=1))
+        worst = np.mean([min(each["per_client"].values()) for each in last])
+        assert group.worst((protocol, "private")).mean == pytest.approx(worst)
+    sent = [sum(each["bytes_up"] for each in lines_of(run)) for run in runs]
+    assert group.bytes_up.mean == pytest.approx(np.mean(sent))
+    assert group.seconds.mean == pytest.approx(10.0)
+    assert math.isnan(found.groups[1].score(("common", "private")).std)
+    local = next(line for line in shown(comparison_table(found)).splitlines() if "local" in line)
+    assert "±" not in local
+    assert "—" in local
+
+
+def cost(run: Path, target: float) -> float:
+    """Return the bytes sent up to the first round whose mean reached the target."""
+    total = 0
+    for each in lines_of(run):
+        total += each["bytes_up"] + each["bytes_down"]
+        if np.mean([*each["accuracy"]["common"]["private"]["per_client"].values()]) >= target:
+            return float(total)
+    return math.inf
+
+
+def test_bytes_to_a_target(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"r{n}", seed=n, rounds=12) for n in range(3)]
+    for target, fraction in ((0.5, 0.5), (50, 0.5), (0.62, 0.62)):
+        found = compare(runs, target=target)
+        spread = found.groups[0].bytes_to(found.headline, found.target)
+        assert found.target == fraction
+        assert spread.n == 3
+        assert spread.mean == pytest.approx(np.mean([cost(run, fraction) for run in runs]))
+    never = compare(runs, target=99.5)
+    assert never.groups[0].bytes_to(never.headline, never.target).n == 0
+    row = next(line for line in shown(comparison_table(never)).splitlines() if "felo" in line)
+    assert row.split()[-3] == "—"
+
+
+def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"r{n}", seed=n, top=0.5 + 0.1 * n) for n in range(4)]
+    found = compare(runs)
+    lowest = min(lines_of(run)[-1]["accuracy"]["common"]["private"]["mean"] for run in runs)
+    assert 0.9 * lowest - 0.001 < found.target <= 0.9 * lowest
+    assert found.groups[0].bytes_to(found.headline, found.target).n == 4
+    assert any(f"bytes to {100 * found.target:.4g} %" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("target", [0, -1, 101, math.nan])
+def test_a_target_out_of_range_is_refused(tmp_path: Path, target: float) -> None:
+    with pytest.raises(SettingsError, match="'target'"):
+        compare([make(tmp_path / "run")], target=target)
+
+
+def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    make(tmp_path / "b", method="velo", dataset="mnist", rounds=3)
+    make(tmp_path / "c", method="fedtype", protocols=("personal",), headline="personal")
+    make(tmp_path / "d", method="cofed", finished=False, settings={"rounds": 9})
+    make(tmp_path / "e", seed=1, finished=False, rounds=5)
+    make(tmp_path / "f", method="gone", seed=2)
+    (tmp_path / "f" / "metrics.jsonl").unlink()
+    make(tmp_path / "z")
+    found = compare([tmp_path], out=tmp_path / "out")
+    notes = "\n".join(found.notes)
+    for words in (
+        "different data sets do not compare: digits, mnist",
+        "differ in their rounds: 3, 5",
+        "not judged under common private, so last: fedtype",
+        "d: unfinished, 5 of 9 rounds; its last round so far is shown",
+        "e: unfinished, 5 of 5 rounds; left out",
+        f"left out: {tmp_path / 'f' / 'metrics.jsonl'}: absent",
+        "has the same seed",
+    ):
+        assert words in notes, words
+    assert [group.label for group in found.groups][-1] == "fedtype"
+    felo = next(group for group in found.groups if group.method == "felo")
+    assert felo.seeds == (0,)
+    assert "cofed *" in shown(comparison_table(found))
+
+
+def test_a_comparison_is_written(tmp_path: Path) -> None:
+    for seed in range(2):
+        make(tmp_path / "runs" / f"a{seed}", seed=seed, settings={"note": f"a|b{HOSTILE}"})
+        make(tmp_path / "runs" / f"b{seed}", seed=seed, settings={"note": "plain"}, top=0.7)
+    found = compare([tmp_path / "runs"])
+    files = {file.name: file for file in write_comparison(found, tmp_path / "out")}
+    assert set(files) == {"compare.png", "compare.html", "compare.md", "compare.json"}
+    assert files["compare.png"].read_bytes().startswith(b"\x89PNG")
+    page = Page(files["compare.html"])
+    assert_self_contained(page)
+    assert HOSTILE in page.text
+    table = [line for line in files["compare.md"].read_text().splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert len(table) == 4
+    data = json.loads(files["compare.json"].read_text(), parse_constant=pytest.fail)
+    best = data["groups"][0]["accuracy"]["common"]["private"]
+    assert best["mean"] == pytest.approx(found.groups[0].score(("common", "private")).mean)
+    curve = data["groups"][0]["curve"]
+    runs = [lines_of(run.path) for run in found.groups[0].runs]
+    means = [[each["accuracy"]["common"]["private"]["mean"] for each in run] for run in runs]
+    assert curve["mean"] == pytest.approx(np.mean(means, axis=0))
+    assert curve["std"] == pytest.approx(np.std(means, axis=0, ddof=1))
+
+
+def test_many_groups_are_drawn(tmp_path: Path) -> None:
+    for number in range(14):
+        make(tmp_path / f"r{number}", rounds=2, settings={"alpha": 0.1 * number}, partition=False)
+    found = compare([tmp_path], out=tmp_path / "out")
+    assert len(found.groups) == 14
+    assert (tmp_path / "out" / "compare.html").stat().st_size > 10_000
+
+
+def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StateError, match="empty: neither a run's directory nor a parent"):
+        compare([tmp_path / "empty"])
+    bare = make(tmp_path / "bare", protocols=(), finished=False)
+    with pytest.raises(StateError, match="none of the runs was evaluated"):
+        compare([bare])
+    (bare / "metrics.jsonl").unlink()
+    with pytest.raises(StateError, match=r"metrics\.jsonl: absent"):
+        compare([bare])
+
+
+# How numbers read
+
+
+def test_units() -> None:
+    sizes = (0, 999, 1000, 12_345, 999_600, 123_456_789, math.nan)
+    assert [human_bytes(size) for size in sizes] == [
+        "0 B", "999 B", "1.00 kB", "12.3 kB", "1.00 MB", "123 MB", "—",
+    ]  # fmt: skip
+    times = (0.123, 59.96, 245, 7980, 7199.6)
+    assert [human_seconds(each) for each in times] == [
+        "0.12 s", "1 min 00 s", "4 min 05 s", "2 h 13 min", "2 h 00 min",
+    ]  # fmt: skip
+    assert sorted(["client-10", "client-2", "a"], key=natural) == ["a", "client-2", "client-10"]
+    assert spans([1, 2, 3, 7]) == "1–3, 7"

@@ -1,0 +1,326 @@
+"""Whole runs: what they leave, that they are reproducible, and that a bad client ends none."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small, without_times
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+
+from clients.node import read_node
+from clients.open import open_client
+from fedhet import simulate as simulation
+from fedhet.errors import DataError, SettingsError, StateError
+from fedhet.knowledge import Envelope, Knowledge, decode, encode
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def felo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("felo") / "first"
+    return directory, run(small(), directory)
+
+
+def states(directory):
+    """Return the clients' states, and with them the name under which they know the run."""
+    return sorted((directory / "state").glob("*/*/state.safetensors"))
+
+
+def test_what_a_run_leaves(felo):
+    directory, summary = felo
+    for name in ("config.toml", "partition.json", "metrics.jsonl", "summary.json", "report.html"):
+        assert (directory / name).stat().st_size > 0
+    assert any((directory / "tensorboard").iterdir())
+    assert {p.parent.name for p in states(directory)} == set(summary["models"])
+    assert summary["models"] == {f"client-{k}": ("mlp", "cnn2")[k % 2] for k in range(4)}
+    assert summary["headline"] == "common"
+    assert [h["round"] for h in summary["history"]] == [1, 2]
+    for protocol in ("personal", "common"):
+        values = summary["accuracy"][protocol]["private"]
+        each = list(values["per_client"].values())
+        assert len(each) == 4
+        assert values["mean"] == pytest.approx(np.mean(each))
+        assert values["std"] == pytest.approx(np.std(each))
+        assert values["worst"] == min(each)
+
+
+def test_the_last_round_is_the_headline(felo):
+    directory, summary = felo
+    assert summary["accuracy"] == records(directory)[-1]["accuracy"]
+
+
+def test_bytes_are_those_of_the_payloads(tmp_path):
+    server = Server(small(), tmp_path / "run")
+    asked = server.ask(1)
+    answers = server.answers(asked)
+    server.strategy.aggregate_fit(1, answers, [])
+    server.strategy.configure_evaluate(1, None, server.manager)
+    record = records(tmp_path / "run")[0]
+    assert record["bytes_down"] == sum(len(t) for _, i in asked for t in i.parameters.tensors)
+    assert record["bytes_up"] == sum(len(t) for _, a in answers for t in a.parameters.tensors)
+
+
+def test_same_seed_same_summary(felo, tmp_path):
+    _, first = felo
+    assert without_times(run(small(), tmp_path / "again")) == without_times(first)
+
+
+def test_another_seed_is_another_run(felo, tmp_path):
+    _, first = felo
+    other = run(small(seed=1), tmp_path / "other")
+    assert other["accuracy"] != first["accuracy"]
+
+
+def test_ray_gives_the_numbers_of_inline(felo, tmp_path):
+    _, inline = felo
+    on_ray = run(small(backend="ray"), tmp_path / "ray")
+    assert without_times(on_ray) == without_times(inline)
+
+
+def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
+    told = []
+    for order in (1, -1):
+        server = Server(small(), tmp_path / f"order{order}" / "run")
+        server.strategy.aggregate_fit(1, server.answers(server.ask(1))[::order], [])
+        told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.ask(2)])
+    assert told[0] == told[1]
+
+
+def test_sampling_goes_by_name_and_seed(tmp_path):
+    server = Server(small(fraction=0.5), tmp_path / "run")
+    asked = [server.strategy.sample(t, ["a", "b", "c", "d"]) for t in range(1, 30)]
+    assert all(len(names) == 2 and names == sorted(names) for names in asked)
+    assert {name for names in asked for name in names} == {"a", "b", "c", "d"}
+    assert asked == [server.strategy.sample(t, ["d", "b", "a", "c"]) for t in range(1, 30)]
+
+
+def test_everybody_is_judged_though_few_are_sampled(tmp_path):
+    directory = tmp_path / "few"
+    summary = run(small(rounds=3, fraction=0.25, evaluate_every=2), directory)
+    rounds = records(directory)
+    assert rounds[0]["accuracy"] == {}
+    for record in rounds[1:]:
+        assert len(record["asked"]) == 1
+        assert len(record["accuracy"]["common"]["private"]["per_client"]) == 4
+    assert len(summary["accuracy"]["personal"]["private"]["per_client"]) == 4
+
+
+def test_a_restarted_client_finds_its_model(felo):
+    directory, summary = felo
+    config = small()
+    node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
+    fresh = config.method.client(config.run, config.client, config.method.server_sends, node)
+    message = encode(Envelope(states(directory)[0].parts[-3], "felo", 2, "server"), Knowledge())
+    _, _, metrics = fresh.evaluate(message, {})
+    expected = summary["accuracy"]["common"]["private"]["per_client"]["client-1"]
+    assert metrics["accuracy.common.private"] == expected
+    assert fresh.participations == 2
+
+
+def test_a_state_of_another_model_is_refused(felo):
+    directory, _ = felo
+    config = small(models="cnn2,mlp")
+    node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
+    other = config.method.client(config.run, config.client, config.method.server_sends, node)
+    before = states(directory)[1].read_bytes()
+    message = encode(Envelope(states(directory)[0].parts[-3], "felo", 2, "server"), Knowledge())
+    _, _, metrics = other.fit(message, {})
+    assert "is of model 'cnn2', this client's is 'mlp'" in metrics["error"]
+    assert states(directory)[1].read_bytes() == before
+
+
+def _edit(result, change):
+    """Return a reply whose knowledge was changed on its way."""
+    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
+    tensors = {name: array.copy() for name, array in knowledge.tensors.items()}
+    envelope = replace(envelope, **(change(tensors) or {}))
+    result.parameters = ndarrays_to_parameters(encode(envelope, Knowledge(tensors)))
+    return result
+
+
+def _nan(tensors):
+    tensors["features"][0, 0] = np.nan
+
+
+def _wrong_class(tensors):
+    tensors["classes"][0] = 10
+
+
+def _twice(tensors):
+    tensors["classes"][:] = 3
+
+
+def _narrow(tensors):
+    tensors["features"] = tensors["features"][:, :-1]
+
+
+def _double(tensors):
+    tensors["logits"] = tensors["logits"].astype(np.float64)
+
+
+def _missing(tensors):
+    del tensors["counts"]
+
+
+def _extra(tensors):
+    tensors["labels"] = np.zeros(3)
+
+
+def _weights(tensors):
+    tensors["weights/classifier.weight"] = np.zeros((10, 3), np.float32)
+
+
+def _fewer(tensors):
+    del tensors["weights/classifier.weight"]
+
+
+def _liar(tensors):
+    return {"sender": "client-0"}
+
+
+def _late(tensors):
+    return {"round": 7}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (_nan, "features: holds NaN or infinity"),
+        (_wrong_class, "classes: holds 10, must be from 0 to 9"),
+        (_twice, "classes: holds 3 more than once"),
+        (_narrow, "features: has shape"),
+        (_double, "logits: is float64, must be float32"),
+        (_missing, "counts: missing"),
+        (_extra, "labels: not in the contract"),
+        (_weights, "weights/classifier.weight: is float32 [10, 3], must be float32 [10, 64]"),
+        (_fewer, "weights/classifier.weight: missing"),
+        (_liar, "sender: signs as 'client-0'"),
+        (_late, "round: is 7, must be 1"),
+    ],
+)
+def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, change, fault):
+    server = Server(small(), tmp_path / "run")
+    answers = [
+        (proxy, _edit(result, change) if proxy.name == "client-2" else result)
+        for proxy, result in server.answers(server.ask(1))
+    ]
+    server.strategy.aggregate_fit(1, answers, [])
+    server.strategy.configure_evaluate(1, None, server.manager)
+    record = records(tmp_path / "run")[0]
+    assert record["failed"].keys() == {"client-2"}
+    assert record["failed"]["client-2"].startswith(fault)
+    assert record["answered"] == ["client-0", "client-1", "client-3"]
+    assert len(server.ask(2)) == 4
+
+
+def test_bytes_that_are_no_message_are_dropped(tmp_path):
+    server = Server(small(max_payload_mb=0.5), tmp_path / "run")
+    asked = server.ask(1)
+    answers = server.answers(asked)
+    answers[0][1].parameters.tensors[1] = b"\x80\x04garbage"
+    answers[1][1].parameters.tensors.append(bytes(1_000_000))
+    answers[2][1].metrics["accuracy.common.private"] = float("nan")
+    answers[3][1].parameters.tensors.clear()
+    server.strategy.aggregate_fit(1, answers, [])
+    failed = server.strategy._record.failed
+    assert failed["client-0"].startswith("array 1: is not an .npy array")
+    assert failed["client-1"].startswith("payload: is 1.") and "allowed is 0.5 MB" in failed["client-1"]
+    assert failed["client-2"].startswith("accuracy.common.private: is nan")
+    assert failed["client-3"].startswith("manifest")
+
+
+class Unwell(simulation.InlineProxy):
+    """A client that dies in round 1 and is well again in round 2."""
+
+    def fit(self, ins, timeout, group_id):
+        if self.cid == "client-3" and group_id == 1:
+            raise RuntimeError("the power went out")
+        return super().fit(ins, timeout, group_id)
+
+
+def test_a_client_that_dies_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Unwell)
+    run(small(), tmp_path / "run")
+    first, second = records(tmp_path / "run")
+    assert first["failed"] == {"client-3": "the power went out"}
+    assert second["failed"] == {}
+    assert len(second["accuracy"]["common"]["private"]["per_client"]) == 4
+
+
+def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
+    config = small()
+    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
+    client = open_client(config, node)
+    bad = {"classes": np.array([1, 1]), "features": np.zeros((2, 64), np.float32)}
+    _, _, metrics = client.fit(encode(Envelope("r", "felo", 1, "server"), Knowledge(bad)), {})
+    assert metrics["error"] == "server: classes: holds 1 more than once"
+    _, _, metrics = client.fit(encode(Envelope("../r", "felo", 1, "server"), Knowledge()), {})
+    assert metrics["error"].startswith("server: run: is '../r'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(felo):
+    directory, _ = felo
+    before = (directory / "metrics.jsonl").read_bytes()
+    with pytest.raises(StateError, match="holds a run already"):
+        simulation.simulate(small(), directory)
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_is_trained_where_the_data_is_absent(tmp_path):
+    config = small(dataset="cifar10", data_dir=str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="nowhere"):
+        simulation.simulate(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(SettingsError, match="'device' = 'cuda:99' is not there"):
+        simulation.simulate(small(device="cuda:99"), tmp_path / "run")
+
+
+def test_weights_are_not_sent_where_they_are_not_shared(tmp_path):
+    server = Server(small(**{"felo.share-weights": False}), tmp_path / "run")
+    _, result = server.answers(server.ask(1))[0]
+    _, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
+    assert set(knowledge.tensors) == {"classes", "features", "logits", "counts"}
+
+
+def test_felo_never_mixes_architectures(tmp_path):
+    server = Server(small(), tmp_path / "run")
+    answers = server.answers(server.ask(1))
+    sent = {
+        proxy.name: decode(parameters_to_ndarrays(result.parameters), "test")[1].group("weights")
+        for proxy, result in answers
+    }
+    samples = {name: m.info.samples for name, m in server.strategy.members.items()}
+    server.strategy.aggregate_fit(1, answers, [])
+    for proxy, ins in server.ask(2):
+        _, told = decode(parameters_to_ndarrays(ins.parameters), "test")
+        number = int(proxy.name[-1])
+        group = [f"client-{k}" for k in (number % 2, number % 2 + 2)]
+        for name, tensor in told.group("weights").items():
+            total = sum(samples[g] for g in group)
+            expected = sum(samples[g] * sent[g][name].astype(np.float64) for g in group) / total
+            np.testing.assert_allclose(tensor, expected, rtol=1e-5, atol=1e-6 if tensor.dtype.kind == "f" else 0.5)
+
+
+def test_config_left_by_a_run_runs_again(felo, tmp_path):
+    from fedhet.config import read_toml, resolve
+
+    directory, summary = felo
+    config = resolve({**read_toml(directory / "config.toml"), "out": ""})
+    assert without_times(run(config, tmp_path / "again")) == without_times(summary)
+
+
+def test_partition_file_counts_every_sample(felo):
+    directory, _ = felo
+    content = json.loads((directory / "partition.json").read_text())
+    assert sum(map(sum, content["counts"].values())) == 400
+    assert content["classes"] == [str(digit) for digit in range(10)]
