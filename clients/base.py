@@ -39,14 +39,16 @@ class HetClient(NumPyClient):
     they have.
     """
 
-    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    settings_type: ClassVar[type[MethodSettings]] = MethodSettings
     sends: ClassVar[Contract] = Contract()
     """The fields of what `train` returns."""
 
     def __init__(
         self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
     ) -> None:
-        self.run = run if node.device == run.device else run.model_copy(update={"device": node.device})
+        self.run = (
+            run if node.device == run.device else run.model_copy(update={"device": node.device})
+        )
         self.settings = settings
         self.receives = receives
         self.node = node
@@ -60,7 +62,7 @@ class HetClient(NumPyClient):
         self.tests: dict[str, Split] = {"personal": data.test}
         if data.common is not None:
             self.tests["common"] = data.common
-        self.models: dict[str, nn.Module] = {}
+        self.models: dict[str, HetModel] = {}
         self.facts: dict[str, int | float | str] = {}
         """Small things that a method keeps over rounds."""
         self.loss: float | None = None
@@ -71,7 +73,7 @@ class HetClient(NumPyClient):
 
     # What a method writes.
 
-    def setup(self) -> dict[str, nn.Module]:
+    def setup(self) -> dict[str, HetModel]:
         """Return the models that the client keeps, as they are before the first round."""
         return {"private": self.build_model()}
 
@@ -99,7 +101,7 @@ class HetClient(NumPyClient):
         return int(self.facts.get("participations", 0))
 
     def build_model(self, feature_dim: int | None = None) -> HetModel:
-        """Return a new model of the client's architecture; the same for all of that architecture."""
+        """Return a new model of the client's architecture; all of one architecture start equal."""
         return build(
             self.node.model,
             self.info.shape,

@@ -31,7 +31,7 @@ class FeloClientSettings(MethodSettings):
 class FeloClient(HetClient):
     """Trains on Eq. 1 and answers with its class means, and its weights if they are shared."""
 
-    Settings = FeloClientSettings
+    settings_type = FeloClientSettings
     settings: FeloClientSettings
     sends = Contract(
         (
@@ -53,9 +53,7 @@ class FeloClient(HetClient):
 
     def shapes(self) -> dict[str, Shapes]:
         """Return the tensors of the client's own architecture."""
-        own = shapes(
-            self.node.model, self.info.shape, self.info.classes, self.settings.feature_dim
-        )
+        own = shapes(self.node.model, self.info.shape, self.info.classes, self.settings.feature_dim)
         return {"weights": own}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:

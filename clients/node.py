@@ -1,4 +1,4 @@
-"""What a node knows of itself: its settings on Flower's command line, or its place in a simulation."""
+"""What a node knows of itself, from Flower's command line or its place in a simulation."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def models_command() -> None:
     """List the models that a pool may name."""
     table = _table("model", "family", "what it is", "source")
     for info in models.describe():
-        table.add_row(info.name, info.family, escape(info.description), escape(info.source))
+        table.add_row(info.name, info.family, escape(info.line), escape(info.source))
     console.print(table)
     console.print(
         "A model of your own: a name with a colon, `package.module:function`; see the README."

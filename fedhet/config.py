@@ -172,9 +172,7 @@ def read_toml(path: Path) -> dict[str, object]:
 def preset_names() -> dict[str, str]:
     """Return the presets by name, each with the first line of its file."""
     files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {
-        f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files
-    }
+    return {f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files}
 
 
 def read_preset(name: str) -> dict[str, object]:

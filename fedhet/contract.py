@@ -121,7 +121,9 @@ class Contract:
 
 def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
     known = ", ".join(sorted(names)) or "nothing"
-    return KnowledgeError(sender, name, f"not in the contract, which has {known}{nearest(name, names)}")
+    return KnowledgeError(
+        sender, name, f"not in the contract, which has {known}{nearest(name, names)}"
+    )
 
 
 def _check_scalar(
@@ -164,7 +166,8 @@ def _check_tensor(
     for axis, size in zip(field.axes, value.shape, strict=True):
         expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
         if size != expected:
-            fault = f"has shape {list(value.shape)}, must be {field.describe()} with {axis} = {expected}"
+            rule = f"{field.describe()} with {axis} = {expected}"
+            fault = f"has shape {list(value.shape)}, must be {rule}"
             raise KnowledgeError(sender, field.name, fault)
     check_finite(sender, field.name, value)
     if field.low is not None and value.size and value.min() < field.low:

@@ -21,7 +21,20 @@ from fedhet.errors import KnowledgeError
 
 SCHEMA_VERSION = 1
 DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    ]
 )
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_RANK = 8
@@ -112,7 +125,9 @@ def decode(arrays: Sequence[Array], sender: str) -> tuple[Envelope, Knowledge]:
     return envelope, Knowledge(tensors, scalars)
 
 
-def expect(envelope: Envelope, *, run: str | None, method: str, round: int | None, sender: str) -> None:
+def expect(
+    envelope: Envelope, *, run: str | None, method: str, round: int | None, sender: str
+) -> None:
     """Raise KnowledgeError unless a message is of this run, method, round and sender.
 
     None stands for any run, or any round from 1.

@@ -47,12 +47,12 @@ class Method:
     @property
     def server_settings(self) -> type[MethodSettings]:
         """Return the settings that the server half reads."""
-        return self.strategy.Settings  # type: ignore[no-any-return]
+        return self.strategy.settings_type  # type: ignore[no-any-return]
 
     @property
     def client_settings(self) -> type[MethodSettings]:
         """Return the settings that the client half reads."""
-        return self.client.Settings  # type: ignore[no-any-return]
+        return self.client.settings_type  # type: ignore[no-any-return]
 
     @property
     def server_sends(self) -> Contract:

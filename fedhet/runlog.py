@@ -1,6 +1,6 @@
 """What a run leaves in its directory while it goes on, and who watches it.
 
-    config.toml  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
+config.toml  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
 """
 
 from __future__ import annotations

@@ -63,9 +63,7 @@ def server_fn(context: Context) -> ServerAppComponents:
     """
     config = resolve(context.run_config)
     display = LineDisplay(Console(width=160))
-    return components(
-        config, run_directory(config), workers=config.run.clients, watchers=[display]
-    )
+    return components(config, run_directory(config), workers=config.run.clients, watchers=[display])
 
 
 app = ServerApp(server_fn=server_fn)

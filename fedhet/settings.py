@@ -27,7 +27,7 @@ def kebab(name: str) -> str:
 
 
 class Schema(BaseModel):
-    """A frozen set of settings under kebab-case names; unknown names and wrong types are refused."""
+    """A frozen set of settings under kebab-case names; unknown names, wrong types are refused."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, alias_generator=kebab, populate_by_name=True
@@ -125,6 +125,12 @@ class Settings(Schema):
     cpus_per_client: Positive = Field(1.0, description="Ray: processors a worker takes")
     gpus_per_client: NonNegative = Field(
         0.0, description="Ray: share of a GPU a worker takes; 0 = all workers see all GPUs"
+    )
+    join_timeout: Positive = Field(
+        120.0, description="seconds to wait at the start for all clients"
+    )
+    min_clients: CountOrNone = Field(
+        0, description="start with so many if the others do not come in time; 0 = all must come"
     )
     round_timeout: Positive = Field(
         3600.0, description="seconds after which a round goes on without those who are missing"

@@ -84,7 +84,8 @@ def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> 
 
 def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> None:
     server, rounds = parts.server, parts.config
-    assert isinstance(server, Server) and isinstance(rounds, ServerConfig)
+    assert isinstance(server, Server)
+    assert isinstance(rounds, ServerConfig)
     server.set_max_workers(1)
     for partition in range(config.run.clients):
         node_config = {"partition-id": partition, "num-partitions": config.run.clients}

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,7 +84,9 @@ def replacing(path: Path) -> Iterator[Path]:
         raise StateError(f"cannot write {path}: {error}; what stood there before stands") from error
 
 
-def load(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+def load(
+    path: Path, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
     """Return the tensors and facts of `path`. Raises StateError."""
     with _opened(path, str(device)) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, _facts(path, file)  # noqa: SIM118
@@ -96,7 +99,7 @@ def load_facts(path: Path) -> dict[str, int | float | str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, device: str) -> Iterator[safe_open]:
+def _opened(path: Path, device: str) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device=device) as file:
             yield file
@@ -104,7 +107,7 @@ def _opened(path: Path, device: str) -> Iterator[safe_open]:
         raise StateError(f"cannot read {path}: {error}") from error
 
 
-def _facts(path: Path, file: safe_open) -> dict[str, int | float | str]:
+def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
     try:
         facts = json.loads((file.metadata() or {})[_KEY])
     except (KeyError, json.JSONDecodeError):

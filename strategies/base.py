@@ -69,7 +69,7 @@ class HetStrategy(Strategy):
     title: ClassVar[str]
     paper: ClassVar[str]
     headline: ClassVar[Literal["personal", "common"]]
-    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    settings_type: ClassVar[type[MethodSettings]] = MethodSettings
     sends: ClassVar[Contract] = Contract()
     """The fields of what `configure` returns."""
 
@@ -96,7 +96,7 @@ class HetStrategy(Strategy):
         """Prepare the server's state; the members are known."""
 
     def configure(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return what `client` is told in `round`; one object for several clients is encoded once."""
+        """Return what `client` is told in `round`; one object for several is encoded once."""
         raise NotImplementedError
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -125,8 +125,7 @@ class HetStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, learn who they are, and prepare the method."""
-        client_manager.num_available()
-        client_manager.wait_for(self.run.clients, int(self.run.round_timeout))
+        self._wait_for_clients(client_manager)
         self.members = self._roster.members(client_manager)
         if not self.members:
             raise FedhetError("no client is there that could train; see the notices above")
@@ -177,7 +176,7 @@ class HetStrategy(Strategy):
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """Nothing: what the server alone measures is part of a method's figures."""
-        return None
+        return
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -212,6 +211,21 @@ class HetStrategy(Strategy):
         return None, {}
 
     # The steps of the above.
+
+    def _wait_for_clients(self, manager: ClientManager) -> None:
+        """Wait until all clients are there. Raises FedhetError where too few come in time."""
+        wanted, seconds = self.run.clients, self.run.join_timeout
+        if manager.num_available() >= wanted:
+            return
+        self.log.notice(f"waiting for {wanted} clients, {manager.num_available()} are there")
+        if manager.wait_for(wanted, int(seconds)):
+            return
+        there = f"{manager.num_available()} of {wanted} clients are there after {seconds:g} s"
+        if manager.num_available() < (self.run.min_clients or wanted):
+            raise FedhetError(
+                f"{there}: start the others, or change 'clients', 'join-timeout' or 'min-clients'"
+            )
+        self.log.notice(f"{there}; the run starts with them")
 
     def sample(self, round: int, names: Sequence[str]) -> list[str]:
         """Return the clients of a round, sorted: a share `fraction` of `names`, at least one."""
@@ -299,7 +313,7 @@ class WatchedProxy(ClientProxy):
             result = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
             self._log.client_answered(self.name, str(error))
-            raise ClientFailure(self.name, str(error)) from error
+            raise ClientFailureError(self.name, str(error)) from error
         self._log.client_answered(self.name, str(result.metrics.get("error", "")))
         return result
 
@@ -310,7 +324,7 @@ class WatchedProxy(ClientProxy):
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
-            raise ClientFailure(self.name, str(error)) from error
+            raise ClientFailureError(self.name, str(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Pass on."""
@@ -325,7 +339,7 @@ class WatchedProxy(ClientProxy):
         return self._proxy.reconnect(ins, timeout, group_id)
 
 
-class ClientFailure(Exception):
+class ClientFailureError(Exception):
     """A client did not answer, or answered with an error of Flower's."""
 
     def __init__(self, client: str, reason: str) -> None:
@@ -347,10 +361,9 @@ def _reasons(failures: Failures) -> dict[str, str]:
     """Return why each client failed whose failure is known."""
     reasons: dict[str, str] = {}
     for failure in failures:
-        if isinstance(failure, ClientFailure):
+        if isinstance(failure, ClientFailureError):
             reasons[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
         elif isinstance(failure, tuple):
             proxy, result = failure
             reasons[_name(proxy)] = result.status.message[:300] or "failed"
     return reasons
-

@@ -36,7 +36,7 @@ class FeloStrategy(HetStrategy):
     title = "class-wise features and logits, and weights within an architecture"
     paper = "Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning"
     headline = "common"
-    Settings = FeloServerSettings
+    settings_type = FeloServerSettings
     settings: FeloServerSettings
     sends = Contract(
         (

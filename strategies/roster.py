@@ -13,6 +13,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.errors import FedhetError
 from fedhet.identity import ClientInfo, read_properties
 
+
 @dataclass(frozen=True)
 class Member:
     """A client and the way to it."""
@@ -31,7 +32,7 @@ class Roster:
         self._refused: set[str] = set()
 
     def members(self, manager: ClientManager) -> dict[str, Member]:
-        """Return the clients there now by name, sorted; nodes not seen before are asked who they are.
+        """Return the clients there now by name, sorted; a node not seen before is asked who it is.
 
         The first client by name fixes the task (classes and shape); a node of another task, or
         of a name that is taken, is left out with a notice.
@@ -39,11 +40,11 @@ class Roster:
         proxies: dict[str, ClientProxy] = manager.all()
         for gone in self._infos.keys() - proxies.keys():
             del self._infos[gone]
-        new = [proxies[node] for node in sorted(proxies.keys() - self._infos.keys() - self._refused)]
+        new = [
+            proxies[node] for node in sorted(proxies.keys() - self._infos.keys() - self._refused)
+        ]
         self._welcome(new)
-        members = {
-            info.name: Member(info, proxies[node]) for node, info in self._infos.items()
-        }
+        members = {info.name: Member(info, proxies[node]) for node, info in self._infos.items()}
         return dict(sorted(members.items()))
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:
@@ -74,7 +75,7 @@ class Roster:
             self._refused.add(proxy.cid)
             return f"node {proxy.cid} is left out: {error}"
         except Exception as error:
-            # Whatever a transport raises: the node may be well by the next round, and is asked again.
+            # Whatever a transport raises: the node may be well by the next round.
             return f"node {proxy.cid} does not say who it is: {str(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:

@@ -1,4 +1,4 @@
-"""Felo against an independent reference, written here in plain numpy from the paper's Section 3.1."""
+"""Felo against an independent reference, written in plain numpy from Section 3.1."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,9 @@ def test_class_means(seed, samples, holds):
 def test_average_over_clients(seed, by_samples):
     rng = np.random.default_rng(seed)
     drawn = [
-        draw(100 * seed + k, 20, holds=sorted(rng.choice(5, size=rng.integers(1, 5), replace=False)))
+        draw(
+            100 * seed + k, 20, holds=sorted(rng.choice(5, size=rng.integers(1, 5), replace=False))
+        )
         for k in range(4)
     ]
     expected = reference_average([reference_means(*d) for d in drawn], by_samples)

@@ -1,0 +1,595 @@
+"""The codec of what travels: whatever is sent comes back, whatever is wrong is named."""
+
+import io
+import os
+import pickle
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from flwr.common import Parameters, ndarrays_to_parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedhet._generated import knowledge_pb2 as wire
+from fedhet.errors import KnowledgeError
+from fedhet.knowledge import (
+    DTYPES,
+    MAX_MANIFEST_BYTES,
+    Envelope,
+    Knowledge,
+    decode,
+    encode,
+    expect,
+    grouped,
+    is_name,
+    payload_bytes,
+    read_arrays,
+)
+
+SENDER = "client-7"
+ENVELOPE = Envelope("run-1", "felo", 3, SENDER)
+PLENTY = 10**9
+
+
+def often(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True)
+
+
+def send(knowledge, envelope=ENVELOPE):
+    """What Flower puts on the wire: one .npy for each array."""
+    return list(ndarrays_to_parameters(encode(envelope, knowledge)).tensors)
+
+
+def receive(payload, limit=PLENTY):
+    return decode(read_arrays(Parameters(list(payload), "numpy.ndarray"), SENDER, limit), SENDER)
+
+
+def refusal(call, field=None):
+    """The one line of a KnowledgeError that names the sender and, if given, this field."""
+    with pytest.raises(KnowledgeError) as caught:
+        call()
+    assert caught.value.sender == SENDER
+    assert field is None or caught.value.field == field
+    message = str(caught.value)
+    assert message.startswith(f"{SENDER}: {caught.value.field}: ")
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def saved(array, **options):
+    stream = io.BytesIO()
+    np.save(stream, array, **options)
+    return stream.getvalue()
+
+
+def npy(header, body=b"", version=(1, 0)):
+    """An .npy with any header that one likes."""
+    text = header.encode("latin1")
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + size + text + body
+
+
+def npy_of(descr, shape, body=b"", fortran="False"):
+    return npy(f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}\n", body)
+
+
+def manifest(**changes):
+    base = {"schema_version": 1, "run": "r", "method": "felo", "round": 1, "sender": SENDER}
+    return wire.Manifest(**(base | changes))
+
+
+def arrays_of(message, *tensors):
+    return [np.frombuffer(message.SerializeToString(), np.uint8), *tensors]
+
+
+def same_bits(left, right):
+    return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+
+
+# --- what is sent comes back ----------------------------------------------------------------
+
+keys = st.text(max_size=30)
+tensors = hnp.arrays(
+    st.sampled_from(sorted(DTYPES)).map(np.dtype),
+    hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=3),
+)
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([-(2**63), 2**63 - 1, 0]),
+    st.floats(),
+    st.sampled_from([5e-324, -5e-324, -0.0, float("inf"), 1.7976931348623157e308]),
+    st.text(),
+)
+
+
+@often(200)
+@given(st.dictionaries(keys, tensors, max_size=4), st.dictionaries(keys, scalars, max_size=4))
+def test_round_trip_through_flower(sent_tensors, sent_scalars):
+    envelope, knowledge = receive(send(Knowledge(sent_tensors, sent_scalars)))
+    assert envelope == ENVELOPE
+    assert list(knowledge.tensors) == list(sent_tensors)
+    for name, tensor in sent_tensors.items():
+        assert same_bits(knowledge.tensors[name], tensor)
+    assert knowledge.scalars.keys() == sent_scalars.keys()
+    for name, value in sent_scalars.items():
+        came = knowledge.scalars[name]
+        assert type(came) is type(value)
+        if isinstance(value, float):
+            assert struct.pack("d", came) == struct.pack("d", value) or came != came != value
+        else:
+            assert came == value
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3), (1, 2, 1, 2, 1, 2, 1, 2)])
+def test_round_trip_of_every_dtype(dtype, shape):
+    raw = np.random.default_rng(1).integers(0, 2, 64 * np.dtype(dtype).itemsize, dtype=np.uint8)
+    count = int(np.prod(shape, dtype=int))
+    tensor = raw.view(dtype)[:count].reshape(shape)
+    _, knowledge = receive(send(Knowledge({"t": tensor})))
+    assert same_bits(knowledge.tensors["t"], tensor)
+
+
+def test_round_trip_whatever_the_order_in_memory():
+    base = np.arange(24, dtype=np.float32).reshape(4, 6)
+    views = {
+        "fortran": np.asfortranarray(base),
+        "transposed": base.T,
+        "strided": base[::2, ::-3],
+        "broadcast": np.broadcast_to(np.float32(3), (2, 2)),
+        "fortran-empty": np.zeros((3, 0), np.int16, order="F"),
+    }
+    _, knowledge = receive(send(Knowledge(views)))
+    for name, view in views.items():
+        came = knowledge.tensors[name]
+        assert (came.shape, came.dtype) == (view.shape, view.dtype)
+        assert came.tolist() == view.tolist()
+
+
+@often(50)
+@given(st.text(), st.text(), st.integers(0, 2**32 - 1), st.text())
+def test_round_trip_of_the_envelope(run, method, round, sender):
+    sent = Envelope(run, method, round, sender)
+    assert receive(send(Knowledge(), sent))[0] == sent
+
+
+def test_group_takes_back_what_grouped_gave():
+    weights = {"conv.weight": np.ones(2), "a/b": np.ones(1)}
+    others = {"weightsx/y": np.ones(1), "weights": np.ones(1)}
+    knowledge = Knowledge(grouped("weights", weights) | others)
+    assert knowledge.group("weights") == weights
+    assert set(knowledge.tensors) == {"weights/conv.weight", "weights/a/b", *others}
+
+
+def test_the_manifest_is_the_documented_message():
+    head, tensor = encode(ENVELOPE, Knowledge({"t": np.zeros((2, 3), np.int8)}, {"x": 1.5}))
+    assert (head.dtype, head.ndim) == (np.uint8, 1)
+    read = wire.Manifest.FromString(head.tobytes())
+    said = (read.schema_version, read.run, read.method, read.round, read.sender)
+    assert said == (1, "run-1", "felo", 3, SENDER)
+    assert [(s.name, s.dtype, list(s.shape)) for s in read.tensors] == [("t", "int8", [2, 3])]
+    assert read.scalars["x"].real == 1.5
+    assert tensor.shape == (2, 3)
+
+
+# --- what cannot be sent --------------------------------------------------------------------
+
+TOO_MUCH = [2**63, -(2**63) - 1, 10**30, None, b"bytes", "\ud800", [1], np.int64(3)]
+
+
+@pytest.mark.parametrize("value", TOO_MUCH, ids=[repr(v)[:30] for v in TOO_MUCH])
+def test_a_scalar_that_cannot_travel_is_named(value):
+    refusal(lambda: encode(ENVELOPE, Knowledge({}, {"much": value})), "much")
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "U4", "S3", "M8[s]", "m8[ns]", "O", "f4,i2"])
+def test_a_dtype_that_cannot_travel_is_named(dtype):
+    refusal(lambda: encode(ENVELOPE, Knowledge({"odd": np.zeros(2, dtype)})), "odd")
+
+
+@pytest.mark.parametrize(
+    "tensor", [np.zeros((1,) * 9), np.ones(2, ">f4")], ids=["rank 9", "foreign byte order"]
+)
+def test_what_encode_takes_the_other_side_reads(tensor):
+    """The reader refuses these as they are: the sender refuses them too, or converts them."""
+    try:
+        payload = send(Knowledge({"t": tensor}))
+    except KnowledgeError as error:
+        refused = error
+    else:
+        came = receive(payload)[1].tensors["t"]
+        assert came.dtype.isnative
+        assert came.tolist() == tensor.tolist()
+        return
+    assert (refused.sender, refused.field) == (SENDER, "t")
+
+
+# --- damaged on the way ---------------------------------------------------------------------
+
+SAMPLE = Knowledge(
+    {
+        "classes": np.arange(3),
+        "features": np.ones((3, 2), np.float32),
+        "empty": np.zeros((0, 2), np.uint8),
+        "one": np.array(True),
+    },
+    {"x": 1.5, "n": -7, "s": "é", "b": True},
+)
+
+
+def test_cut_at_every_position():
+    whole = send(SAMPLE)
+    for position, data in enumerate(whole):
+        for end in range(len(data)):
+            cut = [*whole[:position], data[:end], *whole[position + 1 :]]
+            refusal(lambda cut=cut: receive(cut), f"array {position}")
+
+
+def test_bytes_too_many():
+    whole = send(SAMPLE)
+    for position, data in enumerate(whole):
+        longer = [*whole[:position], data + b"\0", *whole[position + 1 :]]
+        refusal(lambda longer=longer: receive(longer), f"array {position}")
+
+
+def test_arrays_lost_or_added():
+    whole = send(SAMPLE)
+    for count in range(1, len(whole)):
+        assert "tensors" in refusal(lambda count=count: receive(whole[:count]), "manifest")
+    refusal(lambda: receive([*whole, whole[-1]]), "manifest")
+    refusal(lambda: receive([]), "manifest")
+    refusal(lambda: receive(whole[1:]), "manifest")
+
+
+def whole_or_refused(payload):
+    """Arrays that are as they say, or None after a KnowledgeError; nothing else is raised."""
+    try:
+        _, knowledge = receive(payload)
+    except KnowledgeError:
+        return None
+    for tensor in knowledge.tensors.values():
+        assert tensor.dtype.name in DTYPES
+        assert tensor.nbytes == len(tensor.tobytes())
+    return knowledge
+
+
+@often(1500)
+@given(st.data())
+def test_bytes_flipped(data):
+    payload = [bytearray(part) for part in send(SAMPLE)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = data.draw(st.sampled_from(payload))
+        # The text of the header, where one byte turns a number into a name, or the manifest.
+        part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.integers(0, 255))
+    whole_or_refused([bytes(part) for part in payload])
+
+
+def test_every_byte_of_a_header_turned_into_each_sign_of_its_grammar():
+    head, *rest = send(Knowledge({"t": np.ones((2, 3), np.float32)}))
+    (tensor,) = rest
+    start, end = 10, tensor.index(b"\n")
+    for position in range(start, min(end, start + 70)):
+        for sign in b"{}()[]',:<>=|-0129OVUTFL\\#\"\n\0\xff":
+            changed = tensor[:position] + bytes([sign]) + tensor[position + 1 :]
+            whole_or_refused([head, changed])
+
+
+@often(300)
+@given(st.integers(0, 200), st.binary(max_size=40))
+def test_a_manifest_overwritten_inside_a_sound_array(position, noise):
+    head, *rest = encode(ENVELOPE, SAMPLE)
+    message = bytearray(head.tobytes())
+    message[position : position + len(noise)] = noise
+    changed = [np.frombuffer(bytes(message), np.uint8), *rest]
+    whole_or_refused(ndarrays_to_parameters(changed).tensors)
+
+
+def test_a_manifest_cut_at_every_position_inside_a_sound_array():
+    head, *rest = encode(ENVELOPE, SAMPLE)
+    for end in range(head.size):
+        whole_or_refused(ndarrays_to_parameters([head[:end], *rest]).tensors)
+
+
+@often(300)
+@given(st.binary(max_size=300))
+def test_noise_is_refused(noise):
+    refusal(lambda: receive([noise]), "array 0")
+
+
+SIGNS = ("{", "}", "(", ")", "[", "]", ",", ":", "-", "+", "0", "1", "2", "9" * 21, "True", "None")
+SIGNS += ("'descr'", "'shape'", "'fortran_order'", "'f4'", "'<f4'", "'", "'''", "\\", "#", "\n")
+
+
+@often(300)
+@given(st.lists(st.sampled_from(SIGNS), max_size=25).map(" ".join))
+def test_noise_in_the_grammar_of_headers_is_refused(header):
+    refusal(lambda: receive([npy(header)]), "array 0")
+
+
+# --- made to do harm ------------------------------------------------------------------------
+
+FOUR = b"\0" * 4
+HEADERS = {
+    "no bytes": b"",
+    "only the magic": b"\x93NUMPY",
+    "another magic": b"\x93NUMPX\x01\x00\x10\x00" + b" " * 16,
+    "version 3": npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}", FOUR, (3, 0)),
+    "version 9": b"\x93NUMPY\x09\x00" + b"\0" * 20,
+    "a header of 4 GB": b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}",
+    "a header too long": npy(" " * 60_000),
+    "2**50 elements": npy_of("'<f4'", f"({2**50},)"),
+    "2**50 elements, few bytes": npy_of("'<f4'", f"({2**50},)", FOUR),
+    "2**62 rows of nothing": npy_of("'<f4'", f"({2**62}, 0)"),
+    "rows times rows of nothing": npy_of("'<f4'", f"({10**17}, {10**17}, 0)"),
+    "2**70 rows of nothing": npy_of("'<f4'", f"({2**70}, 0)"),
+    "a product that wraps around to 4 bytes": npy_of("'|u1'", f"({2**32}, {2**32 + 1})", FOUR),
+    "negative sides": npy_of("'<f4'", "(-1, -1)", FOUR),
+    "a side that is a truth": npy_of("'<f4'", "(True,)", FOUR),
+    "a side that is a fraction": npy_of("'<f4'", "(1.0,)", FOUR),
+    "a side of 5000 digits": npy_of("'<f4'", "(" + "9" * 5000 + ",)"),
+    "a side of 9000 hex digits": npy_of("'<f4'", "(0x" + "f" * 9000 + ",)"),
+    "a shape that is no tuple": npy_of("'<f4'", "[1]", FOUR),
+    "rank 9": npy_of("'<f4'", "(" + "1, " * 9 + ")", FOUR),
+    "rank 100": npy_of("'<f4'", "(" + "1, " * 100 + ")", FOUR),
+    "not closed": npy("{'descr': '<f4'"),
+    "text not closed": npy("'''"),
+    "minus 3000 times": npy("-" * 3000 + "1"),
+    "minus 9000 times": npy("-" * 9000 + "1"),
+    "brackets 90 deep": npy("[" * 90),
+    "brackets 9000 deep": npy("[" * 9000 + "]" * 9000),
+    "a list as a key": npy("{[]: 1}"),
+    "keys of two types": npy(
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 1: 1}\n", FOUR
+    ),
+    "an expression": npy("__import__('os').abort()"),
+    "a zero byte": npy("{'descr\0': 1}"),
+    "dtype: tuple of one": npy_of("('<f4',)", "(1,)", FOUR),
+    "dtype: tuple of none": npy_of("()", "(1,)", FOUR),
+    "dtype: nothing": npy_of("None", "(1,)", FOUR),
+    "dtype: number": npy_of("4", "(1,)", FOUR),
+    "dtype: empty text": npy_of("''", "(1,)", FOUR),
+    "dtype: unknown": npy_of("'<q9'", "(1,)", FOUR),
+    "dtype: dictionary": npy_of("{'names': ['a'], 'formats': ['f4']}", "(1,)", FOUR),
+    "dtype: object": npy_of("'|O'", "(1,)", FOUR * 2),
+    "dtype: structure": npy_of("[('a', '<f4')]", "(1,)", FOUR),
+    "dtype: empty structure": npy_of("[]", "(1,)"),
+    "dtype: comma": npy_of("'f4,f4'", "(1,)", FOUR * 2),
+    "dtype: sub-array": npy_of("('<f4', (2,))", "(1,)", FOUR * 2),
+    "dtype: text": npy_of("'<U1'", "(1,)", FOUR),
+    "dtype: text of no width": npy_of("'<U0'", f"({2**60},)"),
+    "dtype: raw": npy_of("'|V4'", "(1,)", FOUR),
+    "dtype: raw of no width": npy_of("'|V0'", f"({2**60},)"),
+    "dtype: time": npy_of("'<M8[s]'", "(1,)", FOUR * 2),
+    "dtype: complex": npy_of("'<c8'", "(1,)", FOUR * 2),
+    "dtype: foreign byte order": npy_of("'>f4'", "(1,)", FOUR),
+    "fortran order is a number": npy_of("'<f4'", "(1,)", FOUR, fortran="1"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_bad_array_is_refused_without_memory_for_its_claims(case):
+    tracemalloc.start()
+    try:
+        refusal(lambda: receive([HEADERS[case]]), "array 0")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+@pytest.mark.parametrize("case", ["no bytes", "2**50 elements", "dtype: structure"])
+def test_a_bad_array_is_named_by_its_position(case):
+    head = arrays_of(manifest())[0]
+    refusal(lambda: receive([saved(head), HEADERS[case]]), "array 1")
+
+
+class Bomb:
+    """What runs if someone unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_nothing_is_unpickled(tmp_path):
+    trap = str(tmp_path / "exploded")
+    packed = saved(np.array([Bomb(trap)], dtype=object), allow_pickle=True)
+    assert "object" in refusal(lambda: receive([packed]), "array 0")
+    refusal(lambda: receive([pickle.dumps(Bomb(trap))]), "array 0")
+    assert not os.path.exists(trap)
+    pickle.loads(pickle.dumps(Bomb(trap)))
+    assert os.path.exists(trap), "the bomb works"
+
+
+def test_foreign_byte_order_is_refused_by_name():
+    swapped = np.arange(3, dtype=">i8")
+    assert ">i8" in refusal(lambda: receive([saved(swapped)]), "array 0")
+
+
+def test_a_truth_is_zero_or_one():
+    """numpy and torch take it for granted; other bytes make sums and comparisons lie."""
+    payload = send(Knowledge({"t": np.array([False, True, True])}))
+    payload[1] = payload[1][:-2] + b"\x02\xff"
+    knowledge = whole_or_refused(payload)
+    if knowledge is not None:
+        assert set(knowledge.tensors["t"].view(np.uint8).tolist()) <= {0, 1}
+
+
+def test_a_payload_above_the_limit():
+    payload = send(Knowledge({"t": np.zeros(1000)}))
+    size = sum(map(len, payload))
+    assert payload_bytes(Parameters(payload, "numpy.ndarray")) == size
+    receive(payload, limit=size)
+    fault = refusal(lambda: receive(payload, limit=size - 1), "payload")
+    assert "0.0 MB" in fault
+    fault = refusal(lambda: receive([b"\0" * 3_500_000], limit=1_250_000), "payload")
+    assert "3.5 MB" in fault
+    assert "1.2 MB" in fault or "1.3 MB" in fault
+
+
+# --- manifests ------------------------------------------------------------------------------
+
+
+def decoded(*arrays):
+    return decode(list(arrays), SENDER)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        np.zeros(3, np.int8),
+        np.zeros((1, 3), np.uint8),
+        np.array(3, np.uint8),
+        np.zeros(3, np.float32),
+    ],
+    ids=["int8", "rank 2", "rank 0", "float32"],
+)
+def test_a_manifest_is_a_row_of_bytes(head):
+    refusal(lambda: decoded(head), "manifest")
+
+
+@pytest.mark.parametrize("noise", [b"\xff\xff\xff", b"\x12\x05ab", b"\x12\x02\xff\xfe"])
+def test_a_manifest_that_is_no_protobuf(noise):
+    refusal(lambda: decoded(np.frombuffer(noise, np.uint8)), "manifest")
+
+
+def test_an_empty_manifest_is_of_no_version():
+    refusal(lambda: decoded(np.zeros(0, np.uint8)), "schema_version")
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**32 - 1])
+def test_another_schema_version(version):
+    head = arrays_of(manifest(schema_version=version))
+    assert str(version) in refusal(lambda: decoded(*head), "schema_version")
+
+
+def test_a_manifest_too_large():
+    most = MAX_MANIFEST_BYTES
+    refusal(lambda: decoded(np.zeros(most + 1, np.uint8)), "manifest")
+    refusal(lambda: decoded(np.zeros(most, np.uint8)))
+
+
+def spec(name, dtype, *shape):
+    return wire.TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def test_a_name_twice():
+    head = arrays_of(manifest(tensors=[spec("t", "int64", 1), spec("t", "int64", 1)]))
+    refusal(lambda: decoded(*head, np.zeros(1, np.int64), np.zeros(1, np.int64)), "t")
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        spec("t", "float64", 2, 3),
+        spec("t", "float32", 3, 2),
+        spec("t", "float32", 6),
+        spec("t", "float32", 2, 3, 1),
+        spec("t", "float32"),
+        spec("t", "float32", 2**63, 3),
+        spec("t", "<f4", 2, 3),
+        spec("t", "", 2, 3),
+        spec("t", "FLOAT32", 2, 3),
+    ],
+    ids=lambda s: f"{s.dtype}{list(s.shape)}",
+)
+def test_a_tensor_that_is_not_as_listed(listed):
+    head = arrays_of(manifest(tensors=[listed]))
+    fault = refusal(lambda: decoded(*head, np.zeros((2, 3), np.float32)), "t")
+    assert "float32 [2, 3]" in fault
+
+
+def test_a_dtype_that_both_sides_name_but_the_contract_does_not():
+    head = arrays_of(manifest(tensors=[spec("t", "complex64", 1)]))
+    refusal(lambda: decoded(*head, np.zeros(1, np.complex64)), "t")
+
+
+def test_a_scalar_without_value():
+    head = arrays_of(manifest(scalars={"x": wire.Scalar()}))
+    refusal(lambda: decoded(*head), "x")
+
+
+@pytest.mark.parametrize("name", ["n" * 100_000, "two\nlines", "\x1b[31mred", "a\r\u2028b"])
+def test_a_name_from_outside_does_not_spoil_the_message(name):
+    """Messages go to logs and to a terminal: one short line, whatever a peer calls its tensors."""
+    head = arrays_of(manifest(tensors=[spec(name, "int8", 1)]))
+    with pytest.raises(KnowledgeError) as caught:
+        decoded(*head, np.zeros(1))
+    message = str(caught.value)
+    assert message.startswith(f"{SENDER}: ")
+    assert len(message) < 2000
+    assert message.isprintable()
+
+
+# --- whose message it is --------------------------------------------------------------------
+
+
+def expected(**changes):
+    said = {"run": "run-1", "method": "felo", "round": 3, "sender": SENDER}
+    envelope = Envelope(**(said | changes))
+    expect(envelope, run="run-1", method="felo", round=3, sender=SENDER)
+
+
+def test_the_expected_message_passes():
+    expected()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run", "run-2"),
+        ("method", "local"),
+        ("method", ""),
+        ("round", 2),
+        ("round", 4),
+        ("round", 0),
+        ("sender", "client-8"),
+        ("sender", ""),
+    ],
+)
+def test_another_message_is_refused_by_field(field, value):
+    assert repr(value) in refusal(lambda: expected(**{field: value}), field)
+
+
+BAD_NAMES = ["", ".", "..", "../x", ".hidden", "a/b", "/etc", "a\\b", "x" * 101, "x" * 200]
+BAD_NAMES += ["a b", "a\n", "\n", "a\0", "ü", "٣", "-x", "_x", "~", "$HOME", "a:b", "CON\t"]
+
+
+@pytest.mark.parametrize("run", BAD_NAMES, ids=repr)
+def test_a_run_that_cannot_name_a_folder(run):
+    assert not is_name(run)
+    envelope = Envelope(run, "felo", 3, "server")
+    with pytest.raises(KnowledgeError) as caught:
+        expect(envelope, run=None, method="felo", round=None, sender="server")
+    assert caught.value.field == "run"
+    assert len(str(caught.value).splitlines()) == 1
+    # Not even where the reader itself is called so.
+    with pytest.raises(KnowledgeError):
+        expect(envelope, run=run, method="felo", round=None, sender="server")
+
+
+@pytest.mark.parametrize("run", ["a", "0", "felo-digits-2026", "a..b", "A_b.c-d", "x" * 100])
+def test_a_run_that_can(run):
+    assert is_name(run)
+    expect(Envelope(run, "felo", 1, "server"), run=None, method="felo", round=None, sender="server")
+
+
+@pytest.mark.parametrize("round", [0, -1])
+def test_any_round_means_any_from_1(round):
+    envelope = Envelope("r", "felo", round, "server")
+    with pytest.raises(KnowledgeError, match="round"):
+        expect(envelope, run=None, method="felo", round=None, sender="server")
+
+
+@often(200)
+@given(st.text(max_size=20))
+def test_a_name_is_one_part_of_a_path(text):
+    if is_name(text):
+        assert os.path.normpath(os.path.join("/root", text)) == f"/root/{text}"
+        assert os.path.basename(text) == text

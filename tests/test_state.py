@@ -1,0 +1,500 @@
+"""Private state on disk: it comes back bit for bit, and no crash leaves half of it."""
+
+import errno
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import fedhet.state
+from fedhet.errors import StateError
+from fedhet.state import ClientStore, load, load_facts, replacing, save
+
+CPU = torch.device("cpu")
+OLD = {"w": torch.full((1000,), 1.0)}, {"version": 1}
+NEW = {"w": torch.full((1000,), 2.0)}, {"version": 2}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ClientStore(tmp_path, "run-1", "client-0")
+
+
+def identical(left, right):
+    """Equal in type, shape and every bit, NaN included."""
+    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*raw)
+
+
+def files(folder):
+    return sorted(path.name for path in Path(folder).rglob("*") if path.is_file())
+
+
+# --- round trips ----------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.bn(self.fc(x))
+
+
+def trained_net():
+    torch.manual_seed(3)
+    model = Net()
+    for _ in range(5):
+        model(torch.randn(8, 3))
+    return model
+
+
+def test_a_model_with_counters_comes_back(store):
+    model = trained_net()
+    store.save(model.state_dict(), {"version": 1})
+    tensors, _ = store.load(CPU)
+    assert tensors["bn.num_batches_tracked"].item() == 5
+    other = Net()
+    other.load_state_dict(tensors)
+    for name, tensor in model.state_dict().items():
+        assert identical(other.state_dict()[name], tensor)
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool]
+DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 1)])
+def test_every_dtype_comes_back(store, dtype, shape):
+    generator = torch.Generator().manual_seed(1)
+    high = 2 if dtype == torch.bool else 256
+    # Random bits: NaN with payloads, infinities and subnormal numbers among them.
+    raw = torch.randint(0, high, (240,), generator=generator, dtype=torch.uint8).view(dtype)
+    tensor = raw[: torch.Size(shape).numel()].reshape(shape)
+    store.save({"t": tensor}, {})
+    assert identical(store.load(CPU)[0]["t"], tensor)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT,
+    "strided": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1, -1, -1),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "part of a larger one": lambda x: x[1:2],
+    "needs a gradient": lambda x: x.clone().requires_grad_(),
+    "a parameter": lambda x: nn.Parameter(x.clone()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_comes_back(store, layout):
+    tensor = LAYOUTS[layout](torch.randn(2, 4, 6, 8))
+    store.save({"t": tensor}, {})
+    (loaded,) = store.load(CPU)[0].values()
+    assert identical(loaded, tensor)
+    assert not loaded.requires_grad
+
+
+def tied():
+    weight = torch.arange(6.0).reshape(2, 3)
+    return {"encoder": weight, "decoder": weight}
+
+
+def overlapping():
+    base = torch.arange(10.0)
+    return {"a": base[:7], "b": base[3:]}
+
+
+def viewed():
+    base = torch.arange(6.0)
+    return {"a": base, "b": base.reshape(2, 3)}
+
+
+def tied_module():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("make", [tied, overlapping, viewed, tied_module])
+def test_tensors_of_one_storage_come_back(store, make):
+    tensors = make()
+    store.save(tensors, {})
+    loaded, _ = store.load(CPU)
+    assert loaded.keys() == tensors.keys()
+    assert all(identical(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_halves_of_one_storage_come_back(store):
+    base = torch.arange(10.0)
+    store.save({"a": base[:5], "b": base[5:]}, {})
+    loaded, _ = store.load(CPU)
+    assert loaded["a"].tolist() == [0, 1, 2, 3, 4]
+    assert loaded["b"].tolist() == [5, 6, 7, 8, 9]
+
+
+facts = st.dictionaries(
+    st.text(max_size=10),
+    st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False), st.text(max_size=20)),
+    max_size=5,
+)
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=20)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(facts, st.dictionaries(names, st.integers(0, 3), max_size=4))
+def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
+    path = tmp_path_factory.getbasetemp() / "facts" / "state.safetensors"
+    tensors = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
+    save(path, tensors, kept)
+    loaded, came = load(path, CPU)
+    assert came == kept == load_facts(path)
+    assert {name: type(value) for name, value in came.items()} == {
+        name: type(value) for name, value in kept.items()
+    }
+    assert loaded.keys() == tensors.keys()
+    assert all(identical(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_the_latest_state_is_the_one_that_is_loaded(store):
+    for number in range(4):
+        store.save({f"t{number}": torch.tensor(number)}, {"version": number})
+        tensors, facts = store.load(CPU)
+        assert facts == store.facts() == {"version": number}
+        assert list(tensors) == [f"t{number}"]
+    assert files(store.root) == ["state.safetensors"]
+
+
+def test_what_was_loaded_outlives_the_next_save(store):
+    """The file is mapped into memory: a new state must not show through an old tensor."""
+    store.save(*OLD)
+    old, _ = store.load(CPU)
+    store.save(*NEW)
+    assert torch.equal(old["w"], OLD[0]["w"])
+    old["w"] += 5
+    assert torch.equal(store.load(CPU)[0]["w"], NEW[0]["w"])
+
+
+def test_clients_and_runs_do_not_share(tmp_path):
+    stores = [ClientStore(tmp_path, run, client) for run in ("a", "b") for client in ("c", "d")]
+    for number, one in enumerate(stores):
+        one.save({}, {"version": number})
+    assert [one.facts() for one in stores] == [{"version": n} for n in range(4)]
+
+
+def test_nothing_saved(store):
+    assert store.facts() is None
+    with pytest.raises(StateError, match="cannot read"):
+        store.load(CPU)
+    assert files(store.root) == []
+
+
+# --- names ----------------------------------------------------------------------------------
+
+BAD = ["", ".", "..", "../x", "a/b", "/etc/passwd", ".ssh", "a\\..\\b", "x" * 101, "a\0b", "a\n"]
+
+
+@pytest.mark.parametrize("name", BAD, ids=repr)
+def test_a_name_that_leads_elsewhere(tmp_path, name):
+    for run, client in ((name, "client-0"), ("run-1", name)):
+        with pytest.raises(StateError) as caught:
+            ClientStore(tmp_path, run, client)
+        assert repr(name) in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+    assert files(tmp_path) == []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text("ab./\\~\0\n-", max_size=6), st.text("ab./\\~\0\n-", max_size=6))
+def test_a_state_lies_below_its_root(run, client):
+    root = Path("/state")
+    try:
+        path = ClientStore(root, run, client).path
+    except StateError:
+        return
+    assert Path(os.path.normpath(path)).parts[:2] == root.parts
+    assert len(Path(os.path.normpath(path)).parts) == 5
+
+
+# --- what is no state -----------------------------------------------------------------------
+
+
+def fault(path, read=lambda path: load(path, CPU)):
+    """The one line of the StateError, which names the path."""
+    with pytest.raises(StateError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_a_file_cut_at_every_position(store):
+    store.save(trained_net().state_dict(), {"version": 3, "method": "felo"})
+    whole = store.path.read_bytes()
+    for end in itertools.chain(range(0, len(whole) - 1, 7), [len(whole) - 1]):
+        store.path.write_bytes(whole[:end])
+        fault(store.path)
+        fault(store.path, load_facts)
+
+
+def test_a_file_too_long(store):
+    store.save(*OLD)
+    store.path.write_bytes(store.path.read_bytes() + b"\0")
+    fault(store.path)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+def test_bytes_flipped_in_the_header(tmp_path_factory, flips):
+    path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
+    save(path, OLD[0], OLD[1])
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    for position, value in flips:
+        data[position % header] = value
+    path.write_bytes(data)
+    try:
+        load(path, CPU)
+    except StateError as error:
+        message = str(error)
+    else:
+        return
+    assert str(path) in message
+
+
+GARBAGE = {
+    "nothing": b"",
+    "text": b"not a state\n" * 10,
+    "zeros": bytes(1000),
+    "a header of 2**63 bytes": b"\xff" * 7 + b"\x7f" + b"{}",
+    "a header of 90 MB": (90 * 2**20).to_bytes(8, "little") + b"{}",
+    "a pickle": b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00N.",
+    "a zip": b"PK\x03\x04" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage(tmp_path, case):
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(GARBAGE[case])
+    fault(path)
+    fault(path, load_facts)
+
+
+METADATA = {
+    "none": None,
+    "empty": {},
+    "of another tool": {"format": "pt"},
+    "no JSON": {"fedhet": "{"},
+    "empty text": {"fedhet": ""},
+    "a list": {"fedhet": "[]"},
+    "a number": {"fedhet": "3"},
+    "null": {"fedhet": "null"},
+    "a number of 5000 digits": {"fedhet": '{"version": ' + "9" * 5000 + "}"},
+    "100,000 brackets": {"fedhet": "[" * 100_000},
+}
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_a_foreign_safetensors_file(tmp_path, case):
+    path = tmp_path / "state.safetensors"
+    save_file({"w": torch.ones(2)}, path, metadata=METADATA[case])
+    fault(path)
+    fault(path, load_facts)
+
+
+def test_a_folder_in_the_place_of_a_state(tmp_path):
+    path = tmp_path / "state.safetensors"
+    path.mkdir()
+    fault(path)
+    assert "cannot write" in fault(path, lambda path: save(path, {}, {}))
+    assert files(tmp_path) == []
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "run-1").write_text("mine")
+    one = ClientStore(tmp_path, "run-1", "client-0")
+    assert "cannot write" in fault(one.path, lambda _: one.save({}, {}))
+    assert (tmp_path / "run-1").read_text() == "mine"
+
+
+# --- a crash in the middle ------------------------------------------------------------------
+
+
+def half_written(tensors, path, metadata):
+    """What a full disk leaves: half of the file."""
+    save_file(tensors, path, metadata=metadata)
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) // 2)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails(*_args, **_options):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+CRASHES = {
+    "disk full": ("fedhet.state.save_file", half_written, "No space left"),
+    "sync fails": ("fedhet.state.os.fsync", fails, "Input/output error"),
+    "rename fails": ("fedhet.state.os.replace", fails, "Input/output error"),
+    "no temporary file": ("fedhet.state.tempfile.mkstemp", fails, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("case", CRASHES)
+@pytest.mark.parametrize("first", [True, False], ids=["first save", "a later save"])
+def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
+    if not first:
+        store.save(*OLD)
+        before = store.path.read_bytes()
+    target, replacement, reason = CRASHES[case]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, replacement)
+        message = fault(store.path, lambda _: store.save(*NEW))
+    assert reason in message
+    assert files(store.root) == ([] if first else ["state.safetensors"])
+    if first:
+        assert store.facts() is None
+    else:
+        assert store.path.read_bytes() == before
+        assert torch.equal(store.load(CPU)[0]["w"], OLD[0]["w"])
+    store.save(*NEW)
+    assert store.facts() == NEW[1]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
+    def interrupted(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise raised
+
+    store.save(*OLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(fedhet.state, "save_file", interrupted)
+        with pytest.raises(raised):
+            store.save(*NEW)
+    assert files(store.root) == ["state.safetensors"]
+    assert store.load(CPU)[1] == OLD[1]
+
+
+def test_a_write_that_the_system_cuts_off(tmp_path):
+    """A real failure of write(2), half-way through a file, in a process of its own."""
+    script = """
+import resource, sys, torch
+from pathlib import Path
+from fedhet.errors import StateError
+from fedhet.state import ClientStore
+store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
+store.save({"w": torch.ones(100)}, {"version": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.save({"w": torch.zeros(1_000_000)}, {"version": 2})
+except StateError as error:
+    assert str(store.path) in str(error), error
+else:
+    raise SystemExit("nothing failed")
+tensors, facts = store.load(torch.device("cpu"))
+assert facts == {"version": 1} and tensors["w"].sum() == 100
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == ["state.safetensors"]
+
+
+def test_a_file_that_may_not_be_replaced(store):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    store.save(*OLD)
+    folder = store.path.parent
+    folder.chmod(0o500)
+    try:
+        fault(store.path, lambda _: store.save(*NEW))
+        assert store.facts() == OLD[1]
+    finally:
+        folder.chmod(0o700)
+
+
+def test_replacing_puts_a_finished_file_in_place(tmp_path):
+    path = tmp_path / "deep" / "er" / "summary.json"
+    with replacing(path) as temporary:
+        temporary.write_text("{}")
+        assert temporary.parent == path.parent, "a rename is atomic within one file system"
+        assert not path.exists()
+    assert path.read_text() == "{}"
+    assert files(tmp_path) == ["summary.json"]
+
+
+KILLED = """
+import os, random, signal, sys, torch
+from pathlib import Path
+from fedhet.state import ClientStore
+
+torch.set_num_threads(1)
+store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
+draw = random.Random(7)
+store.save({"w": torch.zeros(60_000)}, {"version": 0})
+least = 0
+for _ in range(int(sys.argv[2])):
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        version = least
+        while True:
+            version += 1
+            store.save({"w": torch.full((60_000,), float(version))}, {"version": version})
+            os.write(told, b"x")
+    os.close(told)
+    for _ in range(draw.randint(1, 3)):
+        os.read(heard, 1)
+        least += 1
+    for _ in range(draw.randint(0, 40_000)):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(heard)
+    tensors, facts = store.load(torch.device("cpu"))
+    version = facts["version"]
+    assert version >= least, (version, least)
+    assert (tensors["w"] == version).all(), version
+    least = version
+print(least)
+"""
+
+
+@pytest.fixture(scope="module")
+def after_kills(tmp_path_factory):
+    """The folder of a writer that was killed 60 times at odd moments, and what the killer saw."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, folder, "60"], capture_output=True, text=True, check=False
+    )
+    return folder, done
+
+
+def test_a_killed_writer_leaves_a_whole_state(after_kills):
+    _, done = after_kills
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 60
+
+
+def test_what_writers_killed_long_ago_left_is_cleared_by_the_next_save(after_kills):
+    """Each may be as large as a model; a client that restarts often would fill its disk."""
+    folder, _ = after_kills
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    ClientStore(folder, "run-1", "client-0").save(*OLD)
+    assert files(folder) == ["state.safetensors"]

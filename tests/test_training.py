@@ -1,0 +1,572 @@
+"""The one training loop beside plain PyTorch, evaluation beside numpy; devices and seeds."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device
+from fedhet.errors import DataError, SettingsError
+from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
+from fedhet.settings import Settings
+from fedhet.training import batches, evaluate, optimization, train_epoch
+
+
+def often(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# --- batches --------------------------------------------------------------------------------
+
+
+@often(300)
+@given(st.integers(2, 300), st.integers(1, 64), st.integers(0, 2**40))
+def test_an_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
+    cut = batches(samples, batch_size, generator(seed))
+    assert sorted(torch.cat(cut).tolist()) == list(range(samples))
+    sizes = [len(batch) for batch in cut]
+    size = max(batch_size, 2)
+    assert min(sizes) >= 2
+    assert all(full == size for full in sizes[:-1])
+    assert sizes[-1] <= size + 1
+    # No fewer batches than it takes: only a sample left over alone joins the one before.
+    whole, rest = divmod(samples, size)
+    assert len(sizes) == max(whole + (rest > 1), 1)
+
+
+@often(100)
+@given(st.integers(2, 100), st.integers(1, 20), st.integers(0, 1000))
+def test_the_same_generator_gives_the_same_batches(samples, batch_size, seed):
+    first, second = (batches(samples, batch_size, generator(seed)) for _ in range(2))
+    assert [b.tolist() for b in first] == [b.tolist() for b in second]
+
+
+def test_each_epoch_and_each_seed_has_its_own_order():
+    draws = generator(5)
+    orders = [torch.cat(batches(50, 8, draws)).tolist() for _ in range(3)]
+    orders.append(torch.cat(batches(50, 8, generator(6))).tolist())
+    orders.append(list(range(50)))
+    assert len({tuple(order) for order in orders}) == 5
+
+
+def test_batches_draw_from_their_generator_alone():
+    before = torch.get_rng_state()
+    batches(50, 8, generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_too_few_samples(samples):
+    with pytest.raises(DataError, match=f"at least 2 samples.* {samples}"):
+        batches(samples, 8, generator())
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
+def test_no_batch_is_larger_than_the_docstring_says(batch_size):
+    for samples in range(2, 40):
+        largest = max(len(b) for b in batches(samples, batch_size, generator()))
+        assert largest <= batch_size + 1
+
+
+# --- train_epoch beside a plain loop --------------------------------------------------------
+
+
+def small_net(dropout=0.0):
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        layers = [nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout)]
+        return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
+def data(samples=75, seed=2):
+    draws = generator(seed)
+    x = torch.randn(samples, 6, generator=draws)
+    return x, (x[:, :4] + 0.3 * torch.randn(samples, 4, generator=draws)).argmax(1)
+
+
+def mean_loss(model):
+    return lambda x, y: nn.functional.cross_entropy(model(x).float(), y)
+
+
+def plain_optimizer(model, run, fused):
+    parameters = list(model.parameters())
+    if run.optimizer == "adam":
+        return torch.optim.Adam(
+            parameters, lr=run.lr, weight_decay=run.weight_decay, fused=fused or None
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=run.lr,
+        momentum=run.momentum,
+        weight_decay=run.weight_decay,
+        fused=fused or None,
+    )
+
+
+def plain_loop(model, x, y, run, epochs, fused=True):
+    """What anyone would write; returns each epoch's mean of the samples' losses."""
+    optimizer = plain_optimizer(model, run, fused)
+    draws = generator(4)
+    means = []
+    for _ in range(epochs):
+        losses = []
+        for index in batches(len(y), run.batch_size, draws):
+            optimizer.zero_grad()
+            logits = model(x[index])
+            losses += nn.functional.cross_entropy(logits, y[index], reduction="none").tolist()
+            nn.functional.cross_entropy(logits, y[index]).backward()
+            optimizer.step()
+        means.append(float(np.mean(losses)))
+    return means
+
+
+RUNS = {
+    "adam": Settings(optimizer="adam", lr=0.01, batch_size=16),
+    "adam, decay": Settings(optimizer="adam", lr=0.003, batch_size=7, weight_decay=0.01),
+    "sgd": Settings(optimizer="sgd", lr=0.1, batch_size=37, momentum=0.0),
+    "sgd, momentum, decay": Settings(
+        optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=5e-4
+    ),
+}
+"""75 samples: 16 leave 11, 7 leave 5, and 37 leave 1, which joins the batch before."""
+
+
+def trained(run, epochs=3, compute=CPU, model=None, seed=4):
+    model = model or small_net()
+    x, y = data()
+    optimizing, draws = optimization(model.parameters(), run, compute), generator(seed)
+    losses = [
+        train_epoch(
+            x,
+            y,
+            mean_loss(model),
+            optimizing,
+            batch_size=run.batch_size,
+            generator=draws,
+            compute=compute,
+        )
+        for _ in range(epochs)
+    ]
+    return model, losses
+
+
+def states(*models):
+    return zip(*(model.state_dict().items() for model in models), strict=True)
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_train_epoch_is_a_plain_loop(case):
+    run = RUNS[case]
+    model, losses = trained(run)
+    plain = small_net()
+    expected = plain_loop(plain, *data(), run, epochs=3)
+    for (name, tensor), (_, reference) in states(model, plain):
+        assert torch.equal(tensor, reference), name
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_fused_optimizer_is_the_usual_one(case):
+    run = RUNS[case]
+    model, losses = trained(run)
+    plain = small_net()
+    expected = plain_loop(plain, *data(), run, epochs=3, fused=False)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    for (name, tensor), (_, reference) in states(model, plain):
+        np.testing.assert_allclose(tensor, reference, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_settings_change_what_is_learnt():
+    """So that no setting is ignored: each changes the weights by itself."""
+    base = Settings(optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01)
+    changes = [
+        {},
+        {"optimizer": "adam"},
+        {"lr": 0.04},
+        {"batch_size": 15},
+        {"momentum": 0.8},
+        {"weight_decay": 0.0},
+    ]
+    ends = [
+        tuple(trained(base.model_copy(update=change))[0][0].weight.ravel().tolist())
+        for change in changes
+    ]
+    assert len(set(ends)) == len(changes)
+
+
+def test_training_learns():
+    model, losses = trained(RUNS["adam"], epochs=20)
+    assert losses[-1] < 0.6 * losses[0]
+    assert evaluate(model, *data(), CPU).accuracy > 0.8
+
+
+def test_training_again_gives_the_same_bits():
+    for run in RUNS.values():
+        (one, first), (two, second) = trained(run), trained(run)
+        assert first == second
+        assert all(torch.equal(a, b) for (_, a), (_, b) in states(one, two))
+    other, _ = trained(RUNS["adam"], seed=5)
+    same, _ = trained(RUNS["adam"])
+    assert not torch.equal(other[0].weight, same[0].weight)
+
+
+def test_training_leaves_the_data_alone():
+    x, y = data()
+    before = x.clone(), y.clone()
+    model = small_net()
+    train_epoch(
+        x,
+        y,
+        mean_loss(model),
+        optimization(model.parameters(), RUNS["adam"], CPU),
+        batch_size=16,
+        generator=generator(),
+        compute=CPU,
+    )
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
+def test_only_the_given_parameters_learn():
+    model = small_net()
+    before = copy.deepcopy(model.state_dict())
+    x, y = data()
+    optimizing = optimization(model[4].parameters(), RUNS["sgd"], CPU)
+    train_epoch(
+        x, y, mean_loss(model), optimizing, batch_size=16, generator=generator(), compute=CPU
+    )
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[4].weight, before["4.weight"])
+
+
+def test_gradients_do_not_pile_up():
+    """Two epochs with an optimiser that cannot move anything leave one batch's gradient."""
+    model = nn.Linear(6, 4)
+    run = Settings(optimizer="sgd", lr=1e-300, momentum=0.0, batch_size=75)
+    trained(run, epochs=2, model=model)
+    piled = model.weight.grad.clone()
+    model.zero_grad()
+    x, y = data()
+    mean_loss(model)(x, y).backward()
+    np.testing.assert_allclose(piled, model.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+# --- evaluation beside numpy ----------------------------------------------------------------
+
+
+def numpy_score(weight, bias, x, y):
+    logits = x.astype(np.float64) @ weight.T + bias
+    shifted = logits - logits.max(1, keepdims=True)
+    log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return (logits.argmax(1) == y).mean(), -log_probability[np.arange(len(y)), y].mean()
+
+
+@often(60)
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(2, 6), st.integers(0, 1000))
+def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
+    rng = np.random.default_rng(seed)
+    weight, bias = rng.normal(size=(classes, 3)), rng.normal(size=classes)
+    x, y = rng.normal(size=(samples, 3)), rng.integers(0, classes, samples)
+    model = nn.Linear(3, classes)
+    model.load_state_dict({"weight": torch.tensor(weight), "bias": torch.tensor(bias)})
+    score = evaluate(model, torch.tensor(x).float(), torch.tensor(y), CPU, batch_size)
+    accuracy, loss = numpy_score(weight, bias, x, y)
+    assert score.accuracy == pytest.approx(accuracy, abs=1e-6)
+    assert score.loss == pytest.approx(loss, rel=1e-4, abs=1e-5)
+
+
+def test_evaluation_of_more_than_one_batch_of_the_usual_size():
+    x, y = data(2500)
+    model = small_net().eval()
+    with torch.no_grad():
+        logits = model(x).double().numpy()
+    score = evaluate(model, x, y, CPU)
+    assert score.accuracy == pytest.approx((logits.argmax(1) == y.numpy()).mean(), abs=1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_changes_nothing(training):
+    model = small_net(dropout=0.5).train(training)
+    x, y = data()
+    model(x)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    first, second = evaluate(model, x, y, CPU), evaluate(model, x, y, CPU, batch_size=1)
+    assert model.training is training
+    assert all(module.training is training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state), "dropout did not draw"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    # Batch normalisation by its running statistics: a batch of one is scored like any other.
+    assert first.accuracy == second.accuracy
+    assert first.loss == pytest.approx(second.loss, rel=1e-5)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_part_that_is_kept_in_evaluation_mode_stays_there():
+    """A frozen extractor inside a model that trains: its statistics must not start to move."""
+    model = small_net().train()
+    model[1].eval()
+    evaluate(model, *data(), CPU)
+    assert model.training
+    assert not model[1].training
+
+
+def test_an_evaluation_that_fails_leaves_the_mode_as_it_was():
+    model = small_net().train()
+    with pytest.raises(RuntimeError):
+        evaluate(model, torch.zeros(4, 5), torch.zeros(4, dtype=torch.long), CPU)
+    assert model.training
+    assert model[1].training
+
+
+def test_a_model_can_train_after_an_evaluation():
+    model = small_net()
+    evaluate(model, *data(), CPU)
+    _, losses = trained(RUNS["adam"], model=model)
+    assert losses[-1] < losses[0]
+
+
+# --- devices and precision ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tpu", "", "CPU", "cpu:1", "cuda:99", "cuda:-1", "cuda:x", "gpu"])
+def test_a_device_that_is_not_there(name):
+    with pytest.raises(SettingsError) as caught:
+        find_device(name)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert repr(name) in message
+    assert "'device'" in message
+    for there in ("auto", *available_devices()):
+        assert there in message
+    with pytest.raises(SettingsError, match="'device'"):
+        compute_for(Settings(device=name))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_of_a_machine_with_gpus():
+    assert available_devices() == ["cpu", "cuda", "cuda:0", "cuda:1"]
+    assert find_device("auto").type == "cuda"
+    assert find_device("cuda:1") == torch.device("cuda:1")
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(SettingsError, match=r"'cuda:2'.*cpu, cuda, cuda:0, cuda:1"):
+        find_device("cuda:2")
+    compute = compute_for(Settings())
+    assert (compute.device.type, compute.autocast_dtype) == ("cuda", torch.bfloat16)
+    assert compute.channels_last
+    assert compute_for(Settings(precision="float16")).autocast_dtype is torch.float16
+    assert compute_for(Settings(precision="float32")).autocast_dtype is None
+    assert not compute_for(Settings(channels_last="false")).channels_last
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_without_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert compute_for(Settings()).autocast_dtype is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_devices_of_a_machine_without():
+    assert available_devices() == ["cpu"]
+    assert compute_for(Settings()) == Compute(torch.device("cpu"), None, False)
+    assert compute_for(Settings(channels_last="true")).channels_last
+    for name in ("cuda", "cuda:0", "mps"):
+        with pytest.raises(SettingsError, match=f"'{name}'.* auto .*: cpu$"):
+            find_device(name)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_mac_has_mps(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert find_device("auto") == find_device("mps") == torch.device("mps")
+    assert compute_for(Settings()).autocast_dtype is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.usefixtures("no_gpu")
+def test_float16_is_not_for_processors(device):
+    with pytest.raises(SettingsError) as caught:
+        compute_for(Settings(device=device, precision="float16"))
+    for part in ("'precision'", "'float16'", "cpu", "float32", "bfloat16"):
+        assert part in str(caught.value)
+
+
+def test_bfloat16_on_a_processor_trains():
+    compute = compute_for(Settings(device="cpu", precision="bfloat16"))
+    assert compute.autocast_dtype is torch.bfloat16
+    seen = []
+    model = small_net()
+    model[4].register_forward_hook(lambda _module, _x, output: seen.append(output.dtype))
+    model, losses = trained(RUNS["adam"], epochs=10, compute=compute, model=model)
+    assert set(seen) == {torch.bfloat16}
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    exact, _ = trained(RUNS["adam"], epochs=10)
+    assert not torch.equal(exact[0].weight, model[0].weight)
+    mixed, plain = evaluate(model, *data(), compute), evaluate(model, *data(), CPU)
+    assert mixed.loss == pytest.approx(plain.loss, rel=0.05)
+    assert mixed.loss != plain.loss
+
+
+def test_the_memory_format():
+    last = Compute(torch.device("cpu"), channels_last=True)
+    images = torch.randn(3, 5, 4, 6)
+    assert last.images(images).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last.images(images), images)
+    assert torch.equal(last.images(torch.ones(3, 7)), torch.ones(3, 7))
+    assert CPU.images(images).is_contiguous()
+    conv = nn.Conv2d(5, 2, 3)
+    last.place(conv)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    last.place(nn.Linear(2, 3))
+
+
+# --- seeds ----------------------------------------------------------------------------------
+
+paths = st.lists(st.one_of(st.integers(-(10**20), 10**20), st.text(max_size=8)), max_size=4)
+
+
+@often(400)
+@given(st.integers(0, 3), paths, st.integers(0, 3), paths)
+def test_derive_tells_any_two_paths_apart(seed, names, other_seed, others):
+    one, two = derive(seed, *names), derive(other_seed, *others)
+    assert 0 <= one < 2**63
+    assert (one == two) == ((seed, names) == (other_seed, others))
+
+
+def test_derive_tells_apart_what_looks_alike():
+    alike = [
+        (0,),
+        (0, ""),
+        (0, "", ""),
+        (0, "1"),
+        (0, 1),
+        (1,),
+        (1, 0),
+        (0, "12"),
+        (0, "1", "2"),
+        (0, 1, 2),
+        (0, 12),
+        (0, "str:1"),
+        (0, "int:1"),
+        (0, "a", "b"),
+        (0, "b", "a"),
+        (0, "ab"),
+        (0, "a:b"),
+        (0, "A", "b"),
+        (0, "é"),
+        (0, "e\u0301"),
+        (10, "a"),
+        (1, "0a"),
+        (-1,),
+        (0, -1),
+    ]
+    assert len({derive(*path) for path in alike}) == len(alike)
+
+
+def test_derive_tells_apart_names_with_its_own_separator():
+    assert derive(0, "a\x1fstr:b") != derive(0, "a", "b")
+
+
+def test_seeds_are_spread_out():
+    drawn = np.array([derive(0, "client", number) for number in range(4000)], dtype=np.float64)
+    share = drawn / 2**63
+    assert abs(share.mean() - 0.5) < 0.03
+    assert abs(share.std() - 12**-0.5) < 0.02
+    assert {derive(0, n) % 2 for n in range(20)} == {0, 1}
+
+
+def test_seeds_are_the_same_in_any_process():
+    script = (
+        "import torch; from fedhet.seeding import *\n"
+        "torch.manual_seed(99); torch.rand(7)\n"
+        "print(derive(7, 'client-3', 7, 'batches'), derive(0), derive(0, 'ü', -5))\n"
+        "print(torch.rand(2, generator=torch_generator(3, 'a')).tolist())\n"
+        "print(numpy_rng(3, 'a').integers(0, 10**9, 3).tolist())\n"
+        "with seeded(5, 'model', 'mlp'): print(torch.rand(3).tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONHASHSEED": "12345", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with seeded(5, "model", "mlp"):
+        drawn = torch.rand(3).tolist()
+    expected = [
+        f"{derive(7, 'client-3', 7, 'batches')} {derive(0)} {derive(0, 'ü', -5)}",
+        str(torch.rand(2, generator=torch_generator(3, "a")).tolist()),
+        str(numpy_rng(3, "a").integers(0, 10**9, 3).tolist()),
+        str(drawn),
+    ]
+    assert done.stdout.splitlines() == expected
+
+
+def test_seeded_leaves_the_global_generator_as_it_was():
+    torch.manual_seed(1)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(1)
+    with seeded(5, "x"):
+        inside = torch.rand(3)
+        with seeded(5, "y"):
+            nested = torch.rand(3)
+        after = torch.rand(3)
+    assert torch.equal(torch.rand(3), undisturbed)
+    with seeded(5, "x"):
+        assert torch.equal(torch.rand(6), torch.cat([inside, after]))
+    assert not torch.equal(inside, nested)
+
+
+def draw_and_fail():
+    torch.rand(3)
+    raise ZeroDivisionError
+
+
+def test_seeded_gives_the_generator_back_after_an_error():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), seeded(5, "x"):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_do_not_touch_global_state():
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    torch.rand(3, generator=torch_generator(0, "a"))
+    numpy_rng(0, "a").normal(size=3)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
