@@ -91,11 +91,12 @@ def average(means: Sequence[ClassMeans], *, by_samples: bool) -> ClassMeans:
 class Teacher:
     """The server's knowledge laid out by class, on the device of a client's training.
 
-    features [C, D], logits [C, C], known [C] (is there an entry for the class?).
+    features [C, D], log_probabilities [C, C] (log softmax of the logits), known [C] (is there an
+    entry for the class?).
     """
 
     features: Tensor
-    logits: Tensor
+    log_probabilities: Tensor
     known: Tensor
 
     @classmethod
@@ -118,4 +119,5 @@ class Teacher:
         all_features[rows] = torch.tensor(features)
         all_logits[rows] = torch.tensor(logits)
         known[rows] = True
-        return cls(all_features.to(device), all_logits.to(device), known.to(device))
+        log_probabilities = all_logits.log_softmax(1)
+        return cls(all_features.to(device), log_probabilities.to(device), known.to(device))

@@ -73,9 +73,6 @@ class LiveDisplay:
             console=console,
         )
         self._task = self._bar.add_task("waiting for the clients", total=None)
-        self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=4, transient=True
-        )
         self._title = ""
         self._protocol = "common"
         self._models: dict[str, str] = {}
@@ -83,6 +80,9 @@ class LiveDisplay:
         self._last: RoundRecord | None = None
         self._trace: list[float] = []
         self._notices: list[str] = []
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> LiveDisplay:
         self._live.start()

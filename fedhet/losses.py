@@ -23,9 +23,9 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
 
     0 where the teacher has no entry for the class.
     """
-    target = teacher.logits.log_softmax(1)[labels]
     own = logits.float().log_softmax(1)
-    divergence = (target.exp() * (target - own)).sum(1)
+    target = teacher.log_probabilities[labels]
+    divergence = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
     return divergence * teacher.known[labels]
 
 

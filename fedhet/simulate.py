@@ -53,7 +53,7 @@ def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) 
     """
     check(config)
     run_it = _run_on_ray if config.run.backend == "ray" else _run_inline
-    workers = _ray_workers(config) if config.run.backend == "ray" else 1
+    workers = ray_workers(config) if config.run.backend == "ray" else 1
     parts = components(config, directory, workers=workers, watchers=watchers)
     _write_partition(config, directory)
     with _logging_to(directory / "flower.log"):
@@ -152,7 +152,7 @@ def _gpu_share(config: Config) -> float:
     return config.run.gpus_per_client or SHARE_OF_A_GPU
 
 
-def _ray_workers(config: Config) -> int:
+def ray_workers(config: Config) -> int:
     """Return how many workers Ray will have. Raises SettingsError where it could have none."""
     run = config.run
     cpus = os.cpu_count() or 1

@@ -400,7 +400,7 @@ class Bomb:
 def test_nothing_is_unpickled(tmp_path):
     trap = str(tmp_path / "exploded")
     packed = saved(np.array([Bomb(trap)], dtype=object), allow_pickle=True)
-    assert "object" in refusal(lambda: receive([packed]), "array 0")
+    refusal(lambda: receive([packed]), "array 0")
     refusal(lambda: receive([pickle.dumps(Bomb(trap))]), "array 0")
     assert not os.path.exists(trap)
     pickle.loads(pickle.dumps(Bomb(trap)))
@@ -470,9 +470,15 @@ def test_another_schema_version(version):
 
 
 def test_a_manifest_too_large():
-    most = MAX_MANIFEST_BYTES
-    refusal(lambda: decoded(np.zeros(most + 1, np.uint8)), "manifest")
-    refusal(lambda: decoded(np.zeros(most, np.uint8)))
+    start = manifest(run="r" * 1000).ByteSize() - 1000
+    for spare in (-1, 0, 1):
+        # The length of `run` takes four bytes rather than two.
+        head = arrays_of(manifest(run="r" * (MAX_MANIFEST_BYTES - start - 2 - spare)))
+        assert head[0].size == MAX_MANIFEST_BYTES - spare
+        if spare < 0:
+            refusal(lambda head=head: decoded(*head), "manifest")
+        else:
+            decoded(*head)
 
 
 def spec(name, dtype, *shape):

@@ -79,13 +79,6 @@ def test_too_few_samples(samples):
         batches(samples, 8, generator())
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
-def test_no_batch_is_larger_than_the_docstring_says(batch_size):
-    for samples in range(2, 40):
-        largest = max(len(b) for b in batches(samples, batch_size, generator()))
-        assert largest <= batch_size + 1
-
-
 # --- train_epoch beside a plain loop --------------------------------------------------------
 
 

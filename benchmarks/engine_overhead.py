@@ -1,0 +1,54 @@
+"""A round's wall time on Ray over the clients' pure training times divided by the workers.
+
+    python -m benchmarks.engine_overhead [--clients 20] [--rounds 4] [--model resnet10]
+
+Bound: 1.25, with models that train for a second or more a round. The first round, in which the
+workers load the data, and the last, in which everybody is judged, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from benchmarks.timing import show
+from fedhet.config import resolve
+from fedhet.simulate import ray_workers, simulate
+
+
+def main() -> None:
+    """Print the ratio of each round."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--method", default="felo")
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="resnet10")
+    parser.add_argument("--epochs", type=int, default=10)
+    chosen = parser.parse_args()
+    config = resolve(
+        {
+            "method": chosen.method,
+            "clients": chosen.clients,
+            "rounds": chosen.rounds,
+            "models": chosen.model,
+            "partition": "iid",
+            "local-epochs": chosen.epochs,
+            "evaluate-every": chosen.rounds,
+        }
+    )
+    workers = ray_workers(config)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        simulate(config, directory)
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+    rounds = [json.loads(line)["seconds"] for line in lines[1:-1]]
+    a_client = min(r["train"] for r in rounds) / chosen.clients
+    print(f"{chosen.clients} clients, {workers} workers, {a_client:.2f} s of training a client")
+    values = sorted(r["total"] / (r["train"] / workers) for r in rounds)
+    show(f"{chosen.method}, {chosen.model}: round / (training / workers)", values, 1.25)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Timing two things against each other, in turn, so that a drifting machine hurts both alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long `work` takes, in seconds."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def ratios(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> list[float]:
+    """Return ours over theirs, pair by pair, after one warm-up of each; sorted."""
+    ours(), theirs()
+    found = []
+    for pair in range(pairs):
+        if pair % 2:
+            reference, own = seconds(theirs), seconds(ours)
+        else:
+            own, reference = seconds(ours), seconds(theirs)
+        found.append(own / reference)
+    return sorted(found)
+
+
+def show(name: str, values: list[float], bound: float) -> None:
+    """Print the median and the extremes of sorted `values`, and whether the bound holds."""
+    median = statistics.median(values)
+    verdict = "holds" if median <= bound else "DOES NOT HOLD"
+    print(
+        f"{name:<44} median {median:.3f}  (min {values[0]:.3f}, max {values[-1]:.3f})"
+        f"  bound {bound:.2f} {verdict}"
+    )

@@ -1,0 +1,102 @@
+"""One client's training loop over the same epochs in a plain PyTorch loop with a DataLoader.
+
+    python -m benchmarks.training_loop [--pairs 7] [--device cpu]
+
+Bound: 1.0 for the loop with cross-entropy. Felo's line, which also trains on the two distillation
+terms and gathers class means, is compared with the same plain cross-entropy loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.timing import ratios, show
+from clients.base import HetClient
+from clients.node import read_node
+from fedhet.config import resolve
+from fedhet.knowledge import Knowledge
+from fedhet.models import build
+
+
+def open_new(method: str, model: str, device: str, directory: Path) -> HetClient:
+    """Return a client of `method` with all digits but its test split, and its models set up."""
+    config = resolve(
+        {
+            "method": method,
+            "clients": 1,
+            "partition": "iid",
+            "models": model,
+            "device": device,
+            "local-epochs": 3,
+        }
+    )
+    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(directory))
+    client: HetClient = config.method.client(
+        config.run, config.client, config.method.server_sends, node
+    )
+    client._restore(method)
+    return client
+
+
+def our_epochs(client: HetClient, knowledge: Knowledge) -> Callable[[], object]:
+    """Return the client's own training of one round."""
+    client.facts["participations"] = 1
+    return lambda: client.train(2, knowledge)
+
+
+def plain_epochs(client: HetClient, model_name: str) -> Callable[[], object]:
+    """Return the same epochs as anyone would write them."""
+    device = client.compute.device
+    model = build(model_name, client.info.shape, client.info.classes, seed=0).to(device)
+    data = TensorDataset(client.x.cpu(), client.y.cpu())
+    loader = DataLoader(data, batch_size=client.run.batch_size, shuffle=True)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+        model.train()
+        for _ in range(client.run.local_epochs):
+            total = 0.0
+            for x, y in loader:
+                x, y = x.to(device), y.to(device)
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.item() * len(y)
+
+    return train
+
+
+def teaching(client: HetClient) -> Knowledge:
+    """Return knowledge such as Felo's server sends."""
+    answer = client.train(1, Knowledge())
+    return Knowledge({n: answer.tensors[n] for n in ("classes", "features", "logits")})
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in ("mlp", "cnn2", "cnn3", "resnet10"):
+            local = open_new("local", model, chosen.device, Path(folder))
+            plain = plain_epochs(local, model)
+            values = ratios(our_epochs(local, Knowledge()), plain, chosen.pairs)
+            show(f"cross-entropy, {model} / plain loop", values, 1.0)
+            felo = open_new("felo", model, chosen.device, Path(folder))
+            values = ratios(our_epochs(felo, teaching(felo)), plain, chosen.pairs)
+            show(f"felo, {model} / plain loop", values, 1.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The command line, as a person meets it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from federation import SMALL
+from typer.testing import CliRunner
+
+from fedhet.cli import app, main
+
+OPTIONS = [f"--set={k}={v}" for k, v in SMALL.items()]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("cli") / "felo"
+    result = CliRunner().invoke(
+        app, ["run", "felo", *OPTIONS, "--seeds", "0,1", "--out", str(parent)]
+    )
+    assert result.exit_code == 0, result.output
+    return parent, result.output
+
+
+def test_a_run_ends_with_a_table_and_a_report(tmp_path):
+    out = tmp_path / "one"
+    result = CliRunner().invoke(app, ["run", "local", *OPTIONS, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "round   2  accuracy (common)" in result.output
+    assert re.search(r"client-3 +cnn2", result.output)
+    assert f"report: {out}/report.html" in result.output
+    assert (out / "report.html").exists()
+    assert (out / "figures" / "accuracy.png").exists()
+
+
+def test_seeds_are_run_and_compared(runs):
+    parent, output = runs
+    assert {p.name for p in parent.iterdir() if p.is_dir()} == {"seed-0", "seed-1"}
+    assert (parent / "compare.html").exists()
+    assert "±" in output
+
+
+def test_compare(runs, call, tmp_path):
+    parent, _ = runs
+    status, out, _ = call("compare", parent, "--out", tmp_path / "c", "--target", "0.1")
+    assert status == 0
+    assert "felo" in out
+    assert (tmp_path / "c" / "compare.html").exists()
+    assert (tmp_path / "c" / "compare.md").exists()
+
+
+def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
+    import shutil
+
+    parent, _ = runs
+    cut = tmp_path / "cut"
+    shutil.copytree(parent / "seed-0", cut)
+    (cut / "summary.json").unlink()
+    (cut / "report.html").unlink()
+    status, out, _ = call("report", cut)
+    assert status == 0
+    assert "unfinished" in (cut / "report.html").read_text()
+    assert str(cut / "report.html") in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "fello"], ["'method'", "fello", "one of", "did you mean 'felo'?"]),
+        (["run", "felo", "-s", "locl-epochs=2"], ["'locl-epochs'", "did you mean 'local-epochs'?"]),
+        (["run", "felo", "-s", "felo.alhpa=2"], ["'felo.alhpa'", "did you mean 'felo.alpha'?"]),
+        (["run", "felo", "-s", "lr=-1"], ["'lr'", "-1", "a number > 0"]),
+        (["run", "felo", "--rounds", "many"], ["'rounds'", "'many'", "an integer >= 1"]),
+        (["run", "felo", "-s", "partition=dirichlets"], ["'partition'", "one of dirichlet, iid"]),
+        (["run", "felo", "--models", "cnn2,resnt10"], ["'models'", "resnt10", "resnet10"]),
+        (["run", "felo", "--dataset", "digit"], ["'dataset'", "'digit'", "'digits'"]),
+        (["run", "local", "-s", "felo.alpha=2"], ["'felo.alpha'", "local"]),
+        (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
+        (["run", "felo", "-s", "device=cuda:7"], ["'device'", "'cuda:7'", "cpu"]),
+        (["run", "felo", "-s", "lr"], ["'lr' is no setting", "KEY=VALUE"]),
+        (["run", "felo", "--seeds", "0,0"], ["--seeds 0,0", "0,1,2"]),
+        (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
+        (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["report", "/nowhere"], ["/nowhere"]),
+        (["methods", "velvet"], ["velvet"]),
+    ],
+)
+def test_a_mistake_earns_one_line(call, words, says):
+    status, _, error = call(*words)
+    assert status == 2
+    assert len(error.strip().splitlines()) == 1
+    for word in says:
+        assert word in error
+
+
+def test_lists(call):
+    for words, says in [
+        (["methods"], "felo"),
+        (["methods", "felo"], "felo.share-weights"),
+        (["models"], "gems-resnet56"),
+        (["presets"], "felo-cifar10"),
+        (["presets", "demo"], "local-epochs"),
+        (["settings"], "round-timeout"),
+        (["settings", "--toml"], "[felo]"),
+        (["partition", "-s", "alpha=0.1"], "client-9"),
+        (["--version"], "0."),
+        (["run", "--help"], "KEY=VALUE"),
+    ]:
+        status, out, error = call(*words)
+        assert status == 0, error
+        assert says in out
+
+
+def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path):
+    from fedhet.cli import _gather
+    from fedhet.config import resolve
+
+    values = _gather("local", "felo-cifar10", None, {}, [])
+    config = resolve(values)
+    assert config.method.name == "local"
+    assert config.run.clients == 20
+
+
+def test_inline_needs_no_ray(tmp_path):
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from fedhet.cli import main\n"
+        f"sys.argv = ['fedhet', 'run', 'local', *{OPTIONS!r}, '--out', {str(tmp_path / 'r')!r}]\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r" / "summary.json").exists()
+
+
+def test_a_model_of_ones_own(tmp_path):
+    (tmp_path / "mymodels.py").write_text(
+        "from math import prod\n"
+        "from torch import nn\n\n"
+        "def tiny(shape, classes):\n"
+        "    extractor = nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), 32), nn.ReLU())\n"
+        "    return extractor, nn.Linear(32, classes)\n"
+    )
+    options = [o for o in OPTIONS if "models=" not in o]
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from fedhet.cli import main\n"
+        f"sys.argv = ['fedhet', 'run', 'felo', *{options!r}, '--models', 'cnn2,mymodels:tiny',"
+        f" '--out', {str(tmp_path / 'r')!r}]\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "mymodels:tiny" in done.stdout
