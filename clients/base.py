@@ -151,6 +151,7 @@ class HetClient(NumPyClient):
         """Take in the server's knowledge, train, and answer with the client's."""
         try:
             envelope, knowledge = self._open(parameters)
+            self._check(knowledge)
             self._restore(envelope.run)
             started = time.perf_counter()
             answer = self._train(envelope, knowledge)
@@ -178,18 +179,20 @@ class HetClient(NumPyClient):
     # The steps of the above.
 
     def _open(self, arrays: NDArrays) -> tuple[Envelope, Knowledge]:
-        """Return the server's message, validated. Raises KnowledgeError."""
+        """Return the server's message. Raises KnowledgeError if it is not for this method."""
         envelope, knowledge = decode(arrays, "server")
         expect(envelope, run=None, method=self.run.method, round=None, sender="server")
-        if arrays[1:]:
-            self.receives.check(
-                "server",
-                knowledge.tensors,
-                knowledge.scalars,
-                dims=self.dims(),
-                shapes=self.shapes(),
-            )
         return envelope, knowledge
+
+    def _check(self, knowledge: Knowledge) -> None:
+        """Raise KnowledgeError unless an instruction to train keeps the method's contract."""
+        self.receives.check(
+            "server",
+            knowledge.tensors,
+            knowledge.scalars,
+            dims=self.dims(),
+            shapes=self.shapes(),
+        )
 
     def _train(self, envelope: Envelope, knowledge: Knowledge) -> Knowledge:
         self._version = -1

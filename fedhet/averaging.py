@@ -26,6 +26,8 @@ def average_weights(models: Sequence[tuple[Weights, float]]) -> dict[str, Array]
 
 
 def _mean(parts: Sequence[tuple[Array, float]], total: float) -> Array:
+    if len(parts) == 1:
+        return parts[0][0].copy()
     mean = np.zeros(parts[0][0].shape, dtype=np.float64)
     for value, weight in parts:
         mean += value.astype(np.float64) * (weight / total)

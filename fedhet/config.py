@@ -165,7 +165,7 @@ def read_toml(path: Path) -> dict[str, object]:
     """Return the settings in a TOML file, by their full names. Raises SettingsError."""
     try:
         return _flatten(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"cannot read settings from {path}: {error}") from None
 
 
@@ -203,7 +203,7 @@ def _refuse_unless_default(name: str, value: object, method: Method) -> None:
     known = all_settings()
     if name not in known:
         raise unknown(name, known)
-    if value != known[name].default:
+    if value != known[name].default or isinstance(value, bool) != (known[name].annotation is bool):
         raise SettingsError(
             f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"
         )

@@ -37,6 +37,8 @@ class TensorField:
     """Letter of the axis that the values number: each in [0, size), none twice."""
     low: float | None = None
     """Least value allowed."""
+    needs: tuple[str, ...] = ()
+    """Fields that must be there if this one is."""
 
     def describe(self) -> str:
         """Return e.g. `float32 [P, D]`."""
@@ -103,7 +105,7 @@ class Contract:
             elif isinstance(field, WeightsField):
                 _check_weights(sender, field, tensors, shapes.get(field.name, {}))
             else:
-                _check_tensor(sender, field, tensors, sizes, dims)
+                _check_tensor(sender, field, tensors, sizes)
 
     def _check_names(
         self, sender: str, tensors: Mapping[str, Array], scalars: Mapping[str, object]
@@ -115,7 +117,8 @@ class Contract:
             if name not in scalar_names:
                 raise _undeclared(sender, name, scalar_names)
         for name in tensors:
-            if name not in tensor_names and name.partition("/")[0] not in groups:
+            group, slash, _ = name.partition("/")
+            if name not in tensor_names and not (slash and group in groups):
                 raise _undeclared(sender, name, tensor_names | groups)
 
 
@@ -151,7 +154,6 @@ def _check_tensor(
     field: TensorField,
     tensors: Mapping[str, Array],
     sizes: dict[str, int],
-    dims: Mapping[str, int],
 ) -> None:
     if field.name not in tensors:
         if field.required:
@@ -166,18 +168,21 @@ def _check_tensor(
     for axis, size in zip(field.axes, value.shape, strict=True):
         expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
         if size != expected:
-            rule = f"{field.describe()} with {axis} = {expected}"
-            fault = f"has shape {list(value.shape)}, must be {rule}"
+            where = "" if isinstance(axis, int) else f" with {axis} = {expected}"
+            fault = f"has shape {list(value.shape)}, must be {field.describe()}{where}"
             raise KnowledgeError(sender, field.name, fault)
     check_finite(sender, field.name, value)
     if field.low is not None and value.size and value.min() < field.low:
         raise KnowledgeError(sender, field.name, f"holds {value.min()}, the least is {field.low}")
     if field.ids:
-        _check_ids(sender, field, value, dims[field.ids])
+        _check_ids(sender, field, value, sizes[field.ids])
+    for name in field.needs:
+        if name not in tensors:
+            raise KnowledgeError(sender, name, f"missing, {field.name} needs it")
 
 
 def _check_ids(sender: str, field: TensorField, value: Array, size: int) -> None:
-    flat = value.astype(np.int64).ravel()
+    flat = value.ravel()
     outside = flat[(flat < 0) | (flat >= size)]
     if outside.size:
         fault = f"holds {outside[0]}, must be from 0 to {size - 1}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_CHARACTERS = 500
+
 
 class FedhetError(Exception):
     """Base of every error that fedhet raises on bad input; the command line prints its message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class SettingsError(FedhetError):
@@ -30,11 +35,17 @@ class KnowledgeError(FedhetError):
     """A payload that breaks the contract; names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
-        super().__init__(f"{sender}: {field}: {fault}")
-        self.sender, self.field, self.fault = sender, field, fault
+        super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")
+        self.sender, self.field, self.fault = sender, one_line(field), one_line(fault)
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one printable line of bounded length, whatever a peer has put in it."""
+    cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the existing name closest to `name`, or ""."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:200], list(names), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""

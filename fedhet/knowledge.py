@@ -6,7 +6,7 @@ lists. Nothing here unpickles, allocates what a header merely claims, or trusts 
 
 from __future__ import annotations
 
-import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +38,13 @@ DTYPES = frozenset(
 )
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_RANK = 8
+_DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00(..)\{'descr': '(..\d)', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n",
+    re.DOTALL,
+)
+"""The header that numpy writes for the types that travel, and no other that it would read."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Scalars = Mapping[str, bool | int | float | str]
@@ -79,7 +86,7 @@ def is_name(text: str) -> bool:
 def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
     """Return the arrays of a message: the manifest as uint8 [bytes], then each tensor.
 
-    Raises KnowledgeError for a dtype that the contract has no name for.
+    Raises KnowledgeError for a tensor or a scalar that the contract has no type for.
     """
     manifest = wire.Manifest(
         schema_version=SCHEMA_VERSION,
@@ -89,11 +96,15 @@ def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
         sender=envelope.sender,
     )
     for name, tensor in knowledge.tensors.items():
-        if tensor.dtype.name not in DTYPES:
-            raise KnowledgeError(envelope.sender, name, f"{tensor.dtype} cannot travel")
+        if tensor.dtype.str.encode() not in _DTYPES or tensor.ndim > MAX_RANK:
+            fault = f"{tensor.dtype} of rank {tensor.ndim} cannot travel"
+            raise KnowledgeError(envelope.sender, name, fault)
         manifest.tensors.add(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
     for name, value in knowledge.scalars.items():
-        manifest.scalars[name].CopyFrom(_scalar(value))
+        try:
+            manifest.scalars[name].CopyFrom(_scalar(value))
+        except (TypeError, ValueError):
+            raise KnowledgeError(envelope.sender, name, f"{value!r} cannot travel") from None
     head = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
     return [head, *knowledge.tensors.values()]
 
@@ -164,27 +175,25 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 
 def _read_npy(data: bytes, sender: str, name: str) -> Array:
     """Return the array of an .npy whose header claims neither more nor less than is there."""
-    stream = io.BytesIO(data)
-    try:
-        version = np.lib.format.read_magic(stream)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, fortran, dtype = read_header(stream)
-    except (ValueError, KeyError, EOFError, OSError, SyntaxError) as error:
-        raise KnowledgeError(sender, name, f"is not an .npy array ({error})") from None
-    if dtype.hasobject or dtype.name not in DTYPES:
-        raise KnowledgeError(sender, name, f"holds {dtype}, which cannot travel")
-    body = memoryview(data)[stream.tell() :]
-    count = 1
-    for side in shape:
-        count *= side
-    if len(shape) > MAX_RANK or min(shape, default=0) < 0 or count * dtype.itemsize != len(body):
+    header = _NPY.match(data)
+    if header is None or int.from_bytes(header[1], "little") != header.end() - header.end(1):
+        raise KnowledgeError(sender, name, "is not an .npy array of a type that travels")
+    dtype, body = _DTYPES.get(header[2]), memoryview(data)[header.end() :]
+    if dtype is None:
+        raise KnowledgeError(
+            sender, name, f"holds {header[2].decode('latin1')}, which cannot travel"
+        )
+    shape = tuple(int(side) for side in header[4].split(b",") if side.strip())
+    if len(shape) > MAX_RANK or math.prod(shape) * dtype.itemsize != len(body):
         fault = f"claims {dtype} {list(shape)}, {len(body)} bytes came"
         raise KnowledgeError(sender, name, fault)
-    flat = np.frombuffer(body, dtype=dtype)
-    return flat.reshape(shape, order="F" if fortran else "C")
+    if dtype == np.bool_ and np.frombuffer(body, np.uint8).max(initial=0) > 1:
+        raise KnowledgeError(sender, name, "holds a truth that is neither 0 nor 1")
+    try:
+        flat = np.frombuffer(body, dtype=dtype)
+        return flat.reshape(shape, order="F" if header[3] == b"True" else "C")
+    except ValueError as error:
+        raise KnowledgeError(sender, name, f"claims {list(shape)} ({error})") from None
 
 
 def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
@@ -211,7 +220,9 @@ def _scalar(value: bool | int | float | str) -> wire.Scalar:
         return wire.Scalar(integer=value)
     if isinstance(value, float):
         return wire.Scalar(real=value)
-    return wire.Scalar(text=value)
+    if isinstance(value, str):
+        return wire.Scalar(text=value)
+    raise TypeError(value)
 
 
 def _value(sender: str, name: str, scalar: wire.Scalar) -> bool | int | float | str:

@@ -17,7 +17,9 @@ import torch
 
 def derive(seed: int, *names: str | int) -> int:
     """Return a seed in [0, 2**63) for the run's `seed` and the place that `names` spell out."""
-    path = "\x1f".join([str(seed), *(f"{type(name).__name__}:{name}" for name in names)])
+    # Doubled inside a name, so that no name can look like the separator.
+    parts = [f"{type(n).__name__}:{n}".replace("\x1f", "\x1f\x1f") for n in names]
+    path = "\x1f".join([str(seed), *parts])
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

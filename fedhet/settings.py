@@ -170,11 +170,13 @@ def _bound(rule: object) -> str:
 def parse_text(info: FieldInfo | None, text: str) -> object:
     """Return the value that `text`, typed on a command line, stands for."""
     if info is None or info.annotation is str or get_origin(info.annotation) is Literal:
-        return text.strip("\"'")
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+        return text[1:-1] if quoted and text[0] not in text[1:-1] else text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -191,16 +193,19 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         return schema.model_validate(dict(values))
     except ValidationError as error:
         first: Any = error.errors()[0]
-        name = str(first["loc"][0])
         reason = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
+        if not first["loc"]:
+            raise SettingsError(reason) from None
+        name = str(first["loc"][0])
         raise refused(prefix + name, values.get(name), reason or allowed(fields[name])) from None
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
     """Return the error for a setting that does not exist."""
-    return SettingsError(f"unknown setting '{name}'{nearest(name, names)}")
+    hint = nearest(name, names) or "; `fedhet settings` and `fedhet methods NAME` list them"
+    return SettingsError(f"unknown setting '{name}'{hint}")
 
 
 def refused(name: str, value: object, rule: str) -> SettingsError:
     """Return the error for a value that a setting does not allow."""
-    return SettingsError(f"setting '{name}' = {value!r} is not allowed: it takes {rule}")
+    return SettingsError(f"setting '{name}' = {repr(value)[:200]} is not allowed: it takes {rule}")

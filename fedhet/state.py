@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +61,30 @@ class ClientStore:
 
 def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Write `tensors` and `facts` to `path` in one atomic step. Raises StateError."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing(path) as temporary:
-        save_file(contiguous, temporary, metadata={_KEY: json.dumps(dict(facts))})
+    _clear_leavings(path)
+    with replacing(path, private=True) as temporary:
+        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the processor, each with memory of its own."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in taken:
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        apart[name] = own
+    return apart
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path; when the block ends well, sync it and put it in `path`'s place."""
+def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
+    """Give a temporary path; when the block ends well, sync it and put it in `path`'s place.
+
+    A private file can be read by its owner alone.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -75,6 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary = Path(name)
         try:
             yield temporary
+            os.chmod(temporary, 0o600 if private else 0o644)
             _sync(temporary)
             os.replace(temporary, path)
             _sync(path.parent)
@@ -110,11 +128,19 @@ def _opened(path: Path, device: str) -> Iterator[Any]:
 def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
     try:
         facts = json.loads((file.metadata() or {})[_KEY])
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, ValueError, RecursionError):
         raise StateError(f"{path} is no state of fedhet's") from None
     if not isinstance(facts, dict):
         raise StateError(f"{path} is no state of fedhet's")
     return facts
+
+
+def _clear_leavings(path: Path) -> None:
+    """Remove what writers that were killed have left, here and in save_file; none takes an hour."""
+    for leaving in [*path.parent.glob(f".{path.name}.*"), *path.parent.glob(".tmp*")]:
+        with contextlib.suppress(OSError):
+            if time.time() - leaving.stat().st_mtime > 3600:
+                leaving.unlink()
 
 
 def _sync(path: Path) -> None:

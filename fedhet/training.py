@@ -64,7 +64,9 @@ def optimization(
 
 
 def batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Return the shuffled indices of one epoch, cut into batches [<= batch_size + 1].
+    """Return the shuffled indices of one epoch, cut into batches.
+
+    A batch has batch_size samples, or 2 if that is more; the last has fewer, or one more.
 
     No batch has a single sample, which batch normalisation cannot train on: a last one that is
     left over alone joins the batch before it. Raises DataError for fewer than two samples.
@@ -112,8 +114,16 @@ def evaluate(
     model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
 ) -> Score:
     """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        return _score(model, x, y, compute, batch_size)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int) -> Score:
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
     for start in range(0, len(y), batch_size):
@@ -123,5 +133,4 @@ def evaluate(
             logits = model(compute.images(x[part])).float()
         correct += (logits.argmax(1) == target).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
-    model.train(was_training)
     return Score(correct.item() / len(y), loss.item() / len(y))

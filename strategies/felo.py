@@ -41,12 +41,30 @@ class FeloStrategy(HetStrategy):
     sends = Contract(
         (
             TensorField(
-                "classes", "int64", ("P",), "the classes with an entry", required=False, ids="C"
+                "classes",
+                "int64",
+                ("P",),
+                "the classes with an entry",
+                required=False,
+                ids="C",
+                needs=("features", "logits"),
             ),
             TensorField(
-                "features", "float32", ("P", "D"), "average features of each", required=False
+                "features",
+                "float32",
+                ("P", "D"),
+                "average features of each",
+                required=False,
+                needs=("classes",),
             ),
-            TensorField("logits", "float32", ("P", "C"), "average logits of each", required=False),
+            TensorField(
+                "logits",
+                "float32",
+                ("P", "C"),
+                "average logits of each",
+                required=False,
+                needs=("classes",),
+            ),
             WeightsField("weights", "averaged weights of the architecture", required=False),
         )
     )
