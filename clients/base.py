@@ -7,7 +7,7 @@ train, keep the state, measure, encode.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -81,8 +81,8 @@ class HetClient(NumPyClient):
         """Train with the private state; return what the server is told."""
         raise NotImplementedError
 
-    def judged(self) -> dict[str, nn.Module]:
-        """Return the models to be measured, by kind."""
+    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the models to be measured, by kind; `knowledge` is what the server said last."""
         return {"private": self.models["private"]}
 
     def dims(self) -> dict[str, int]:
@@ -110,27 +110,33 @@ class HetClient(NumPyClient):
             feature_dim=feature_dim,
         )
 
-    def optimization(self, *models: nn.Module) -> Optimization:
-        """Return a fresh optimiser over the parameters of `models`."""
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        return optimization(parameters, self.run, self.compute)
+    def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
+        """Return a fresh optimiser over all of `parameters`."""
+        return optimization([p for group in parameters for p in group], self.run, self.compute)
 
     def generator(self, round: int, use: str) -> torch.Generator:
         """Return the generator of this client's draws in a round for one use."""
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def train_epoch(
-        self, loss_of: LossOfBatch, optimizing: Optimization, generator: torch.Generator
+        self,
+        loss_of: LossOfBatch,
+        optimizing: Optimization,
+        generator: torch.Generator,
+        *,
+        rows: Tensor | None = None,
+        stepped: Callable[[], None] | None = None,
     ) -> None:
-        """Train one epoch over the client's own training split."""
+        """Train one epoch over the client's own training split, or some rows of it."""
         self.loss = train_epoch(
-            self.x,
-            self.y,
+            self.x if rows is None else self.x[rows],
+            self.y if rows is None else self.y[rows],
             loss_of,
             optimizing,
             batch_size=self.run.batch_size,
             generator=generator,
             compute=self.compute,
+            stepped=stepped,
         )
 
     def held_bytes(self) -> int:
@@ -156,7 +162,8 @@ class HetClient(NumPyClient):
             started = time.perf_counter()
             answer = self._train(envelope, knowledge)
             seconds = time.perf_counter() - started
-            measured = self._measure(seconds, accuracy=bool(config.get("evaluate", True)))
+            judged = self.judged(knowledge) if config.get("evaluate", True) else {}
+            measured = self._measure(judged, seconds)
             reply = Envelope(envelope.run, envelope.method, envelope.round, self.info.name)
             arrays = encode(reply, answer)
         except FedhetError as error:
@@ -168,10 +175,12 @@ class HetClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Measure the models as they are."""
         try:
-            envelope, _ = self._open(parameters)
+            envelope, knowledge = self._open(parameters)
+            if knowledge.tensors or knowledge.scalars:
+                self._check(knowledge)
             self._restore(envelope.run)
             self.loss = None
-            measured = self._measure(0.0, accuracy=True)
+            measured = self._measure(self.judged(knowledge), 0.0)
         except FedhetError as error:
             return 0.0, 0, {"error": str(error)}
         return 0.0, self.info.samples, dict(write_measures(measured))
@@ -250,12 +259,12 @@ class HetClient(NumPyClient):
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
         return {"method": self.run.method, "model": self.node.model, "task": task}
 
-    def _measure(self, train_seconds: float, *, accuracy: bool) -> Measured:
+    def _measure(self, judged: Mapping[str, nn.Module], train_seconds: float) -> Measured:
         started = time.perf_counter()
         reached = {
             (protocol, kind): evaluate(model, split.x, split.y, self.compute).accuracy
-            for protocol, split in (self.tests.items() if accuracy else ())
-            for kind, model in self.judged().items()
+            for protocol, split in self.tests.items()
+            for kind, model in judged.items()
         }
         seconds = time.perf_counter() - started
         return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb())

@@ -79,7 +79,10 @@ class FeloClient(HetClient):
                 sums.add(features, logits, y)
             return felo_loss(features, logits, y, teacher, self.settings.alpha)
 
-        optimizing, generator = self.optimization(model), self.generator(round, "batches")
+        optimizing, generator = (
+            self.optimization(model.parameters()),
+            self.generator(round, "batches"),
+        )
         for epoch in range(self.run.local_epochs):
             gathering = epoch == self.run.local_epochs - 1
             self.train_epoch(loss_of, optimizing, generator)

@@ -19,7 +19,10 @@ class LocalClient(HetClient):
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(model(x).float(), y)
 
-        optimizing, generator = self.optimization(model), self.generator(round, "batches")
+        optimizing, generator = (
+            self.optimization(model.parameters()),
+            self.generator(round, "batches"),
+        )
         for _ in range(self.run.local_epochs):
             self.train_epoch(loss_of, optimizing, generator)
         return Knowledge()

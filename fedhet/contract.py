@@ -52,6 +52,8 @@ class WeightsField:
     name: str
     help: str
     required: bool = True
+    low: float | None = None
+    """Least value allowed."""
 
     def describe(self) -> str:
         """Return a short word for the type."""
@@ -172,8 +174,7 @@ def _check_tensor(
             fault = f"has shape {list(value.shape)}, must be {field.describe()}{where}"
             raise KnowledgeError(sender, field.name, fault)
     check_finite(sender, field.name, value)
-    if field.low is not None and value.size and value.min() < field.low:
-        raise KnowledgeError(sender, field.name, f"holds {value.min()}, the least is {field.low}")
+    _check_low(sender, field.name, value, field.low)
     if field.ids:
         _check_ids(sender, field, value, sizes[field.ids])
     for name in field.needs:
@@ -208,6 +209,12 @@ def _check_weights(
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
+        _check_low(sender, name, value, field.low)
+
+
+def _check_low(sender: str, name: str, value: Array, low: float | None) -> None:
+    if low is not None and value.size and value.min() < low:
+        raise KnowledgeError(sender, name, f"holds {value.min()}, the least is {low}")
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:

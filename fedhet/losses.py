@@ -43,3 +43,23 @@ def felo_loss(
     mse = class_feature_loss(features, labels, teacher)
     kl = class_logit_loss(logits, labels, teacher)
     return loss + alpha * torch.mean(mse + kl)
+
+
+def distillation_loss(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(teacher || student) of logits [N, C], the mean over samples: FedType's Eq. 1.
+
+    No gradient flows into the teacher.
+    """
+    target = teacher.detach().float().log_softmax(1)
+    own = student.float().log_softmax(1)
+    return F.kl_div(own, target, reduction="batchmean", log_target=True)
+
+
+def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor) -> Tensor:
+    """Return FedType's backward loss, Eq. 3, the mean over samples, with the minus that it needs.
+
+    - eta sum_{k in S} log softmax(logits)_k, for logits [N, C], sets S [N, C] of bool, eta [N]. As
+    printed, without the minus, minimising it would push the confident labels down.
+    """
+    inside = (logits.float().log_softmax(1) * sets).sum(1)
+    return -(eta * inside).mean()

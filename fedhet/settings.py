@@ -197,7 +197,8 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         if not first["loc"]:
             raise SettingsError(reason) from None
         name = str(first["loc"][0])
-        raise refused(prefix + name, values.get(name), reason or allowed(fields[name])) from None
+        rule = reason or f"it takes {allowed(fields[name])}"
+        raise _not_allowed(prefix + name, values.get(name), rule) from None
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
@@ -208,4 +209,8 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
 
 def refused(name: str, value: object, rule: str) -> SettingsError:
     """Return the error for a value that a setting does not allow."""
-    return SettingsError(f"setting '{name}' = {repr(value)[:200]} is not allowed: it takes {rule}")
+    return _not_allowed(name, value, f"it takes {rule}")
+
+
+def _not_allowed(name: str, value: object, reason: str) -> SettingsError:
+    return SettingsError(f"setting '{name}' = {repr(value)[:200]} is not allowed: {reason}")

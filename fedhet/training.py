@@ -6,7 +6,8 @@ and its batches; the losses are summed on the device and read once an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,14 +90,20 @@ def train_epoch(
     batch_size: int,
     generator: torch.Generator,
     compute: Compute,
+    stepped: Callable[[], None] | None = None,
 ) -> float:
-    """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples."""
+    """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
+
+    `stepped` is called after each step of the optimiser.
+    """
     total = torch.zeros((), device=compute.device)
     for cpu_index in batches(len(y), batch_size, generator):
         index = cpu_index.to(compute.device, non_blocking=True)
         with compute.autocast():
             loss = loss_of(x[index], y[index])
         optimizing.step(loss)
+        if stepped is not None:
+            stepped()
         total += loss.detach() * len(index)
     return total.item() / len(y)
 
@@ -114,10 +121,27 @@ def evaluate(
     model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
 ) -> Score:
     """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1."""
+    with evaluating(model):
+        return _score(model, x, y, compute, batch_size)
+
+
+@torch.no_grad()
+def logits_of(
+    model: nn.Module, x: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
+) -> Tensor:
+    """Return the logits [N, C], float32, of `model` in evaluation mode on x [N, ...]."""
+    with evaluating(model), compute.autocast():
+        parts = [model(compute.images(part)) for part in torch.split(x, batch_size)]
+    return torch.cat(parts).float()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode, and afterwards each of its parts into its own again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        return _score(model, x, y, compute, batch_size)
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode

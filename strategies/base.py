@@ -44,6 +44,7 @@ from fedhet.settings import MethodSettings, Settings
 from strategies.roster import Member, Roster
 
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
+NOTHING_TO_SAY = Knowledge()
 SERVER = "server"
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
@@ -103,6 +104,13 @@ class HetStrategy(Strategy):
         """Take in the replies, sorted by client; return the method's own figures of the round."""
         raise NotImplementedError
 
+    def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Return what `client` needs to know to be judged after `round`.
+
+        None: those alone are asked whose last measurement is out of date, and told nothing.
+        """
+        return None
+
     def dims(self) -> dict[str, int]:
         """Return the run's sizes by the letters of the contract; C is the number of classes."""
         return {"C": self.classes}
@@ -144,7 +152,8 @@ class HetStrategy(Strategy):
         asked = self.sample(server_round, list(self.members))
         self._record.asked = asked
         self.log.round_started(server_round, asked)
-        payloads = self._instructions(server_round, asked)
+        told = {name: self.configure(server_round, self.members[name].info) for name in asked}
+        payloads = self._payloads(server_round, told)
         config: dict[str, Scalar] = {"evaluate": self._evaluates(server_round)}
         instructions: list[tuple[ClientProxy, FitIns]] = [
             (WatchedProxy(self.members[name], self.log), FitIns(payload, config))
@@ -182,15 +191,15 @@ class HetStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask those clients to evaluate whose last measurement is not of their present models."""
-        asked = self._unmeasured() if self._evaluates(server_round) else []
-        if not asked:
+        told = self._to_be_judged(server_round) if self._evaluates(server_round) else {}
+        if not told:
             self._close_round()
             return []
-        payload = self._encode(server_round, Knowledge())
+        payloads = self._payloads(server_round, told)
         self._waiting_since = time.perf_counter()
-        self._record.bytes_down += payload_bytes(payload) * len(asked)
         return [
-            (WatchedProxy(self.members[name], self.log), EvaluateIns(payload, {})) for name in asked
+            (WatchedProxy(self.members[name], self.log), EvaluateIns(payload, {}))
+            for name, payload in payloads.items()
         ]
 
     def aggregate_evaluate(
@@ -233,15 +242,13 @@ class HetStrategy(Strategy):
         order = numpy_rng(self.run.seed, "sample", round).permutation(len(names))
         return sorted(sorted(names)[index] for index in order[:count])
 
-    def _instructions(self, round: int, names: Sequence[str]) -> dict[str, Parameters]:
-        payloads: dict[str, Parameters] = {}
-        encoded: dict[int, tuple[Knowledge, Parameters]] = {}
-        for name in names:
-            knowledge = self.configure(round, self.members[name].info)
-            if id(knowledge) not in encoded:
-                encoded[id(knowledge)] = (knowledge, self._encode(round, knowledge))
-            payloads[name] = encoded[id(knowledge)][1]
-            self._record.bytes_down += payload_bytes(payloads[name])
+    def _payloads(self, round: int, told: Mapping[str, Knowledge]) -> dict[str, Parameters]:
+        """Encode what each client is told, one object once, and count the bytes."""
+        encoded = {
+            id(k): self._encode(round, k) for k in {id(k): k for k in told.values()}.values()
+        }
+        payloads = {name: encoded[id(knowledge)] for name, knowledge in told.items()}
+        self._record.bytes_down += sum(map(payload_bytes, payloads.values()))
         return payloads
 
     def _encode(self, round: int, knowledge: Knowledge) -> Parameters:
@@ -285,9 +292,14 @@ class HetStrategy(Strategy):
     def _evaluates(self, round: int) -> bool:
         return round % self.run.evaluate_every == 0 or round == self.run.rounds
 
-    def _unmeasured(self) -> list[str]:
-        """Return those whose accuracy is out of date and who can be expected to answer."""
-        return sorted((self._stale & self.members.keys()) - self._record.failed.keys())
+    def _to_be_judged(self, round: int) -> dict[str, Knowledge]:
+        """Return what those are told who have to be asked, and can be expected to answer."""
+        told: dict[str, Knowledge] = {}
+        for name in sorted(self.members.keys() - self._record.failed.keys()):
+            knowledge = self.judge(round, self.members[name].info)
+            if knowledge is not None or name in self._stale:
+                told[name] = knowledge or NOTHING_TO_SAY
+        return told
 
     def _close_round(self) -> None:
         record = self._record

@@ -4,5 +4,6 @@ from fedhet.models.het import HetModel
 from fedhet.models.info import ModelInfo
 from fedhet.models.pool import deal
 from fedhet.models.registry import build, describe, names, shapes
+from fedhet.models.setting import ModelName
 
-__all__ = ["HetModel", "ModelInfo", "build", "deal", "describe", "names", "shapes"]
+__all__ = ["HetModel", "ModelInfo", "ModelName", "build", "deal", "describe", "names", "shapes"]

@@ -1,0 +1,296 @@
+"""FedType, client half: Algorithm 1, uncertainty-based asymmetrical reciprocity learning.
+
+Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
+Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
+2024.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import HetClient, adopt
+from clients.node import Node
+from fedhet.conformal import (
+    Calibration,
+    Raps,
+    calibrate,
+    consensus,
+    dynamic_penalty,
+    prediction_sets,
+    top_sets,
+)
+from fedhet.contract import Array, Contract, ScalarField, Shapes, WeightsField
+from fedhet.errors import KnowledgeError
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.losses import distillation_loss, imitation_loss
+from fedhet.models import HetModel, ModelName, build
+from fedhet.proxies import (
+    LEAST_SCALE,
+    MoreauProxy,
+    ProximalProxy,
+    Proxy,
+    VariationalProxy,
+    proxy_shapes,
+)
+from fedhet.seeding import derive, numpy_rng
+from fedhet.settings import Count, MethodSettings, NonNegative, Positive, Settings
+from fedhet.training import Optimization, logits_of
+
+
+class FedTypeClientSettings(MethodSettings):
+    """What FedType's clients read."""
+
+    proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
+    aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
+        "fedavg", description="how proxies are trained and averaged"
+    )
+    backward: Literal["conformal", "topk", "symmetric"] = Field(
+        "conformal", description="what the private model imitates: conformal sets, top-k, or all"
+    )
+    eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
+    g: Literal["g1", "g2", "g3", "g4"] = Field(
+        "g1", description="how sets shrink as the proxy gets worse; g2 does not"
+    )
+    lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
+    k_reg: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        5, description="ranks that RAPS does not penalise"
+    )
+    theta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="share of sets that may miss the truth"
+    )
+    u: str | float = Field(
+        "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
+    )
+    top_k: Count = Field(3, description="labels in a set, for backward = topk")
+    epoch_data: Literal["full", "part"] = Field(
+        "full", description="does an epoch see all data, or its part of local-epochs parts?"
+    )
+    calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.1, description="share of a client's samples held out to calibrate on"
+    )
+    prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
+    moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
+    moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
+    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy a batch")
+    bayes_zeta: NonNegative = Field(
+        1e-4, description="weight of pFedBayes' divergence from the server's proxy"
+    )
+
+    @field_validator("u")
+    @classmethod
+    def _u_is_a_share(cls, value: str | float) -> str | float:
+        if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
+            return value
+        raise ValueError("it takes random, or a number from 0 to 1")
+
+
+class FedTypeClient(HetClient):
+    """Trains a private model and a proxy on each other; only the proxy travels."""
+
+    settings_type = FedTypeClientSettings
+    settings: FedTypeClientSettings
+    sends = Contract(
+        (
+            WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
+            WeightsField(
+                "scale",
+                "a variational proxy's standard deviations",
+                required=False,
+                low=LEAST_SCALE,
+            ),
+            ScalarField("eta", float, "mean consensus weight", low=0, high=1),
+            ScalarField("proxy_set", float, "mean size of the proxy's sets", low=0),
+            ScalarField("private_set", float, "mean size of the private model's sets", low=0),
+            ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
+        )
+    )
+
+    def __init__(
+        self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
+    ) -> None:
+        super().__init__(run, settings, receives, node)
+        self._hold_out()
+
+    def _hold_out(self) -> None:
+        """Part D' from D: of all samples of the client 7:2:1 for training, test, calibration."""
+        everything = len(self.y) + len(self.tests["personal"])
+        count = max(1, round(self.settings.calibration * everything))
+        count = min(count, len(self.y) - 2)
+        order = numpy_rng(self.run.seed, "calibration", self.info.name).permutation(len(self.y))
+        held, rest = (
+            torch.tensor(part.copy(), device=self.compute.device)
+            for part in (order[:count], order[count:])
+        )
+        self.held_x, self.held_y = self.x[held], self.y[held]
+        self.x, self.y = self.x[rest], self.y[rest]
+
+    def setup(self) -> dict[str, HetModel]:
+        """Build the private model and the proxy."""
+        return {"private": self.build_model(), "proxy": self._new_proxy()}
+
+    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model, the proxy, and the server's proxy as it came last."""
+        judged: dict[str, nn.Module] = dict(self.models)
+        if weights := knowledge.group("proxy"):
+            judged["global"] = self._new_proxy()
+            adopt(judged["global"], weights)
+            self.compute.place(judged["global"])
+        return judged
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Return the tensors of the proxy, and of its scales."""
+        return proxy_shapes(self.settings.proxy, self.info.shape, self.info.classes)
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run Algorithm 1 from the server's proxy."""
+        adopt(self.models["proxy"], knowledge.group("proxy"))
+        proxy = self._proxy(round, knowledge)
+        learning = Reciprocity(self, proxy, round)
+        for epoch in range(self.run.local_epochs):
+            learning.run_epoch(epoch)
+        return Knowledge(self._upload(proxy), learning.figures())
+
+    def _new_proxy(self) -> HetModel:
+        return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
+
+    def _proxy(self, round: int, knowledge: Knowledge) -> Proxy:
+        """Return the proxy, to be trained as its kind of average asks."""
+        model, chosen = self.models["proxy"], self.settings
+        anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        if chosen.aggregation == "fedprox":
+            return ProximalProxy(model, anchor, chosen.prox_mu)
+        if chosen.aggregation == "pfedme":
+            return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+        if chosen.aggregation == "pfedbayes":
+            scale = {
+                name: torch.tensor(value, device=self.compute.device)
+                for name, value in knowledge.group("scale").items()
+            }
+            if not scale:
+                raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
+            seed = derive(self.run.seed, self.info.name, round, "weights")
+            return VariationalProxy(model, anchor, scale, chosen.bayes_zeta, seed)
+        return Proxy(model, anchor)
+
+    def _upload(self, proxy: Proxy) -> dict[str, Array]:
+        sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
+        if isinstance(proxy, VariationalProxy):
+            sent |= grouped("scale", {k: v.cpu().numpy() for k, v in proxy.scale().items()})
+        return sent
+
+
+class Reciprocity:
+    """One round of Algorithm 1 at one client: both models learn, each in its own way."""
+
+    def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
+        self.client = client
+        self.settings = client.settings
+        self.private = client.models["private"].train()
+        self.proxy = proxy
+        self.proxy.model.train()
+        self.optimizing: Optimization = client.optimization(
+            self.private.parameters(), proxy.parameters()
+        )
+        self.order = client.generator(round, "batches")
+        self.noise = client.generator(round, "u")
+        self.raps = Raps(self.settings.lambda_, self.settings.k_reg)
+        self.accuracy: float | None = None
+        self.penalty = self.settings.lambda_
+        self.calibrations: tuple[Calibration, Calibration] | None = None
+        self.parts = torch.randperm(len(client.y), generator=client.generator(round, "parts"))
+        self.sums = torch.zeros(4, device=client.compute.device)
+
+    def run_epoch(self, epoch: int) -> None:
+        """Calibrate both models on D', then train both on the epoch's data."""
+        if self.settings.backward == "conformal":
+            self.calibrate()
+        rows = self.rows(epoch)
+        if rows is None or len(rows) > 1:
+            self.client.train_epoch(
+                self.loss, self.optimizing, self.order, rows=rows, stepped=self.proxy.stepped
+            )
+
+    def rows(self, epoch: int) -> Tensor | None:
+        """Return the epoch's part of the data; None is all of it."""
+        if self.settings.epoch_data == "full":
+            return None
+        part = self.parts.tensor_split(self.client.run.local_epochs)[epoch]
+        return part.to(self.client.compute.device)
+
+    def calibrate(self) -> None:
+        """Learn both conformal models (Eq. 5), and how far the proxy's sets must shrink (Eq. 7)."""
+        client = self.client
+        proxy = logits_of(self.proxy.model, client.held_x, client.compute)
+        private = logits_of(self.private, client.held_x, client.compute)
+        self.calibrations = (self._calibration(proxy), self._calibration(private))
+        accuracy = (proxy.argmax(1) == client.held_y).float().mean().item()
+        change = 0.0 if self.accuracy is None else accuracy - self.accuracy
+        self.penalty = dynamic_penalty(change, self.settings.lambda_, self.settings.g)
+        self.accuracy = accuracy
+
+    def _calibration(self, logits: Tensor) -> Calibration:
+        u = self.factors(len(logits))
+        return calibrate(logits, self.client.held_y, u, theta=self.settings.theta, raps=self.raps)
+
+    def factors(self, count: int) -> Tensor:
+        """Return u of Eq. 6, [count]: uniform from 0 to 1, or fixed."""
+        if self.settings.u != "random":
+            return torch.full((count,), float(self.settings.u), device=self.client.compute.device)
+        return torch.rand(count, generator=self.noise).to(self.client.compute.device)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the joint objective of a batch (Eq. 2)."""
+        private = self.private(x)
+        for _ in range(self.extra_steps()):
+            self.optimizing.step(
+                distillation_loss(private, self.proxy.logits(x)) + self.proxy.regulariser()
+            )
+        proxy = self.proxy.logits(x)
+        classification = F.cross_entropy(private.float(), y)
+        forward = distillation_loss(private, proxy) + self.proxy.regulariser()
+        return classification + forward + self.backward_loss(private, proxy.detach().float())
+
+    def extra_steps(self) -> int:
+        """Return how many steps the proxy takes alone before the joint one (pFedMe's K - 1)."""
+        return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauProxy) else 0
+
+    def backward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
+        """Return what the private model learns from the proxy's logits: Eq. 3 or an ablation."""
+        if self.settings.backward == "symmetric":
+            return distillation_loss(proxy, private)
+        own, other = self.sets(private.detach().float(), proxy)
+        eta = consensus(other, own)
+        if self.settings.eta == "one":
+            eta = torch.ones_like(eta)
+        self._note(eta, other, own)
+        return imitation_loss(private, other, eta)
+
+    def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return L of the private model and S of the proxy (Eq. 6), [N, C]."""
+        if self.calibrations is None:
+            return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
+        for_proxy, for_private = self.calibrations
+        k_reg, plain = self.settings.k_reg, self.settings.lambda_
+        u = self.factors(len(proxy))
+        return (
+            prediction_sets(private, for_private, u, penalty=plain, k_reg=k_reg),
+            prediction_sets(proxy, for_proxy, u, penalty=self.penalty, k_reg=k_reg),
+        )
+
+    def _note(self, eta: Tensor, proxy: Tensor, private: Tensor) -> None:
+        sums = [eta.sum(), proxy.sum(), private.sum(), eta.new_tensor(len(eta))]
+        self.sums += torch.stack([value.float() for value in sums])
+
+    def figures(self) -> dict[str, float]:
+        """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
+        eta, proxy, private, count = self.sums.tolist()
+        share = max(count, 1.0)
+        found = {"eta": eta / share, "proxy_set": proxy / share, "private_set": private / share}
+        tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
+        return found if tau == torch.inf else {**found, "tau": tau}

@@ -1,0 +1,114 @@
+"""FedType, server half: the proxies of Section 3.3, averaged.
+
+Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
+Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
+2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedhet.averaging import average_weights
+from fedhet.contract import Array, Contract, Shapes, WeightsField
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.models import ModelName, build
+from fedhet.proxies import LEAST_SCALE, START_SCALE, proxy_shapes
+from fedhet.settings import MethodSettings
+from strategies.base import HetStrategy, Reply
+
+
+class FedTypeServerSettings(MethodSettings):
+    """What FedType's server reads."""
+
+    proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
+    aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
+        "fedavg", description="how proxies are trained and averaged"
+    )
+    moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="pFedMe's share of the new average in the server's proxy"
+    )
+
+
+class FedTypeStrategy(HetStrategy):
+    """Averages the proxies by samples; knows nothing of the private models."""
+
+    title = "identical small proxies, and conformal sets between proxy and private model"
+    paper = "Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning"
+    headline = "personal"
+    settings_type = FedTypeServerSettings
+    settings: FedTypeServerSettings
+    sends = Contract(
+        (
+            WeightsField("proxy", "the server's proxy; of a variational one, the means"),
+            WeightsField(
+                "scale",
+                "a variational proxy's standard deviations",
+                required=False,
+                low=LEAST_SCALE,
+            ),
+        )
+    )
+
+    def init(self) -> None:
+        """Start from a new proxy."""
+        model = build(self.settings.proxy, self.task.shape, self.classes, seed=self.run.seed)
+        self.proxy: dict[str, Array] = {k: v.numpy() for k, v in model.state_dict().items()}
+        self.scale: dict[str, Array] = {}
+        if self.settings.aggregation == "pfedbayes":
+            self.scale = {
+                name: np.full(tuple(p.shape), START_SCALE, np.float32)
+                for name, p in model.named_parameters()
+            }
+        self._told = self._tell()
+
+    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
+        """Return the tensors of the proxy, and of its scales."""
+        return proxy_shapes(self.settings.proxy, self.task.shape, self.classes)
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the server's proxy, from which the client's starts."""
+        return self._told
+
+    def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last proxy, to be measured; before, each round measures what it started from."""
+        return self._told if round == self.run.rounds else None
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Average the proxies by samples (Section 3.3), and the scales of variational ones."""
+        self.proxy = self._mix(self.proxy, _average(replies, "proxy"))
+        if self.settings.aggregation == "pfedbayes":
+            self.scale = _average(replies, "scale") or self.scale
+        self._told = self._tell()
+        return _mean_figures(replies)
+
+    def _mix(self, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
+        """Return (1 - beta) old + beta new, which is pFedMe's; beta is 1 for the others."""
+        beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
+        return new if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
+
+    def _tell(self) -> Knowledge:
+        return Knowledge(grouped("proxy", self.proxy) | grouped("scale", self.scale))
+
+
+def _average(replies: Sequence[Reply], group: str) -> dict[str, Array]:
+    models = [(weights, r.samples) for r in replies if (weights := r.knowledge.group(group))]
+    return average_weights(models) if models else {}
+
+
+def _mean_figures(replies: Sequence[Reply]) -> dict[str, float]:
+    """Return the mean over clients of each figure that they report."""
+    names = sorted({name for reply in replies for name in reply.knowledge.scalars})
+    return {
+        name: float(
+            np.mean(
+                [float(r.knowledge.scalars[name]) for r in replies if name in r.knowledge.scalars]
+            )
+        )
+        for name in names
+    }

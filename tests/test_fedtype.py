@@ -1,0 +1,287 @@
+"""FedType as a whole: what travels, whom each loss reaches, what the ablations change."""
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small
+from flwr.common import parameters_to_ndarrays
+from torch.nn import functional as F
+
+from clients.fedtype import Reciprocity
+from clients.node import read_node
+from fedhet.conformal import consensus
+from fedhet.errors import SettingsError
+from fedhet.knowledge import Envelope, Knowledge, decode, encode, grouped
+from fedhet.losses import distillation_loss, imitation_loss
+from fedhet.models import build
+from fedhet.proxies import START_SCALE, Proxy
+
+CHANGES = {"clients": 3, "models": "mlp,cnn2,cnn3", "fedtype.proxy": "mlp3"}
+
+
+def fedtype(**changes):
+    return small("fedtype", **{**CHANGES, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def client(tmp_path):
+    return opened(fedtype(), tmp_path)
+
+
+def opened(config, directory, partition=1):
+    node_config = {"partition-id": partition, "num-partitions": config.run.clients}
+    node = read_node(node_config, config.run, str(directory))
+    made = config.method.client(config.run, config.client, config.method.server_sends, node)
+    made._restore("run")
+    return made
+
+
+def message(client):
+    state = build(
+        client.settings.proxy, client.info.shape, client.info.classes, seed=7
+    ).state_dict()
+    return Knowledge(grouped("proxy", {k: v.numpy() for k, v in state.items()}))
+
+
+def reciprocity(client):
+    proxy = Proxy(client.models["proxy"], client.models["proxy"].state_dict())
+    learning = Reciprocity(client, proxy, 1)
+    learning.calibrate()
+    return learning
+
+
+def moved(model):
+    return sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
+
+
+def test_cross_entropy_and_backward_loss_reach_the_private_model_alone(client):
+    learning = reciprocity(client)
+    x, y = client.x[:20], client.y[:20]
+    private, proxy = client.models["private"](x), client.models["proxy"](x)
+    (F.cross_entropy(private, y) + learning.backward_loss(private, proxy)).backward()
+    assert moved(client.models["private"]) > 0
+    assert moved(client.models["proxy"]) == 0
+
+
+def test_forward_loss_reaches_the_proxy_alone(client):
+    x = client.x[:20]
+    private, proxy = client.models["private"](x), client.models["proxy"](x)
+    distillation_loss(private, proxy).backward()
+    assert moved(client.models["private"]) == 0
+    assert moved(client.models["proxy"]) > 0
+
+
+@pytest.mark.parametrize("backward", ["conformal", "topk", "symmetric"])
+def test_every_backward_loss_reaches_the_private_model_alone(tmp_path, backward):
+    client = opened(fedtype(**{"fedtype.backward": backward}), tmp_path)
+    learning = reciprocity(client)
+    x = client.x[:20]
+    private, proxy = client.models["private"](x), client.models["proxy"](x)
+    learning.backward_loss(private, proxy).backward()
+    assert moved(client.models["private"]) > 0
+    assert moved(client.models["proxy"]) == 0
+
+
+def test_the_joint_objective_is_the_sum_of_its_terms(client):
+    learning = reciprocity(client)
+    learning.private.eval()
+    learning.proxy.model.eval()
+    learning.noise.manual_seed(5)
+    x, y = client.x[:20], client.y[:20]
+    joint = learning.loss(x, y)
+    learning.noise.manual_seed(5)
+    w, p = learning.private(x), learning.proxy.model(x)
+    own, other = learning.sets(w.detach(), p.detach())
+    terms = (
+        F.cross_entropy(w, y)
+        + distillation_loss(w, p)
+        + imitation_loss(w, other, consensus(other, own))
+    )
+    assert joint.item() == pytest.approx(terms.item(), rel=1e-6)
+
+
+def test_data_is_parted_7_2_1(client):
+    train, held, test = len(client.y), len(client.held_y), len(client.tests["personal"])
+    everything = train + held + test
+    assert held == round(0.1 * everything)
+    assert test == round(0.2 * everything)
+    rows = {tuple(row.flatten().tolist()) for row in client.x}
+    assert not rows & {tuple(row.flatten().tolist()) for row in client.held_x}
+
+
+def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
+    config = fedtype()
+    server = Server(config, tmp_path / "run")
+    payloads = []
+    for number in (1, 2):
+        asked = server.ask(number)
+        answers = server.answers(asked)
+        payloads += [b"".join(ins.parameters.tensors) for _, ins in asked]
+        payloads += [b"".join(result.parameters.tensors) for _, result in answers]
+        server.strategy.aggregate_fit(number, answers, [])
+        told = server.strategy.configure_evaluate(number, None, server.manager)
+        payloads += [b"".join(ins.parameters.tensors) for _, ins in told]
+        for partition in range(3):
+            node_config = {"partition-id": partition, "num-partitions": 3}
+            from clients.open import open_client
+
+            node = read_node(node_config, config.run, str(tmp_path / "run" / "state"))
+            private = open_client(config, node).models["private"]
+            for name, tensor in private.state_dict().items():
+                # A row is long enough not to be met by chance.
+                if tensor.is_floating_point() and tensor.numel() >= 16:
+                    piece = tensor.flatten()[:16].numpy().tobytes()
+                    if piece == bytes(len(piece)) or len(set(tensor.flatten()[:16].tolist())) < 4:
+                        continue
+                    assert not any(piece in payload for payload in payloads), name
+
+
+def test_bytes_are_the_proxies_both_ways(tmp_path):
+    run(fedtype(rounds=3), tmp_path / "run")
+    state = build("mlp3", (1, 8, 8), 10, seed=0).state_dict()
+    size = sum(tensor.nbytes for tensor in state.values())
+    for record in records(tmp_path / "run")[:-1]:
+        overhead = 1.01 * 3 * size + 3 * 2000  # and a manifest each
+        assert 3 * size <= record["bytes_up"] <= overhead
+        assert 3 * size <= record["bytes_down"] <= overhead
+
+
+def test_three_kinds_of_accuracy(tmp_path):
+    summary = run(fedtype(), tmp_path / "run")
+    assert summary["headline"] == "personal"
+    for protocol in ("personal", "common"):
+        assert set(summary["accuracy"][protocol]) == {"private", "proxy", "global"}
+    common = summary["accuracy"]["common"]["global"]
+    assert len(set(common["per_client"].values())) == 1
+    figures = records(tmp_path / "run")[-1]["method"]
+    assert 0 < figures["eta"] <= 1
+    assert 1 <= figures["proxy_set"] <= 10
+    assert 1 <= figures["private_set"] <= 10
+
+
+def test_the_last_global_is_what_the_server_aggregated_last(tmp_path):
+    server = Server(fedtype(rounds=1), tmp_path / "run")
+    answers = server.answers(server.ask(1))
+    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("proxy") for _, a in answers]
+    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
+    server.strategy.aggregate_fit(1, answers, [])
+    told = server.strategy.configure_evaluate(1, None, server.manager)
+    assert len(told) == 3
+    _, knowledge = decode(parameters_to_ndarrays(told[0][1].parameters), "t")
+    for name, tensor in knowledge.group("proxy").items():
+        expected = sum(w * s[name].astype(np.float64) for w, s in zip(weights, sent, strict=True))
+        np.testing.assert_allclose(tensor, expected / sum(weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "pfedme", "pfedbayes"])
+def test_every_aggregation_runs_and_is_reproducible(tmp_path, aggregation):
+    config = fedtype(**{"fedtype.aggregation": aggregation, "fedtype.moreau-steps": 2})
+    first = run(config, tmp_path / "a")
+    assert first["accuracy"] == run(config, tmp_path / "b")["accuracy"]
+
+
+def test_pfedbayes_averages_mean_and_scale(tmp_path):
+    server = Server(fedtype(**{"fedtype.aggregation": "pfedbayes"}), tmp_path / "run")
+    asked = server.ask(1)
+    _, told = decode(parameters_to_ndarrays(asked[0][1].parameters), "t")
+    assert all((v == np.float32(START_SCALE)).all() for v in told.group("scale").values())
+    answers = server.answers(asked)
+    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("scale") for _, a in answers]
+    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
+    server.strategy.aggregate_fit(1, answers, [])
+    _, told = decode(parameters_to_ndarrays(server.ask(2)[0][1].parameters), "t")
+    for name, tensor in told.group("scale").items():
+        expected = sum(w * s[name] for w, s in zip(weights, sent, strict=True)) / sum(weights)
+        np.testing.assert_allclose(tensor, expected, rtol=1e-4)
+        assert (tensor != np.float32(START_SCALE)).any()
+
+
+def test_pfedme_mixes_by_beta(tmp_path):
+    config = fedtype(**{"fedtype.aggregation": "pfedme", "fedtype.moreau-beta": 0.25})
+    server = Server(config, tmp_path / "run")
+    before = {k: v.copy() for k, v in server.strategy.proxy.items()}
+    answers = server.answers(server.ask(1))
+    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("proxy") for _, a in answers]
+    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
+    server.strategy.aggregate_fit(1, answers, [])
+    for name, tensor in server.strategy.proxy.items():
+        mean = sum(w * s[name] for w, s in zip(weights, sent, strict=True)) / sum(weights)
+        expected = 0.75 * before[name] + 0.25 * mean
+        np.testing.assert_allclose(tensor, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_proxy_starts_each_round_from_the_servers(client):
+    told = message(client)
+    client.train(1, told)
+    client.settings = client.settings.model_copy(update={"aggregation": "fedavg"})
+    client.run = client.run.model_copy(update={"lr": 1e-12})
+    client.train(2, told)
+    for name, value in client.models["proxy"].state_dict().items():
+        np.testing.assert_allclose(value.numpy(), told.tensors[f"proxy/{name}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("local_epochs", [1, 3, 7])
+def test_parts_cover_the_data_once(tmp_path, local_epochs):
+    config = fedtype(local_epochs=local_epochs, **{"fedtype.epoch-data": "part"})
+    learning = reciprocity(opened(config, tmp_path))
+    rows = torch.cat([learning.rows(epoch) for epoch in range(local_epochs)])
+    assert sorted(rows.tolist()) == list(range(len(learning.client.y)))
+
+
+def test_sets_shrink_where_the_proxy_got_worse(client):
+    learning = reciprocity(client)
+    assert learning.penalty == 0.5
+    learning.accuracy = 2.0  # more than it can be now
+    learning.calibrate()
+    assert learning.penalty > 0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fedtype.backward": "topk"},
+        {"fedtype.backward": "symmetric"},
+        {"fedtype.eta": "one"},
+        {"fedtype.u": 0.5},
+        {"fedtype.epoch-data": "part"},
+        {"fedtype.g": "g2"},
+    ],
+)
+def test_a_switch_changes_the_run(tmp_path, changes):
+    trained = []
+    for number, chosen in enumerate([{}, changes]):
+        config = fedtype(local_epochs=4, models="cnn2", **chosen)
+        client = opened(config, tmp_path / str(number))
+        if "fedtype.g" in changes:
+            # A proxy that gets worse in every epoch, so that g matters.
+            client.run = client.run.model_copy(update={"lr": 0.5})
+        client.fit(encode(Envelope("run", "fedtype", 1, "server"), message(client)), {})
+        trained.append(torch.cat([p.flatten() for p in client.models["private"].parameters()]))
+    assert not torch.equal(*trained)
+
+
+@pytest.mark.parametrize("value", ["often", 1.5, -0.1])
+def test_u_is_random_or_a_share(value):
+    with pytest.raises(SettingsError, match=r"'fedtype\.u'.*random, or a number from 0 to 1"):
+        fedtype(**{"fedtype.u": value})
+
+
+def test_an_unknown_proxy_ends_the_run_before_training():
+    with pytest.raises(SettingsError, match=r"'fedtype\.proxy'.*did you mean 'cnn2'"):
+        fedtype(**{"fedtype.proxy": "cnn22"})
+
+
+def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path):
+    config = fedtype(max_samples=60, min_samples=10, clients=3)
+    client = opened(config, tmp_path)
+    client.held_x, client.held_y = client.held_x[:1], client.held_y[:1]
+    _, count, metrics = client.fit(
+        encode(Envelope("run", "fedtype", 1, "server"), message(client)), {}
+    )
+    assert "error" not in metrics
+    assert count > 0
