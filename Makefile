@@ -38,6 +38,7 @@ types: install   ## mypy, strict
 	$(BIN)/mypy
 
 proto: install   ## the generated half of the wire contract
+	@mkdir -p build/proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	cp build/proto/fedhet/v1/knowledge_pb2.py build/proto/fedhet/v1/knowledge_pb2.pyi fedhet/_generated/
 
@@ -49,6 +50,7 @@ proto-check: install ## is the committed generated code that of the .proto file?
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.engine_overhead
+	$(BIN)/python -m benchmarks.conformal_step
 
 clean:           ## what the build and the runs left, but not .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -27,11 +27,10 @@ def ratios(ours: Callable[[], object], theirs: Callable[[], object], pairs: int)
     return sorted(found)
 
 
-def show(name: str, values: list[float], bound: float) -> None:
-    """Print the median and the extremes of sorted `values`, and whether the bound holds."""
+def show(name: str, values: list[float], bound: float | None = None) -> None:
+    """Print the median and the extremes of sorted `values`, and whether a bound holds."""
     median = statistics.median(values)
-    verdict = "holds" if median <= bound else "DOES NOT HOLD"
-    print(
-        f"{name:<44} median {median:.3f}  (min {values[0]:.3f}, max {values[-1]:.3f})"
-        f"  bound {bound:.2f} {verdict}"
-    )
+    verdict = ""
+    if bound is not None:
+        verdict = f"  bound {bound:.2f} {'holds' if median <= bound else 'DOES NOT HOLD'}"
+    print(f"{name:<44} median {median:.3f}  (min {values[0]:.3f}, max {values[-1]:.3f}){verdict}")

@@ -95,7 +95,7 @@ def main() -> None:
             show(f"cross-entropy, {model} / plain loop", values, 1.0)
             felo = open_new("felo", model, chosen.device, Path(folder))
             values = ratios(our_epochs(felo, teaching(felo)), plain, chosen.pairs)
-            show(f"felo, {model} / plain loop", values, 1.0)
+            show(f"felo, {model} / plain loop", values)
 
 
 if __name__ == "__main__":

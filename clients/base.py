@@ -6,6 +6,7 @@ train, keep the state, measure, encode.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
@@ -159,11 +160,9 @@ class HetClient(NumPyClient):
             envelope, knowledge = self._open(parameters)
             self._check(knowledge)
             self._restore(envelope.run)
-            started = time.perf_counter()
-            answer = self._train(envelope, knowledge)
-            seconds = time.perf_counter() - started
+            answer, seconds = self._train(envelope, knowledge)
             judged = self.judged(knowledge) if config.get("evaluate", True) else {}
-            measured = self._measure(judged, seconds)
+            measured, _ = self._measure(judged, seconds)
             reply = Envelope(envelope.run, envelope.method, envelope.round, self.info.name)
             arrays = encode(reply, answer)
         except FedhetError as error:
@@ -180,10 +179,10 @@ class HetClient(NumPyClient):
                 self._check(knowledge)
             self._restore(envelope.run)
             self.loss = None
-            measured = self._measure(self.judged(knowledge), 0.0)
+            measured, loss = self._measure(self.judged(knowledge), 0.0)
         except FedhetError as error:
             return 0.0, 0, {"error": str(error)}
-        return 0.0, self.info.samples, dict(write_measures(measured))
+        return loss, self.info.samples, dict(write_measures(measured))
 
     # The steps of the above.
 
@@ -203,24 +202,38 @@ class HetClient(NumPyClient):
             shapes=self.shapes(),
         )
 
-    def _train(self, envelope: Envelope, knowledge: Knowledge) -> Knowledge:
-        self._version = -1
-        with seeded(self.run.seed, self.info.name, envelope.round):
+    def _train(self, envelope: Envelope, knowledge: Knowledge) -> tuple[Knowledge, float]:
+        """Return the method's answer and the seconds that its training took; keep the state."""
+        version, self._version = self._version, -1
+        started = time.perf_counter()
+        place = (self.info.name, envelope.round)
+        with seeded(self.run.seed, *place, device=self.compute.device):
             answer = self.train(envelope.round, knowledge)
+        seconds = time.perf_counter() - started
+        self._check_finite()
         self.facts["participations"] = self.participations + 1
-        self._save(envelope.round)
-        return answer
+        self._save(envelope.round, version)
+        return answer, seconds
+
+    def _check_finite(self) -> None:
+        """Raise StateError where training has diverged; what was saved before then stands."""
+        tensors = [t for model in self.models.values() for t in model.state_dict().values()]
+        weights = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        if not weights or (self.loss is not None and not math.isfinite(self.loss)):
+            raise StateError(
+                f"training diverged (loss {self.loss}): the models of before stand; "
+                "a smaller 'lr' may help"
+            )
 
     def _restore(self, run: str) -> None:
         """Make the models those of the saved state, or new ones where nothing is saved."""
         store = ClientStore(self.node.state_dir, run, self.info.name)
-        saved = store.facts()
-        version = 0 if saved is None else int(saved.get("version", 0))
+        version = _version_of(store)
         if store == self._store and version == self._version:
             return
         self.models = self.setup()
         self.facts = {}
-        if saved is not None:
+        if version > 0:
             self._load(store)
         for model in self.models.values():
             self.compute.place(model)
@@ -234,17 +247,22 @@ class HetClient(NumPyClient):
                     f"{store.path} is of {name} {facts.get(name)!r}, this client's is {value!r}"
                 )
         for kind, model in self.models.items():
-            own = Knowledge({k: v.numpy() for k, v in tensors.items()}).group(kind)
+            start = f"{kind}/"
+            own = {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
             try:
-                model.load_state_dict({name: torch.from_numpy(v) for name, v in own.items()})
+                model.load_state_dict(own)
             except RuntimeError as error:
                 raise StateError(f"{store.path} does not fit the model {kind}: {error}") from None
         self.facts = {k: v for k, v in facts.items() if k not in {*self._identity(), "version"}}
 
-    def _save(self, round: int) -> None:
+    def _save(self, round: int, restored: int) -> None:
         assert self._store is not None
-        saved = self._store.facts()
-        version = 1 if saved is None else int(saved.get("version", 0)) + 1
+        if _version_of(self._store) != restored:
+            raise StateError(
+                f"{self._store.path} was written by another worker meanwhile: round {round} came "
+                "too late, and the newer state stands"
+            )
+        version = restored + 1
         tensors = {
             f"{kind}/{name}": tensor
             for kind, model in self.models.items()
@@ -259,15 +277,29 @@ class HetClient(NumPyClient):
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
         return {"method": self.run.method, "model": self.node.model, "task": task}
 
-    def _measure(self, judged: Mapping[str, nn.Module], train_seconds: float) -> Measured:
+    def _measure(
+        self, judged: Mapping[str, nn.Module], train_seconds: float
+    ) -> tuple[Measured, float]:
+        """Return what there is to report, and the private model's loss on its own test split."""
         started = time.perf_counter()
-        reached = {
-            (protocol, kind): evaluate(model, split.x, split.y, self.compute).accuracy
+        scores = {
+            (protocol, kind): evaluate(
+                model, split.x, split.y, self.compute, self.run.eval_batch_size
+            )
             for protocol, split in self.tests.items()
             for kind, model in judged.items()
         }
         seconds = time.perf_counter() - started
-        return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb())
+        reached = {key: score.accuracy for key, score in scores.items()}
+        own = scores.get(("personal", "private"))
+        loss = own.loss if own is not None and math.isfinite(own.loss) else 0.0
+        return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb()), loss
+
+
+def _version_of(store: ClientStore) -> int:
+    """Return the version of the saved state; 0 where nothing is saved."""
+    saved = store.facts()
+    return 0 if saved is None else int(saved.get("version", 0))
 
 
 def to_arrays(model: nn.Module) -> dict[str, Array]:

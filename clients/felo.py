@@ -57,13 +57,17 @@ class FeloClient(HetClient):
         return {"weights": own}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run lines 9 to 15 of Algorithm 1."""
-        model = self.models["private"]
+        """Run lines 9 to 15 of Algorithm 1.
+
+        A first participation trains on cross-entropy alone (line 10). It starts from the weights
+        of its architecture where there are any (ours): else a client that is sampled late would
+        replace, rather than join, what its architecture has learned.
+        """
+        if weights := knowledge.group("weights"):
+            adopt(self.models["private"], weights)
         teacher = None
         if self.participations > 0:
             teacher = read_teacher(knowledge, self.info.classes, self.y)
-            if weights := knowledge.group("weights"):
-                adopt(model, weights)
         means = self._learn(round, teacher)
         return self._answer(means)
 

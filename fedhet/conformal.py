@@ -99,7 +99,7 @@ def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     before[:, 0] = 0
     place = torch.arange(values.shape[1], device=values.device).expand_as(values)
     differs = values[:, 1:] != values[:, :-1]
-    edge = torch.ones_like(differs[:, :1])
+    edge = torch.ones_like(values[:, :1], dtype=torch.bool)
     first = place.where(torch.cat([edge, differs], 1), 0).cummax(1).values
     after = place.where(torch.cat([differs, edge], 1), values.shape[1] - 1)
     last = after.flip(1).cummin(1).values.flip(1)

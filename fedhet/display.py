@@ -42,7 +42,7 @@ class LineDisplay:
         _, text = headline_of(record, self._headline)
         answered = f"{len(record.answered)}/{len(record.asked)} clients"
         bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
-        loss = f"loss {record.loss['mean']:.4f}  " if record.loss else ""
+        loss = f"train loss {record.loss['mean']:.4f}  " if record.loss else ""
         self._print(
             f"round {record.round:>3}  {text}  {loss}{answered}  {bytes_moved}  "
             f"{record.seconds.total:.1f} s"
@@ -144,7 +144,7 @@ class LiveDisplay:
         for name in ("client", "model", "state"):
             table.add_column(name, no_wrap=True)
         table.add_column("accuracy", justify="right")
-        table.add_column("loss", justify="right")
+        table.add_column("train loss", justify="right")
         accuracy = _private(self._last, self._protocol)
         losses = self._last.loss.get("per_client", {}) if self._last else {}
         for name in list(self._models)[:MOST_CLIENTS]:

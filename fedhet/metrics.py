@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ Accuracy = dict[str, dict[str, dict[str, float]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""
 
 PROTOCOLS = ("personal", "common")
+MOST = 1e15
+"""The largest loss, time or size that a client may report; sums and squares of it are finite."""
 KINDS = ("private", "proxy", "global", "server")
 
 
@@ -36,12 +38,17 @@ def spread(per_client: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def summarise(accuracy: Accuracy) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return `spread` for each protocol and kind."""
-    return {
-        protocol: {kind: spread(kinds[kind]) for kind in sorted(kinds)}
-        for protocol, kinds in sorted(accuracy.items())
-    }
+def summarise(
+    accuracy: Accuracy, without: Collection[str] = ()
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return `spread` for each protocol and kind that somebody has, some clients left out."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for protocol, kinds in sorted(accuracy.items()):
+        for kind, per_client in sorted(kinds.items()):
+            kept = {name: value for name, value in per_client.items() if name not in without}
+            if kept:
+                found.setdefault(protocol, {})[kind] = spread(kept)
+    return found
 
 
 @dataclass
@@ -119,7 +126,7 @@ def read_measures(sender: str, metrics: Mapping[str, object]) -> Measured:
     }
     return Measured(
         accuracy,
-        _number(sender, metrics, "loss", low=-math.inf) if "loss" in metrics else None,
+        _number(sender, metrics, "loss", low=-MOST) if "loss" in metrics else None,
         _number(sender, metrics, "seconds.train"),
         _number(sender, metrics, "seconds.evaluate"),
         _number(sender, metrics, "memory"),
@@ -131,7 +138,7 @@ def _number(
     metrics: Mapping[str, object],
     name: str,
     low: float = 0.0,
-    high: float = math.inf,
+    high: float = MOST,
 ) -> float:
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,14 +1,14 @@
 """What a run leaves in its directory while it goes on, and who watches it.
 
-config.toml  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
+config.toml  run.json  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import platform
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +52,8 @@ class RunLog:
     ) -> None:
         self.config = config
         self.directory = directory
-        self.run_name = _identity(config.method.name, directory)
+        # One length for all, so that it tells on no byte count. Not a draw that a result hangs on.
+        self.run_name = f"{config.method.name}-{secrets.token_hex(6)}"
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
         self.peak_memory_mb = 0.0
@@ -64,6 +65,8 @@ class RunLog:
         _claim(directory)
         with replacing(directory / "config.toml") as path:
             path.write_text(config.to_toml(), encoding="utf-8")
+        with replacing(directory / "run.json") as path:
+            path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
         self._board = SummaryWriter(str(directory / "tensorboard"))
 
     def begin(self, models: Mapping[str, str]) -> None:
@@ -71,6 +74,10 @@ class RunLog:
         self.models = dict(sorted(models.items()))
         for watcher in self.watchers:
             watcher.run_started(self.config, self.directory, self.models)
+
+    def joined(self, models: Mapping[str, str]) -> None:
+        """Note clients that have come since: name to model."""
+        self.models = dict(sorted({**self.models, **models}.items()))
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Pass the start of a round on."""
@@ -90,7 +97,8 @@ class RunLog:
     def round_finished(self, record: RoundRecord) -> None:
         """Write a round's record and pass it on."""
         busy = record.seconds.train + record.seconds.evaluate
-        lost = record.seconds.total - record.seconds.server - busy / self._workers
+        at_once = max(1, min(self._workers, len(record.asked)))
+        lost = record.seconds.total - record.seconds.server - busy / at_once
         record.seconds.overhead = max(lost, 0.0)
         self._history.append(record)
         self._seconds.add(record.seconds)
@@ -174,12 +182,6 @@ def _brief(record: RoundRecord) -> dict[str, Any]:
         "bytes_down": record.bytes_down,
         "seconds": round(record.seconds.total, 3),
     }
-
-
-def _identity(method: str, directory: Path) -> str:
-    """Return the name under which clients keep this run's state; its length tells nothing."""
-    place = hashlib.blake2b(str(directory.absolute()).encode(), digest_size=6).hexdigest()
-    return f"{method}-{place}"
 
 
 def _claim(directory: Path) -> None:

@@ -35,12 +35,19 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 
 @contextmanager
-def seeded(seed: int, *names: str | int) -> Iterator[None]:
+def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's global generators inside the block, and give them back as they were after it.
 
-    For what torch draws from global state alone: weight initialisation and dropout.
+    The processor's, and that of `device`. For what torch draws from global state alone: weight
+    initialisation and dropout.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive(seed, *names))
+    derived = derive(seed, *names)
+    on_gpu = device is not None and device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(derived)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(derived)
+        elif device is not None and device.type == "mps":
+            torch.mps.manual_seed(derived)
         yield

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from fedhet.errors import SettingsError, nearest
@@ -107,6 +107,7 @@ class Settings(Schema):
     lr: Positive = Field(1e-3, description="learning rate")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
     weight_decay: NonNegative = Field(0.0, description="weight decay")
+    eval_batch_size: Count = Field(1024, description="samples a batch in evaluation")
     evaluate_every: Count = Field(
         1, description="rounds between evaluations; the last round is always evaluated"
     )
@@ -123,8 +124,8 @@ class Settings(Schema):
     )
     threads: Count = Field(1, description="torch threads a worker")
     cpus_per_client: Positive = Field(1.0, description="Ray: processors a worker takes")
-    gpus_per_client: NonNegative = Field(
-        0.0, description="Ray: share of a GPU a worker takes; 0 = all workers see all GPUs"
+    gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = Field(
+        0.25, description="Ray: share of a GPU a worker takes, where the device is one"
     )
     join_timeout: Positive = Field(
         120.0, description="seconds to wait at the start for all clients"
@@ -137,6 +138,15 @@ class Settings(Schema):
     )
     max_payload_mb: Positive = Field(2048.0, description="a reply larger than this is refused, MB")
     out: str = Field("", description="the run's directory; empty = runs/<method>-<dataset>-<time>")
+
+    @model_validator(mode="after")
+    def _least_is_no_more_than_all(self) -> Settings:
+        if self.min_clients > self.clients:
+            raise ValueError(
+                f"setting 'min-clients' = {self.min_clients} is not allowed: "
+                f"it takes at most 'clients', which is {self.clients}"
+            )
+        return self
 
 
 def allowed(info: FieldInfo) -> str:

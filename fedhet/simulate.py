@@ -36,14 +36,10 @@ from fedhet import data, report
 from fedhet.client_app import simulated_app
 from fedhet.config import Config, absolute, check, data_spec
 from fedhet.devices import find_device
-from fedhet.errors import SettingsError
 from fedhet.runlog import Watcher
 from fedhet.server_app import components
 from fedhet.settings import refused
 from fedhet.state import replacing
-
-SHARE_OF_A_GPU = 0.25
-"""What a Ray worker takes of a GPU where the settings leave it open."""
 
 
 def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
@@ -149,7 +145,7 @@ def _state_dir(directory: Path) -> str:
 def _gpu_share(config: Config) -> float:
     if find_device(config.run.device).type != "cuda":
         return 0.0
-    return config.run.gpus_per_client or SHARE_OF_A_GPU
+    return config.run.gpus_per_client
 
 
 def ray_workers(config: Config) -> int:
@@ -163,15 +159,8 @@ def ray_workers(config: Config) -> int:
         rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
         raise refused("device", run.device, rule)
     if share := _gpu_share(config):
-        gpus = torch.cuda.device_count()
-        if share > gpus:
-            raise refused("gpus-per-client", share, f"at most this machine's {gpus}")
-        workers = min(workers, int(gpus / share))
-    elif run.gpus_per_client > 0:
-        raise SettingsError(
-            f"setting 'gpus-per-client' = {run.gpus_per_client}: the device is "
-            f"{find_device(run.device)}, which is no GPU"
-        )
+        # No worker has parts of two GPUs.
+        workers = min(workers, torch.cuda.device_count() * int(1 / share))
     return max(1, min(workers, run.clients))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.devices import Compute
+from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
 from fedhet.settings import Settings
 
@@ -64,8 +64,10 @@ def optimization(
     return Optimization(chosen, scaler)
 
 
-def batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Return the shuffled indices of one epoch, cut into batches.
+def batches(
+    samples: int, batch_size: int, generator: torch.Generator, device: torch.device = CPU.device
+) -> list[Tensor]:
+    """Return the shuffled indices of one epoch, on `device`, cut into batches.
 
     A batch has batch_size samples, or 2 if that is more; the last has fewer, or one more.
 
@@ -74,7 +76,7 @@ def batches(samples: int, batch_size: int, generator: torch.Generator) -> list[T
     """
     if samples < 2:
         raise DataError(f"training needs at least 2 samples, there is {samples}")
-    order = torch.randperm(samples, generator=generator)
+    order = torch.randperm(samples, generator=generator).to(device)
     cuts = list(range(0, samples, max(batch_size, 2)))
     if samples - cuts[-1] == 1 and len(cuts) > 1:
         cuts.pop()
@@ -97,8 +99,7 @@ def train_epoch(
     `stepped` is called after each step of the optimiser.
     """
     total = torch.zeros((), device=compute.device)
-    for cpu_index in batches(len(y), batch_size, generator):
-        index = cpu_index.to(compute.device, non_blocking=True)
+    for index in batches(len(y), batch_size, generator, compute.device):
         with compute.autocast():
             loss = loss_of(x[index], y[index])
         optimizing.step(loss)

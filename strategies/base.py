@@ -25,6 +25,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
+from fedhet.config import pool
 from fedhet.contract import Contract, Shapes
 from fedhet.errors import FedhetError, KnowledgeError
 from fedhet.identity import ClientInfo
@@ -83,12 +84,13 @@ class HetStrategy(Strategy):
         self.log = log
         self.run_name = log.run_name
         self.members: dict[str, Member] = {}
-        self._roster = Roster(run.round_timeout, log.notice)
+        self._roster = Roster(run.round_timeout, pool(run), log.notice)
         self._accuracy: Accuracy = {}
         self._stale: set[str] = set()
         """Clients whose models have changed since they were last measured."""
         self._record = RoundRecord(0)
         self._losses: dict[str, float] = {}
+        self._absent: set[str] = set()
         self._round_started = self._waiting_since = self._waiting = 0.0
 
     # What a method writes.
@@ -135,8 +137,12 @@ class HetStrategy(Strategy):
         """Wait for the clients, learn who they are, and prepare the method."""
         self._wait_for_clients(client_manager)
         self.members = self._roster.members(client_manager)
-        if not self.members:
-            raise FedhetError("no client is there that could train; see the notices above")
+        least = self.run.min_clients or self.run.clients
+        if len(self.members) < least:
+            raise FedhetError(
+                f"{len(self.members)} clients can take part, at least {least} must: see the "
+                "notices; 'min-clients' lets a run start with fewer"
+            )
         self.log.begin({name: member.info.model for name, member in self.members.items()})
         self._stale = set(self.members)
         self.init()
@@ -147,8 +153,9 @@ class HetStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Sample clients by name and give each its instruction."""
         self._round_started, self._waiting = time.perf_counter(), 0.0
-        self._record, self._losses = RoundRecord(server_round), {}
+        self._record, self._losses, self._absent = RoundRecord(server_round), {}, set()
         self.members = self._roster.members(client_manager) or self.members
+        self.log.joined({name: member.info.model for name, member in self.members.items()})
         asked = self.sample(server_round, list(self.members))
         self._record.asked = asked
         self.log.round_started(server_round, asked)
@@ -169,15 +176,19 @@ class HetStrategy(Strategy):
         self._waiting += time.perf_counter() - self._waiting_since
         answers = {_name(proxy): result for proxy, result in results}
         reasons = _reasons(failures)
+        self._stale |= set(self._record.asked)
         replies = []
         for name in sorted(self._record.asked):
             if name not in answers:
+                self._absent.add(name)
                 self._drop(name, reasons.get(name, "did not answer in time"))
                 continue
             try:
                 replies.append(self._accept(server_round, name, answers[name]))
             except KnowledgeError as error:
                 self._drop(name, f"{error.field}: {error.fault}")
+            except FedhetError as error:
+                self._drop(name, str(error))
         self._record.answered = [reply.client.name for reply in replies]
         if replies:
             self._record.method = dict(self.aggregate(server_round, replies))
@@ -269,7 +280,6 @@ class HetStrategy(Strategy):
             name, knowledge.tensors, knowledge.scalars, dims=self.dims(), shapes=self.shapes(info)
         )
         measured = read_measures(name, result.metrics)
-        self._stale.add(name)
         self._note(name, measured)
         return Reply(info, knowledge, info.samples)
 
@@ -295,7 +305,7 @@ class HetStrategy(Strategy):
     def _to_be_judged(self, round: int) -> dict[str, Knowledge]:
         """Return what those are told who have to be asked, and can be expected to answer."""
         told: dict[str, Knowledge] = {}
-        for name in sorted(self.members.keys() - self._record.failed.keys()):
+        for name in sorted(self.members.keys() - self._absent):
             knowledge = self.judge(round, self.members[name].info)
             if knowledge is not None or name in self._stale:
                 told[name] = knowledge or NOTHING_TO_SAY
@@ -303,7 +313,8 @@ class HetStrategy(Strategy):
 
     def _close_round(self) -> None:
         record = self._record
-        record.accuracy = summarise(self._accuracy) if self._evaluates(record.round) else {}
+        if self._evaluates(record.round):
+            record.accuracy = summarise(self._accuracy, without=self._stale)
         record.loss = spread(self._losses) if self._losses else {}
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting

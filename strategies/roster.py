@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,6 +13,10 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError
 from fedhet.identity import ClientInfo, read_properties
+from fedhet.models import names
+
+Task = tuple[int, tuple[int, ...]]
+"""Classes, and the shape of a sample."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,25 @@ class Member:
 class Roster:
     """Keeps the members of a federation up to date as nodes come and go."""
 
-    def __init__(self, timeout: float, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeout: float, pool: Collection[str], notice: Callable[[str], None]
+    ) -> None:
         self._timeout = timeout
+        self._pool = pool
         self._notice = notice
         self._infos: dict[str, ClientInfo] = {}
         self._refused: set[str] = set()
+        self._task: Task | None = None
 
     def members(self, manager: ClientManager) -> dict[str, Member]:
         """Return the clients there now by name, sorted; a node not seen before is asked who it is.
 
-        The first client by name fixes the task (classes and shape); a node of another task, or
-        of a name that is taken, is left out with a notice.
+        The first clients fix the task (classes and shape), the commonest of theirs. A node of
+        another task, of a name that is taken, or with a model that the server does not know is
+        left out with a notice.
         """
-        proxies: dict[str, ClientProxy] = manager.all()
+        # A copy: Flower's thread changes its own as nodes come and go.
+        proxies: dict[str, ClientProxy] = dict(manager.all())
         for gone in self._infos.keys() - proxies.keys():
             del self._infos[gone]
         new = [
@@ -53,9 +64,13 @@ class Roster:
         with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
             answers = list(pool.map(self._ask, proxies))
         known = [(p, a) for p, a in zip(proxies, answers, strict=True) if isinstance(a, ClientInfo)]
+        if self._task is None and known:
+            self._task = commonest_task([info for _, info in known])
         for proxy, info in sorted(known, key=lambda pair: pair[1].name):
-            fault = self._fault(info)
-            if fault:
+            if any(other.name == info.name for other in self._infos.values()):
+                # Perhaps its own former self, which Flower has not missed yet: asked again later.
+                self._notice(f"client {info.name} is left out: another node has that name")
+            elif fault := self._fault(info):
                 self._refused.add(proxy.cid)
                 self._notice(f"client {info.name} is left out: {fault}")
             else:
@@ -79,12 +94,19 @@ class Roster:
             return f"node {proxy.cid} does not say who it is: {str(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
-        others = sorted(self._infos.values(), key=lambda other: other.name)
-        if any(other.name == info.name for other in others):
-            return "another node has that name"
-        if others and (info.classes, info.shape) != (others[0].classes, others[0].shape):
+        if (info.classes, info.shape) != self._task:
+            classes, shape = self._task or (0, ())
             return (
                 f"its data has {info.classes} classes of shape {info.shape}, "
-                f"{others[0].name}'s {others[0].classes} of shape {others[0].shape}"
+                f"the others' {classes} of shape {shape}"
             )
+        if info.model not in self._pool and info.model not in names():
+            # What a client names is never imported here, unless the run's own pool names it too.
+            return f"its model {info.model!r} is neither registered nor in the run's pool"
         return ""
+
+
+def commonest_task(infos: Sequence[ClientInfo]) -> Task:
+    """Return the task that most clients have; of equally common ones the first client's by name."""
+    tasks = [(i.classes, i.shape) for i in sorted(infos, key=lambda info: info.name)]
+    return Counter(tasks).most_common(1)[0][0]

@@ -70,6 +70,13 @@ class Server:
         """Return the instructions of a round."""
         return self.strategy.configure_fit(round, None, self.manager)
 
+    def close(self, round: int) -> None:
+        """End a round: let those evaluate who have to."""
+        asked = self.strategy.configure_evaluate(round, None, self.manager)
+        if asked:
+            results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in asked]
+            self.strategy.aggregate_evaluate(round, results, [])
+
     def answers(self, asked) -> list[tuple[object, FitRes]]:
         """Let every client train."""
         return [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]

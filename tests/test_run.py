@@ -60,7 +60,7 @@ def test_bytes_are_those_of_the_payloads(tmp_path):
     asked = server.ask(1)
     answers = server.answers(asked)
     server.strategy.aggregate_fit(1, answers, [])
-    server.strategy.configure_evaluate(1, None, server.manager)
+    server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["bytes_down"] == sum(len(t) for _, i in asked for t in i.parameters.tensors)
     assert record["bytes_up"] == sum(len(t) for _, a in answers for t in a.parameters.tensors)
@@ -211,7 +211,7 @@ def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, change, fault):
         for proxy, result in server.answers(server.ask(1))
     ]
     server.strategy.aggregate_fit(1, answers, [])
-    server.strategy.configure_evaluate(1, None, server.manager)
+    server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["failed"].keys() == {"client-2"}
     assert record["failed"]["client-2"].startswith(fault)

@@ -131,7 +131,7 @@ BOUNDS = {
     "evaluate-every": (1, 1_000_000, 0, 1_000_001),
     "threads": (1, 1_000_000, 0, 1_000_001),
     "cpus-per-client": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
-    "gpus-per-client": (0.0, 1e6, -5e-324, JUST(1e6, 2e6)),
+    "gpus-per-client": (0.01, 1.0, JUST(0.01, 0), JUST(1, 2)),
     "round-timeout": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
     "max-payload-mb": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
 }

@@ -1,0 +1,103 @@
+"""FedType's conformal step: the epoch with it over the same epoch with symmetric distillation.
+
+    python -m benchmarks.conformal_step [--samples 280] [--pairs 5] [--device cpu]
+
+The whole step (calibration of both models, prediction sets, eta) is bounded by 1.05, on a
+ResNet-18 private model and a ShuffleNet-V2 proxy at 32 x 32, batches of 16 and 128. Training and
+calibration data are in the method's proportion of 7 to 1. Then: milliseconds for the sets of both
+models and eta of a batch of 1024 samples with 100 classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.timing import ratios, seconds, show
+from clients.fedtype import FedTypeClient, Reciprocity
+from clients.node import read_node
+from fedhet.config import resolve
+from fedhet.conformal import Raps, calibrate, consensus, prediction_sets
+from fedhet.proxies import Proxy
+
+
+def write_images(folder: Path, samples: int) -> None:
+    """Write one client's random images, of which the method holds an eighth out."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", samples), ("test", samples // 4)):
+        (folder / part).mkdir(parents=True)
+        x = rng.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
+        np.savez(folder / part / "0.npz", x=x, y=np.arange(count) % 10)
+
+
+def open_client(folder: Path, batch: int, backward: str, device: str) -> FedTypeClient:
+    """Return a FedType client on these images."""
+    config = resolve(
+        {
+            "method": "fedtype",
+            "dataset": f"npz:{folder}",
+            "clients": 1,
+            "models": "resnet18",
+            "batch-size": batch,
+            "device": device,
+            "local-epochs": 1,
+            "fedtype.proxy": "shufflenet-v2",
+            "fedtype.backward": backward,
+        }
+    )
+    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(folder / "state"))
+    client = FedTypeClient(config.run, config.client, config.method.server_sends, node)
+    client._restore("bench")
+    return client
+
+
+def one_epoch(client: FedTypeClient) -> Callable[[], object]:
+    """Return one epoch of Algorithm 1 at a client."""
+    model = client.models["proxy"]
+    learning = Reciprocity(client, Proxy(model, model.state_dict()), 1)
+    return lambda: learning.run_epoch(0)
+
+
+def sets_of_a_batch(device: str) -> float:
+    """Return the median milliseconds for both models' sets and eta, 1024 x 100."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 1024, 100, generator=generator).to(device)
+    labels = torch.randint(0, 100, (1024,), generator=generator).to(device)
+    u = torch.rand(1024, generator=generator).to(device)
+    model = calibrate(logits[0], labels, u, theta=0.1, raps=Raps())
+
+    def work() -> None:
+        sets = [prediction_sets(part, model, u, penalty=0.5, k_reg=5) for part in logits]
+        consensus(*sets).sum().item()
+
+    work()
+    return 1000 * statistics.median(seconds(work) for _ in range(20))
+
+
+def main() -> None:
+    """Print the ratios and the milliseconds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=280)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"sets and eta, 1024 x 100: {sets_of_a_batch(chosen.device):.1f} ms a batch")
+    for batch in (16, 128):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "images"
+            write_images(folder, chosen.samples)
+            ours = open_client(folder, batch, "conformal", chosen.device)
+            theirs = open_client(folder, batch, "symmetric", chosen.device)
+            values = ratios(one_epoch(ours), one_epoch(theirs), chosen.pairs)
+            show(f"conformal / symmetric epoch, batch {batch}", values, 1.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Who takes part: nodes come, go, come back, and are not always who or what they should be."""
+
+import numpy as np
+import pytest
+from federation import Server, records, run, small
+from flwr.common import GetPropertiesRes, Status
+from flwr.common.typing import Code
+from flwr.server.client_manager import SimpleClientManager
+
+from fedhet import simulate as simulation
+from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.identity import ClientInfo, read_properties
+from strategies.roster import Roster, commonest_task
+
+GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
+
+
+class Node:
+    """A node of which only what it says of itself matters."""
+
+    def __init__(self, cid, **changes):
+        self.cid = cid
+        self.says = {**GOOD, "name": cid, **changes}
+        self.meanwhile = lambda: None
+
+    def get_properties(self, ins, timeout, group_id):
+        self.meanwhile()
+        if isinstance(self.says, Exception):
+            raise self.says
+        return GetPropertiesRes(Status(Code.OK, ""), self.says)
+
+
+class Manager:
+    """Flower's manager hands out its own dict, which a thread of its own changes."""
+
+    def __init__(self, *nodes):
+        self.nodes = {node.cid: node for node in nodes}
+
+    def all(self):
+        return self.nodes
+
+
+@pytest.fixture
+def notices():
+    return []
+
+
+@pytest.fixture
+def roster(notices):
+    return Roster(1.0, ["mymodels:tiny"], notices.append)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "../a"), ("name", "server"), ("name", 3), ("name", "a\nb"), ("model", 5),
+        ("model", "m" * 300), ("samples", 1), ("samples", True), ("samples", 2.5), ("classes", 1),
+        ("classes", 10**9), ("shape", "1,8,"), ("shape", "0"), ("shape", "1,2,3,4,5"), ("shape", 8),
+    ],
+)  # fmt: skip
+def test_what_a_client_says_is_checked(field, value):
+    if field == "shape" and value == 8:
+        assert read_properties({**GOOD, "shape": 8}, "node").shape == (8,)
+        return
+    with pytest.raises(KnowledgeError) as caught:
+        read_properties({**GOOD, field: value}, "node 1")
+    assert caught.value.field == field
+
+
+def test_identity_round_trip():
+    info = ClientInfo("site-a", "cnn2", 12, 4, (3, 32, 32))
+    assert read_properties(info.properties(), "node") == info
+
+
+def test_a_node_that_leaves_meanwhile_ends_nothing(roster):
+    first, second = Node("a"), Node("b")
+    manager = Manager(first)
+    roster.members(manager)
+    manager.nodes["b"] = second
+    second.meanwhile = lambda: manager.nodes.pop("a", None)
+    assert "b" in roster.members(manager)
+    assert list(roster.members(manager)) == ["b"]
+
+
+def test_a_restarted_node_is_let_in_once_its_former_self_is_gone(roster, notices):
+    manager = Manager(Node("old", name="site-a"))
+    roster.members(manager)
+    manager.nodes["new"] = Node("new", name="site-a")
+    assert roster.members(manager)["site-a"].proxy.cid == "old"
+    assert "another node has that name" in notices[-1]
+    del manager.nodes["old"]
+    assert roster.members(manager)["site-a"].proxy.cid == "new"
+
+
+def test_the_commonest_task_is_the_runs(roster, notices):
+    odd = Node("a-odd", classes=7)
+    members = roster.members(Manager(odd, *(Node(f"site-{k}") for k in range(4))))
+    assert list(members) == [f"site-{k}" for k in range(4)]
+    assert "a-odd is left out: its data has 7 classes" in notices[0]
+
+
+def test_of_equally_common_tasks_the_first_clients_is_taken():
+    infos = [ClientInfo(n, "mlp", 5, c, (1,)) for n, c in (("b", 3), ("a", 2))]
+    assert commonest_task(infos) == (2, (1,))
+
+
+def test_a_model_that_a_client_names_is_not_imported_by_the_server(roster, notices):
+    members = roster.members(
+        Manager(Node("a"), Node("b", model="os:abort"), Node("c", model="mymodels:tiny"))
+    )
+    assert list(members) == ["a", "c"]
+    assert "b is left out: its model 'os:abort' is neither registered" in notices[0]
+
+
+def test_a_node_that_fails_is_asked_again(roster, notices):
+    node = Node("a")
+    node.says = RuntimeError("not up yet")
+    manager = Manager(node)
+    assert roster.members(manager) == {}
+    assert "not up yet" in notices[0]
+    node.says = {**GOOD}
+    assert list(roster.members(manager)) == ["a"]
+
+
+def test_too_few_clients_do_not_start(tmp_path):
+    config = small(join_timeout=0.5)
+    with pytest.raises(FedhetError, match=r"0 of 4 clients are there after 0\.5 s"):
+        _start(config, tmp_path / "run", clients=0)
+
+
+def test_a_run_may_start_with_fewer(tmp_path):
+    config = small(join_timeout=0.5, min_clients=2)
+    assert len(_start(config, tmp_path / "run", clients=2)) == 2
+
+
+def _start(config, directory, clients):
+    from clients.node import read_node
+    from fedhet.runlog import RunLog
+
+    method = config.method
+    log = RunLog(config, directory, workers=1)
+    strategy = method.strategy(config.run, config.server, method.client_sends, log)
+    manager = SimpleClientManager()
+    for k in range(clients):
+        node = read_node({"partition-id": k, "num-partitions": 4}, config.run, str(directory))
+        manager.register(simulation.InlineProxy(config, node))
+    strategy.initialize_parameters(manager)
+    return strategy.members
+
+
+class Diverging(simulation.InlineProxy):
+    """A client whose learning rate is absurd in round 2 alone."""
+
+    def fit(self, ins, timeout, group_id):
+        client = simulation.open_client(self._config, self._node)
+        rate = 1e30 if (self.cid, group_id) == ("client-1", 2) else 1e-3
+        client.run = client.run.model_copy(update={"lr": min(rate, 1e6) if rate < 1 else rate})
+        return super().fit(ins, timeout, group_id)
+
+
+def test_a_client_that_diverges_keeps_its_model_and_is_judged_by_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Diverging)
+    run(small("local", rounds=3, optimizer="sgd"), tmp_path / "run")
+    first, second, third = records(tmp_path / "run")
+    assert second["failed"].keys() == {"client-1"}
+    assert "training diverged" in second["failed"]["client-1"]
+    both = [r["accuracy"]["common"]["private"]["per_client"]["client-1"] for r in (first, second)]
+    assert both[0] == both[1]
+    assert third["failed"] == {}
+
+
+class Silent(simulation.InlineProxy):
+    """A client that is heard in round 1 alone."""
+
+    def fit(self, ins, timeout, group_id):
+        if self.cid == "client-2" and group_id > 1:
+            raise TimeoutError("no answer")
+        return super().fit(ins, timeout, group_id)
+
+
+def test_who_is_not_heard_of_is_in_no_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Silent)
+    summary = run(small(), tmp_path / "run")
+    kept = summary["accuracy"]["common"]["private"]
+    assert set(kept["per_client"]) == {"client-0", "client-1", "client-3"}
+    assert kept["mean"] == pytest.approx(np.mean(list(kept["per_client"].values())))
+
+
+def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
+    server = Server(small("local"), tmp_path / "run")
+    asked = server.ask(1)
+    proxy, ins = asked[0]
+    proxy.fit(ins, None, 1)
+    late = simulation.open_client(proxy._proxy._config, proxy._proxy._node)
+    stale_version = late._version
+    proxy.fit(server.ask(2)[0][1], None, 2)
+    path = late._store.path
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="came too late"):
+        late._save(1, stale_version)
+    assert path.read_bytes() == before
