@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +29,14 @@ from fedhet.config import (
 )
 from fedhet.contract import Contract
 from fedhet.display import LineDisplay, LiveDisplay
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.registry import find_method, method_names
 from fedhet.runlog import Watcher
 from fedhet.server_app import run_directory
 from fedhet.settings import Settings, allowed
 from fedhet.simulate import simulate
+
+PIPED_WIDTH = 130
 
 app = typer.Typer(
     help="Federated learning for clients whose models differ.",
@@ -40,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console()
+console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 errors = Console(stderr=True)
 
 
@@ -49,6 +54,9 @@ def main() -> None:
     try:
         app()
     except FedhetError as error:
+        errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except OSError as error:
         errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
@@ -93,6 +101,8 @@ def run_command(
     out: Annotated[str | None, _setting("out", "DIR")] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
+    if seeds is not None and seed is not None:
+        raise SettingsError("--seed and --seeds are both given: give one of them")
     flags = {
         "dataset": dataset,
         "clients": clients,
@@ -115,6 +125,8 @@ def run_command(
 
 def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
     parent = run_directory(resolve({**values, "seed": seeds[0]}))
+    if (parent / "config.toml").exists():
+        raise StateError(f"{parent} holds a run already; give another directory with --out")
     runs = [parent / f"seed-{seed}" for seed in seeds]
     configs = [
         resolve({**values, "seed": seed, "out": str(directory)})
@@ -126,8 +138,28 @@ def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
 
 
 def _run(config: Config, directory: Path) -> None:
-    with _display() as display:
+    with _display() as display, _ending_at_once_on_interrupt(directory):
         simulate(config, directory, [display])
+
+
+@contextlib.contextmanager
+def _ending_at_once_on_interrupt(directory: Path) -> Iterator[None]:
+    """End the process on Ctrl-C: Flower's threads would wait for their clients to the end."""
+
+    def end(*_: object) -> None:
+        console.show_cursor(True)
+        errors.print(
+            f"\nfedhet: interrupted; `fedhet report {directory}` shows what there is",
+            markup=False,
+            soft_wrap=True,
+        )
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -165,6 +197,7 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
 ) -> None:
     """Write a run's figures and report.html anew; also of a run that was cut short."""
+    report.write_figures(report.load_run(directory))
     page = report.write_report(directory)
     console.print(report.final_table(report.load_run(directory)))
     _say_where(page)
@@ -190,8 +223,11 @@ def _show_method(name: str) -> None:
     console.print(f"[bold]{method.name}[/]: {escape(method.title)}\n{escape(method.paper)}")
     if method.settings():
         console.print(_settings_table(method.settings()))
-    console.print(_contract_table("the server sends", method.server_sends))
-    console.print(_contract_table("a client sends", method.client_sends))
+    for title, contract in (
+        ("the server sends", method.server_sends),
+        ("a client sends", method.client_sends),
+    ):
+        console.print(_contract_table(title, contract) if contract.fields else f"{title} nothing")
 
 
 @app.command("models")
@@ -239,10 +275,13 @@ def settings_command(
 def partition_command(
     preset: Preset = None,
     config: ConfigFile = None,
+    dataset: Annotated[str | None, _setting("dataset")] = None,
+    clients: Annotated[str | None, _setting("clients", "INT")] = None,
     set_: Set = None,
 ) -> None:
     """Show how the data is dealt: samples of each class at each client."""
-    spec = data_spec(resolve(_gather(None, preset, config, {}, set_ or [])).run)
+    flags = {"dataset": dataset, "clients": clients}
+    spec = data_spec(resolve(_gather(None, preset, config, flags, set_ or [])).run)
     data.validate(spec)
     counts = data.label_counts(spec)
     table = _table("client", "samples", *data.load(spec).classes)
@@ -278,8 +317,8 @@ def _gather(
         # So that `run local --preset felo-…` is the yardstick of that experiment.
         values = {k: v for k, v in values.items() if "." not in k or k.startswith(f"{method}.")}
         values["method"] = method
-    values |= parse_pairs(pairs)
-    return values | parse_pairs(f"{k}={v}" for k, v in flags.items() if v is not None)
+    given = [f"{name}={value}" for name, value in flags.items() if value is not None]
+    return values | parse_pairs([*pairs, *given])
 
 
 def _read_seeds(text: str) -> list[int]:

@@ -37,10 +37,11 @@ class Config:
         return {**self.run.flat(), **{f"{self.method.name}.{k}": v for k, v in own.items()}}
 
     def to_toml(self) -> str:
-        """Return the settings as a TOML file that `--config` takes."""
+        """Return the settings as a TOML file that `--config` takes: all but the run's place."""
         own = {**self.server.flat(), **self.client.flat()}
         tables = {self.method.name: own} if own else {}
-        return tomli_w.dumps({**self.run.flat(), **tables})
+        shared = {name: value for name, value in self.run.flat().items() if name != "out"}
+        return tomli_w.dumps({**shared, **tables})
 
 
 def resolve(values: Mapping[str, object]) -> Config:
@@ -157,6 +158,8 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, object]:
         if not sign:
             raise SettingsError(f"'{pair}' is no setting: write KEY=VALUE")
         name = name.strip()
+        if name in values:
+            raise SettingsError(f"setting '{name}' is given twice, the second time as {text!r}")
         values[name] = parse_text(known.get(name), text.strip())
     return values
 

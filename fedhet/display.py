@@ -54,7 +54,8 @@ class LineDisplay:
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
         """Print how long it took."""
-        self._print(f"{summary['rounds']} rounds in {summary['seconds']['total']:.1f} s")
+        rounds = plural(int(summary["rounds"]), "round")
+        self._print(f"{rounds} in {summary['seconds']['total']:.1f} s")
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -162,12 +163,18 @@ class LiveDisplay:
 
 def title(config: Config, models: Mapping[str, str]) -> str:
     """Return one line that names a run."""
-    kinds = len(set(models.values()))
-    return (
-        f"{config.method.name} on {config.run.dataset}: {len(models)} clients, "
-        f"{kinds} architecture{'s' * (kinds != 1)}, {config.run.rounds} rounds, "
-        f"seed {config.run.seed}"
-    )
+    counts = [
+        plural(len(models), "client"),
+        plural(len(set(models.values())), "architecture"),
+        plural(config.run.rounds, "round"),
+        f"seed {config.run.seed}",
+    ]
+    return f"{config.method.name} on {config.run.dataset}: {', '.join(counts)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return e.g. `1 round`, `2 rounds`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:

@@ -185,10 +185,12 @@ def _brief(record: RoundRecord) -> dict[str, Any]:
 
 
 def _claim(directory: Path) -> None:
-    """Make the run's directory. Raises StateError where it holds a run already."""
-    if (directory / "metrics.jsonl").exists() or (directory / "config.toml").exists():
+    """Make the run's directory. Raises StateError where there is anything in it already."""
+    if (directory / "config.toml").exists():
         raise StateError(f"{directory} holds a run already; give another directory with --out")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise StateError(f"{directory} is not empty; give another directory with --out")
     except OSError as error:
         raise StateError(f"cannot make the run's directory {directory}: {error}") from None

@@ -137,7 +137,9 @@ class Settings(Schema):
         3600.0, description="seconds after which a round goes on without those who are missing"
     )
     max_payload_mb: Positive = Field(2048.0, description="a reply larger than this is refused, MB")
-    out: str = Field("", description="the run's directory; empty = runs/<method>-<dataset>-<time>")
+    out: str = Field(
+        "", description="the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
+    )
 
     @model_validator(mode="after")
     def _least_is_no_more_than_all(self) -> Settings:

@@ -13,7 +13,7 @@ class LocalStrategy(HetStrategy):
     """No knowledge travels; the same clients, split and epochs as with a method."""
 
     title = "each client trains alone; the yardstick of every table"
-    paper = "none"
+    paper = "no paper"
     headline = "common"
 
     def configure(self, round: int, client: ClientInfo) -> Knowledge:

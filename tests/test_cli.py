@@ -1,6 +1,7 @@
 """The command line, as a person meets it."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -96,6 +97,8 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "-s", "lr"], ["'lr' is no setting", "KEY=VALUE"]),
         (["run", "felo", "--seeds", "0,0"], ["--seeds 0,0", "0,1,2"]),
         (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
+        (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is given twice"]),
+        (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["--seed and --seeds"]),
         (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["methods", "velvet"], ["velvet"]),
@@ -168,3 +171,49 @@ def test_a_model_of_ones_own(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "mymodels:tiny" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["ray", "inline"])
+def test_ctrl_c_ends_a_run_at_once(tmp_path, backend):
+    out = tmp_path / "cut"
+    words = [o for o in OPTIONS if "rounds" not in o and "backend" not in o]
+    command = [sys.executable, "-c", "from fedhet.cli import main; main()", "run", "local", *words]
+    command += ["--rounds", "5000", "--backend", backend, "--out", str(out)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("round   2"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"`fedhet report {out}` shows what there is" in error
+    assert "Traceback" not in error
+    result = CliRunner().invoke(app, ["report", str(out)])
+    assert result.exit_code == 0, result.output
+
+
+def test_report_writes_figures_anew(runs, call):
+    import shutil
+
+    parent, _ = runs
+    shutil.rmtree(parent / "seed-0" / "figures")
+    assert call("report", parent / "seed-0")[0] == 0
+    assert (parent / "seed-0" / "figures" / "accuracy.png").exists()
+
+
+def test_a_place_that_cannot_be_written(runs, call):
+    parent, _ = runs
+    status, _, error = call("compare", parent, "--out", "/proc/nowhere")
+    assert status == 2
+    assert len(error.strip().splitlines()) == 1
+    assert "/proc/nowhere" in error
+
+
+def test_a_folder_with_something_in_it_is_left_alone(call, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    status, _, error = call("run", "local", *OPTIONS, "--out", tmp_path / "full")
+    assert status == 2
+    assert "is not empty" in error

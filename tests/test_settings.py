@@ -356,8 +356,9 @@ def test_a_pair_is_read(pair, expected):
     assert [type(v) for v in values.values()] == [type(v) for v in expected.values()]
 
 
-def test_of_two_pairs_the_later_wins():
-    assert parse_pairs(["rounds=1", "seed=2", "rounds=3"]) == {"rounds": 3, "seed": 2}
+def test_of_one_setting_there_is_one_pair():
+    with pytest.raises(SettingsError, match="'rounds' is given twice"):
+        parse_pairs(["rounds=1", "seed=2", "rounds=3"])
 
 
 @pytest.mark.parametrize(
@@ -543,7 +544,7 @@ def test_a_config_comes_back_from_what_it_says(mine, values):
     assert hash(resolve(config.flat())) == hash(config)
     mine.write_text(config.to_toml(), encoding="utf-8")
     again = resolve(read_toml(mine))
-    assert again == config
+    assert again.flat() == {**config.flat(), "out": ""}  # a place is no part of what was run
     assert again.to_toml() == config.to_toml()
 
 

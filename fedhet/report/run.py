@@ -319,7 +319,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:
-        raise StateError(f"{path}: absent; is {path.parent} a run's directory?") from None
+        raise StateError(
+            f"{path}: absent; either no round was finished, or {path.parent} is no run's directory"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(f"{path}: unreadable: {error}") from None
 
