@@ -18,7 +18,6 @@ from torch import Tensor
 START_TEMPERATURE = 1.3
 TEMPERATURE_STEPS = 10
 TEMPERATURE_RATE = 0.01
-LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
     for _ in range(TEMPERATURE_STEPS):
         expected = ((logits / temperature).softmax(1) * logits).sum(1)
         gradient = (own - expected).mean() / temperature.square()
-        temperature = (temperature - TEMPERATURE_RATE * gradient).clamp_min(LEAST_TEMPERATURE)
+        temperature = temperature - TEMPERATURE_RATE * gradient
     return temperature
 
 

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from federation import SMALL
@@ -179,15 +180,15 @@ def test_ctrl_c_ends_a_run_at_once(tmp_path, backend):
     words = [o for o in OPTIONS if "rounds" not in o and "backend" not in o]
     command = [sys.executable, "-c", "from fedhet.cli import main; main()", "run", "local", *words]
     command += ["--rounds", "5000", "--backend", backend, "--out", str(out)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout:
-            if line.startswith("round   2"):
-                break
+    # Not pipes, which Ray's own processes would keep open for a moment longer.
+    with (tmp_path / "out").open("w") as printed, (tmp_path / "err").open("w") as complained:
+        process = subprocess.Popen(command, stdout=printed, stderr=complained)
+        while "round   2" not in (tmp_path / "out").read_text():
+            assert process.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+        assert process.wait(timeout=60) == 130
+    error = (tmp_path / "err").read_text()
     assert f"`fedhet report {out}` shows what there is" in error
     assert "Traceback" not in error
     result = CliRunner().invoke(app, ["report", str(out)])
