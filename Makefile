@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test slow lint format types proto proto-check bench clean
+.PHONY: help install demo test slow lint format types proto proto-check reference bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -46,6 +46,9 @@ proto-check: install ## is the committed generated code that of the .proto file?
 	@mkdir -p build/proto
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
+
+reference: install ## docs/reference.md, from the declarations in the code
+	$(BIN)/python -m fedhet.reference > docs/reference.md
 
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop

@@ -10,6 +10,7 @@ from pydantic import Field
 from fedhet.config import all_settings, defaults_toml, preset_names, read_preset, resolve
 from fedhet.contract import ScalarField, TensorField, WeightsField
 from fedhet.errors import SettingsError
+from fedhet.reference import reference
 from fedhet.registry import Method, find_method, method_names
 from fedhet.settings import MethodSettings
 
@@ -72,6 +73,20 @@ def test_halves_must_not_declare_a_setting_differently():
 def test_pyproject_lists_every_setting_for_flower():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert listed == tomllib.loads(defaults_toml())
+
+
+def test_the_reference_page_is_that_of_the_code():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert page == reference(), "run: make reference"
+
+
+def test_the_documents_have_no_gaps_and_no_dead_links():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text()
+        assert not re.search(r"\b[A-Z]+_(RESULTS|TABLE|NOTE)\b|TODO|FIXME", text), page
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_setting_has_a_line_of_help():

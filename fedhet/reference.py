@@ -1,0 +1,78 @@
+"""docs/reference.md: every setting and every field that travels, from their declarations.
+
+python -m fedhet.reference > docs/reference.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from pydantic.fields import FieldInfo
+
+from fedhet.contract import Contract
+from fedhet.registry import Method, find_method, method_names
+from fedhet.settings import Settings, allowed
+
+HEAD = """# Reference
+
+Made from the declarations in the code by `make reference`; not written by hand.
+
+## Settings of every run
+
+On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flwr run` by
+`--run-config`.
+"""
+
+
+def reference() -> str:
+    """Return the page as Markdown."""
+    parts = [HEAD, _settings(Settings.fields()), "\n## Methods\n"]
+    parts += [_method(find_method(name)) for name in method_names()]
+    return "\n".join(parts)
+
+
+def _method(method: Method) -> str:
+    parts = [
+        f"### {method.name}\n",
+        f"{method.title[0].upper()}{method.title[1:]}. {method.paper}.",
+    ]
+    parts.append(f"Headline: the {method.headline} protocol.\n")
+    if method.settings():
+        parts.append(_settings(method.settings()))
+    parts.append(_contract("The server sends", method.server_sends))
+    parts.append(_contract("A client sends", method.client_sends))
+    return "\n".join(parts)
+
+
+def _settings(settings: Mapping[str, FieldInfo]) -> str:
+    rows = [
+        (f"`{name}`", f"`{_literal(info.default)}`", allowed(info), info.description or "")
+        for name, info in settings.items()
+    ]
+    return _table(("setting", "default", "takes", "what it is"), rows)
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _contract(title: str, contract: Contract) -> str:
+    if not contract.fields:
+        return f"{title} nothing.\n"
+    rows = [
+        (f"`{f.name}`", f.describe(), f.help + ("" if f.required else " (optional)"))
+        for f in contract.fields
+    ]
+    return f"{title}:\n\n{_table(('field', 'type', 'what it is'), rows)}"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
