@@ -104,9 +104,11 @@ class FedTypeClient(HetClient):
                 required=False,
                 low=LEAST_SCALE,
             ),
-            ScalarField("eta", float, "mean consensus weight", low=0, high=1),
-            ScalarField("proxy_set", float, "mean size of the proxy's sets", low=0),
-            ScalarField("private_set", float, "mean size of the private model's sets", low=0),
+            ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
+            ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
+            ScalarField(
+                "private_set", float, "mean size of the private model's sets", required=False, low=0
+            ),
             ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
         )
     )
@@ -290,7 +292,8 @@ class Reciprocity:
     def figures(self) -> dict[str, float]:
         """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
         eta, proxy, private, count = self.sums.tolist()
-        share = max(count, 1.0)
-        found = {"eta": eta / share, "proxy_set": proxy / share, "private_set": private / share}
+        if count == 0:  # symmetric distillation has no sets
+            return {}
+        found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
         tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
         return found if tau == torch.inf else {**found, "tau": tau}
