@@ -47,8 +47,8 @@ proto-check: install ## is the committed generated code that of the .proto file?
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
-reference: install ## docs/reference.md, from the declarations in the code
-	$(BIN)/python -m fedhet.reference > docs/reference.md
+reference: install ## docs/reference.md and flwr's run config, from the declarations in the code
+	$(BIN)/python -m fedhet.reference
 
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop

@@ -18,8 +18,9 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from clients.node import Node
+from fedhet.config import data_spec
 from fedhet.contract import Array, Contract, Shapes
-from fedhet.data import Split
+from fedhet.data import Split, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.identity import ClientInfo
@@ -110,6 +111,18 @@ class HetClient(NumPyClient):
             seed=self.run.seed,
             feature_dim=feature_dim,
         )
+
+    def public_set(self, *, labelled: bool) -> Split:
+        """Return the data that no client owns, scaled; `labelled` if its labels are to be used.
+
+        Raises DataError if any sample of this client is in it.
+        """
+        classes = self.info.classes if labelled else None
+        public = public_set(data_spec(self.run), self.info.shape, classes)
+        if self.run.public_dataset:
+            for split in (Split(self.x, self.y), self.tests["personal"]):
+                refuse_overlap(public, split, self.info.name)
+        return public
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
         """Return a fresh optimiser over all of `parameters`."""

@@ -20,6 +20,8 @@ from fedhet.registry import Method, find_method, method_names
 from fedhet.settings import MethodSettings, Scalar, Settings, build, parse_text, refused, unknown
 
 PRESETS = resources.files("fedhet") / "presets"
+PUBLIC_FRACTION = 0.2
+"""Of the training set, for a method that needs public data and is told nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,17 @@ def check(config: Config) -> None:
 
 def absolute(config: Config) -> Config:
     """Return `config` with the paths of its data absolute, for workers that start elsewhere."""
-    kind, colon, path = config.run.dataset.partition(":")
     changes = {
         "data_dir": str(Path(config.run.data_dir).expanduser().resolve()),
-        "dataset": f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind,
+        "dataset": _absolute(config.run.dataset),
+        "public_dataset": _absolute(config.run.public_dataset),
     }
     return replace(config, run=config.run.model_copy(update=changes))
+
+
+def _absolute(dataset: str) -> str:
+    kind, colon, path = dataset.partition(":")
+    return f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -123,7 +130,17 @@ def data_spec(settings: Settings) -> DataSpec:
         image_size=settings.image_size,
         max_samples=settings.max_samples,
         max_test_samples=settings.max_test_samples,
+        public_dataset=settings.public_dataset,
+        public_fraction=_public_fraction(settings),
+        public_samples=settings.public_samples,
     )
+
+
+def _public_fraction(settings: Settings) -> float:
+    """Return the share of the training set that is public; a method that needs one has one."""
+    if settings.public_fraction or settings.public_dataset:
+        return settings.public_fraction
+    return PUBLIC_FRACTION if find_method(settings.method).needs_public else 0.0
 
 
 def pool(settings: Settings) -> list[str]:
@@ -223,10 +240,16 @@ def _check_names(settings: Settings) -> None:
         models.deal(pool(settings), settings.clients, settings.seed, settings.deal)
     except FedhetError as error:
         raise SettingsError(f"setting 'models' = {settings.models!r}: {error}") from None
-    kind = settings.dataset.partition(":")[0]
+    _check_dataset("dataset", settings.dataset)
+    if settings.public_dataset:
+        _check_dataset("public-dataset", settings.public_dataset)
+
+
+def _check_dataset(setting: str, dataset: str) -> None:
+    kind = dataset.partition(":")[0]
     names = [name.partition(":")[0] for name in data.dataset_names()]
     if kind not in names:
         raise SettingsError(
-            f"setting 'dataset' = '{settings.dataset}' does not exist: "
+            f"setting '{setting}' = '{dataset}' does not exist: "
             f"it takes one of {', '.join(data.dataset_names())}{nearest(kind, names)}"
         )

@@ -69,13 +69,24 @@ class Knowledge:
 
     def group(self, name: str) -> dict[str, Array]:
         """Return the tensors `name/<key>` by their keys: a model's weights."""
-        start = name + "/"
-        return {key[len(start) :]: v for key, v in self.tensors.items() if key.startswith(start)}
+        return group(self.tensors, name)
 
 
 def grouped(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """Return `tensors` under the names `name/<key>`; the inverse of `Knowledge.group`."""
+    """Return `tensors` under the names `name/<key>`; `group` takes them apart again."""
     return {f"{name}/{key}": value for key, value in tensors.items()}
+
+
+def group(tensors: Mapping[str, Array], name: str) -> dict[str, Array]:
+    """Return the tensors `name/<key>` by their keys."""
+    start = name + "/"
+    return {key[len(start) :]: v for key, v in tensors.items() if key.startswith(start)}
+
+
+def groups(tensors: Mapping[str, Array], name: str) -> dict[str, dict[str, Array]]:
+    """Return the tensors `name/<group>/<key>` by group and key; no group's name has a slash."""
+    inner = group(tensors, name)
+    return {first: group(inner, first) for first in sorted({key.split("/")[0] for key in inner})}
 
 
 def is_name(text: str) -> bool:

@@ -1,15 +1,18 @@
-"""docs/reference.md: every setting and every field that travels, from their declarations.
+"""What the declarations in the code say, written where it has to stand a second time.
 
-python -m fedhet.reference > docs/reference.md
+docs/reference.md: every setting and every field that travels. pyproject.toml: the run config that
+`flwr run` starts from. `python -m fedhet.reference`, in the project's root, writes both.
 """
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
+from fedhet.config import defaults_toml
 from fedhet.contract import Contract
 from fedhet.registry import Method, find_method, method_names
 from fedhet.settings import Settings, allowed
@@ -74,5 +77,15 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def with_run_config(pyproject: str) -> str:
+    """Return the text of pyproject.toml with every setting at its default as the run config."""
+    before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
+    after = rest[rest.index("[tool.ruff]") :]
+    settings = re.sub(r"^\[", "[tool.flwr.app.config.", defaults_toml(), flags=re.MULTILINE)
+    return f"{before}{start}{settings.strip()}\n\n{after}"
+
+
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    Path("docs/reference.md").write_text(reference(), encoding="utf-8")
+    project = Path("pyproject.toml")
+    project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")

@@ -45,6 +45,11 @@ class Method:
         return str(self.strategy.headline)
 
     @property
+    def needs_public(self) -> bool:
+        """Tell whether the method works on public data."""
+        return bool(self.strategy.needs_public)
+
+    @property
     def server_settings(self) -> type[MethodSettings]:
         """Return the settings that the server half reads."""
         return self.strategy.settings_type  # type: ignore[no-any-return]

@@ -88,6 +88,18 @@ class Settings(Schema):
     max_test_samples: CountOrNone = Field(
         0, description="judge on a seeded subset of the common test set; 0 = all"
     )
+    public_dataset: str = Field(
+        "",
+        description="data that no client owns, named as 'dataset' is; empty = public-fraction",
+    )
+    public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of the training set kept from the clients as public data; 0 = none, or "
+        "0.2 for a method that needs it and has no public-dataset",
+    )
+    public_samples: CountOrNone = Field(
+        0, description="use a seeded subset of public-dataset of this size; 0 = all"
+    )
     num_classes: CountOrNone = Field(
         0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"
     )
@@ -140,6 +152,15 @@ class Settings(Schema):
     out: str = Field(
         "", description="the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
+
+    @model_validator(mode="after")
+    def _public_data_has_one_source(self) -> Settings:
+        if self.public_dataset and self.public_fraction:
+            raise ValueError(
+                f"setting 'public-fraction' = {self.public_fraction} is not allowed: "
+                f"it takes 0 with a 'public-dataset', which is {self.public_dataset!r}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _least_is_no_more_than_all(self) -> Settings:

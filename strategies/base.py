@@ -25,8 +25,9 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from fedhet.config import pool
-from fedhet.contract import Contract, Shapes
+from fedhet.config import data_spec, pool
+from fedhet.contract import Array, Contract, Shapes
+from fedhet.data import Split, public_set
 from fedhet.errors import FedhetError, KnowledgeError
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import (
@@ -74,6 +75,8 @@ class HetStrategy(Strategy):
     settings_type: ClassVar[type[MethodSettings]] = MethodSettings
     sends: ClassVar[Contract] = Contract()
     """The fields of what `configure` returns."""
+    needs_public: ClassVar[bool] = False
+    """Does the method work on data that no client owns? See `public_set`."""
 
     def __init__(
         self, run: Settings, settings: MethodSettings, receives: Contract, log: RunLog
@@ -113,6 +116,13 @@ class HetStrategy(Strategy):
         """
         return None
 
+    def saved(self) -> dict[str, Array]:
+        """Return what the method keeps over rounds, by name, for the round's checkpoint."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned at the end of a round; `init` has been called."""
+
     def dims(self) -> dict[str, int]:
         """Return the run's sizes by the letters of the contract; C is the number of classes."""
         return {"C": self.classes}
@@ -130,6 +140,11 @@ class HetStrategy(Strategy):
     def classes(self) -> int:
         """Return the number of classes."""
         return self.task.classes
+
+    def public_set(self, *, labelled: bool) -> Split:
+        """Return the data that no client owns, scaled; `labelled` if its labels are to be used."""
+        classes = self.classes if labelled else None
+        return public_set(data_spec(self.run), self.task.shape, classes)
 
     # What Flower calls, in the order of a round.
 

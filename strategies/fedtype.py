@@ -16,7 +16,7 @@ from pydantic import Field
 from fedhet.averaging import average_weights
 from fedhet.contract import Array, Contract, Shapes, WeightsField
 from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, grouped
+from fedhet.knowledge import Knowledge, group, grouped
 from fedhet.models import ModelName, build
 from fedhet.proxies import LEAST_SCALE, START_SCALE, proxy_shapes
 from fedhet.settings import MethodSettings
@@ -86,6 +86,15 @@ class FedTypeStrategy(HetStrategy):
             self.scale = _average(replies, "scale") or self.scale
         self._told = self._tell()
         return _mean_figures(replies)
+
+    def saved(self) -> dict[str, Array]:
+        """Return the server's proxy, as it is sent."""
+        return dict(self._told.tensors)
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned."""
+        self.proxy, self.scale = group(saved, "proxy"), group(saved, "scale")
+        self._told = self._tell()
 
     def _mix(self, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
         """Return (1 - beta) old + beta new, which is pFedMe's; beta is 1 for the others."""

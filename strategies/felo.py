@@ -15,7 +15,7 @@ from fedhet.averaging import average_weights
 from fedhet.classwise import ClassMeans, average
 from fedhet.contract import Array, Contract, Shapes, TensorField, WeightsField
 from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, grouped
+from fedhet.knowledge import Knowledge, grouped, groups
 from fedhet.models import shapes
 from fedhet.settings import Count, MethodSettings
 from strategies.base import HetStrategy, Reply
@@ -100,6 +100,20 @@ class FeloStrategy(HetStrategy):
         self.weights |= average_by_architecture(replies)
         self._taught = {}
         return {"classes_covered": float(len(self.average().classes))}
+
+    def saved(self) -> dict[str, Array]:
+        """Return the server dataset and each architecture's weights."""
+        kept: dict[str, Array] = {}
+        for client, means in self.means.items():
+            kept |= grouped(f"means/{client}", dict(vars(means)))
+        for model, weights in self.weights.items():
+            kept |= grouped(f"weights/{model}", weights)
+        return kept
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned."""
+        self.means = {name: ClassMeans(**kept) for name, kept in groups(saved, "means").items()}
+        self.weights = groups(saved, "weights")
 
     def average(self) -> ClassMeans:
         """Return the averages over all clients heard so far."""

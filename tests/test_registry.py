@@ -72,7 +72,7 @@ def test_halves_must_not_declare_a_setting_differently():
 
 def test_pyproject_lists_every_setting_for_flower():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert listed == tomllib.loads(defaults_toml())
+    assert listed == tomllib.loads(defaults_toml()), "run: make reference"
 
 
 def test_the_reference_page_is_that_of_the_code():

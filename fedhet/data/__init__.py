@@ -2,6 +2,7 @@
 
 from fedhet.data.datasets import common_test, dataset_names, load
 from fedhet.data.partition import client_name, label_counts, partition
+from fedhet.data.public import public_set, refuse_overlap
 from fedhet.data.site import ClientData, client_data, site_data, validate
 from fedhet.data.spec import Dataset, DataSpec, Split, scaled
 
@@ -17,6 +18,8 @@ __all__ = [
     "label_counts",
     "load",
     "partition",
+    "public_set",
+    "refuse_overlap",
     "scaled",
     "site_data",
     "validate",

@@ -18,7 +18,7 @@ from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, strat
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
 
-_LOCK = threading.RLock()  # in-process clients ask from several threads; load once all the same
+LOCK = threading.RLock()  # in-process clients ask from several threads; load once all the same
 _FIXED_SEED = 0  # of what must not depend on the run: the common test sets
 _DIGITS_TEST_FRACTION = 0.2
 _TORCHVISION = {
@@ -45,15 +45,16 @@ def load(spec: DataSpec) -> Dataset:
         image_size=spec.image_size,
         max_samples=spec.max_samples,
         max_test_samples=spec.max_test_samples,
-        seed=spec.seed if spec.max_samples else unused.seed,
+        public_fraction=spec.public_fraction,
+        seed=spec.seed if spec.max_samples or spec.public_fraction else unused.seed,
     )
-    with _LOCK:
+    with LOCK:
         return _load(key)
 
 
 def common_test(spec: DataSpec) -> Split | None:
     """Return the common test set, scaled, or None where the data has none; one copy a process."""
-    with _LOCK:
+    with LOCK:
         return _scaled_test(load(spec))
 
 
@@ -63,11 +64,28 @@ def _load(spec: DataSpec) -> Dataset:
     dataset = _reader(spec.dataset)(spec)
     if len(dataset.classes) < 2:
         raise DataError(f"{spec.dataset}: has {len(dataset.classes)} class, at least 2 are needed")
+    dataset = _keep_public(dataset, spec)
     test = dataset.test
     if test is None or not 0 < spec.max_test_samples < len(test):
         return dataset
     rng = numpy_rng(_FIXED_SEED, "max-test-samples")
     return replace(dataset, test=test.take(stratified(test.y.numpy(), spec.max_test_samples, rng)))
+
+
+def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
+    """Take the public share out of the training set, of each class alike."""
+    if not spec.public_fraction:
+        return dataset
+    if dataset.parts is not None:
+        raise SettingsError(
+            f"public-fraction = {spec.public_fraction}: must be 0 with dataset = "
+            f"{spec.dataset!r}, whose files are whole clients; give 'public-dataset'"
+        )
+    labels = dataset.train.y.numpy()
+    count = max(1, round(spec.public_fraction * len(labels)))
+    public = stratified(labels, count, numpy_rng(spec.seed, "public"))
+    owned = np.setdiff1d(np.arange(len(labels)), public)
+    return replace(dataset, train=dataset.train.take(owned), public=dataset.train.take(public))
 
 
 @lru_cache(maxsize=2)

@@ -12,6 +12,7 @@ from fedhet.data.arrays import read_npz, same_kind
 from fedhet.data.datasets import common_test, load
 from fedhet.data.folder import class_folders, decode, listing
 from fedhet.data.partition import client_name, hold_out, split_rows
+from fedhet.data.public import public_set, refuse_overlap
 from fedhet.data.spec import DataSpec, Split, check, global_random_kept
 from fedhet.errors import DataError
 
@@ -52,6 +53,10 @@ def validate(spec: DataSpec) -> None:
     load(spec)
     for index in range(spec.clients):
         split_rows(spec, index)
+    if spec.public_dataset or spec.public_fraction:
+        public = public_set(spec, load(spec).shape, None)
+        if spec.public_dataset:
+            refuse_overlap(public, load(spec).train.scaled(), spec.dataset)
 
 
 @lru_cache(maxsize=4)

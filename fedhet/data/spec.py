@@ -54,6 +54,8 @@ class Dataset:
     test: Split | None
     classes: tuple[str, ...]
     parts: tuple[tuple[int, int], ...] | None = None
+    public: Split | None = None
+    """The share of the training set that was kept from the clients, if any was."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,6 +81,9 @@ class DataSpec:
     image_size: int = 0  # image folders: resize to this side; 0 = as the first image is
     max_samples: int = 0  # a class-stratified subset of the training set; 0 = all
     max_test_samples: int = 0  # the same of the common test set, whatever the seed; 0 = all
+    public_dataset: str = ""  # data that no client owns; "" = a share of the training set
+    public_fraction: float = 0.0  # that share; it is no longer in the training set
+    public_samples: int = 0  # a class-stratified subset of public_dataset; 0 = all
 
 
 def check(spec: DataSpec) -> None:
@@ -96,6 +101,8 @@ def check(spec: DataSpec) -> None:
         ("test_fraction", 0 < spec.test_fraction < 1, "between 0 and 1, both excluded"),
         ("image_size", spec.image_size >= 0, "at least 0 (0 = as the images are)"),
         ("max_samples", spec.max_samples >= 0, "at least 0 (0 = all)"),
+        ("public_fraction", 0 <= spec.public_fraction < 1, "at least 0 and below 1"),
+        ("public_samples", spec.public_samples >= 0, "at least 0 (0 = all)"),
         ("max_test_samples", spec.max_test_samples >= 0, "at least 0 (0 = all)"),
     )
     for name, holds, allowed in rules:

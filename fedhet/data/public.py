@@ -1,0 +1,75 @@
+"""The public set: data that no client owns, known to the server and to every client."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import lru_cache
+
+from fedhet.data.datasets import LOCK, load
+from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.errors import DataError, SettingsError
+
+
+def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
+    """Return the public samples, scaled: `public-dataset`, or the share of the training set.
+
+    One copy a process. Raises DataError unless its samples have `shape` and, where the labels are
+    to be used, it has as many `classes` (None: its labels mean nothing).
+    """
+    with LOCK:
+        dataset = _public(spec)
+    if dataset.shape != shape:
+        raise DataError(
+            f"public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
+            f"the clients' {list(shape)}"
+        )
+    if classes not in (None, len(dataset.classes)):
+        raise DataError(
+            f"public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
+            f"the clients' data {classes}"
+        )
+    return dataset.train
+
+
+def refuse_overlap(public: Split, own: Split, owner: str) -> None:
+    """Raise DataError if any sample of `own` is in the public set too; both scaled."""
+    seen = {_digest(public, row) for row in range(len(public))}
+    shared = sum(_digest(own, row) in seen for row in range(len(own)))
+    if shared:
+        raise DataError(
+            f"public-dataset: {shared} of {len(own)} samples of {owner} are in it too; "
+            "public data must be nobody's: to set a part of the clients' own dataset apart, "
+            "use 'public-fraction'"
+        )
+
+
+def _digest(split: Split, row: int) -> bytes:
+    return hashlib.blake2b(
+        split.x[row].cpu().contiguous().numpy().tobytes(), digest_size=16
+    ).digest()
+
+
+@lru_cache(maxsize=2)
+def _public(spec: DataSpec) -> Dataset:
+    """Return a dataset whose `train` is the public set, scaled."""
+    if spec.public_dataset:
+        dataset = load(_of_public(spec))
+        return replace(dataset, train=dataset.train.scaled(), test=None)
+    kept = load(spec).public
+    if kept is None:
+        raise SettingsError("there is no public data: give 'public-dataset' or 'public-fraction'")
+    return replace(load(spec), train=kept.scaled(), test=None, public=None)
+
+
+def _of_public(spec: DataSpec) -> DataSpec:
+    """Return what `public-dataset` names, as a spec of its own."""
+    return replace(
+        DataSpec(),
+        dataset=spec.public_dataset,
+        data_dir=spec.data_dir,
+        download=spec.download,
+        image_size=spec.image_size,
+        max_samples=spec.public_samples,
+        seed=spec.seed,
+    )

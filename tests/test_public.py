@@ -1,0 +1,119 @@
+"""The public set: nobody's, whatever it is cut from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from fedhet.config import check, data_spec, resolve
+from fedhet.data import (
+    DataSpec,
+    client_data,
+    common_test,
+    load,
+    partition,
+    public_set,
+    refuse_overlap,
+)
+from fedhet.errors import DataError, SettingsError
+from fedhet.settings import Settings
+
+DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
+SHAPE = (1, 8, 8)
+
+
+def rows(x) -> set[bytes]:
+    return {row.tobytes() for row in np.ascontiguousarray(x.numpy())}
+
+
+def folder(path, x, y):
+    for part in ("train", "test"):
+        (path / part).mkdir(parents=True)
+        np.savez(path / part / "0.npz", x=x, y=y)
+    return f"npz:{path}"
+
+
+@given(seed=st.integers(0, 100), share=st.floats(0.05, 0.6))
+@hypothesis_settings(max_examples=10, deadline=None)
+def test_a_share_of_the_training_set_is_nobodys(seed, share):
+    whole = load(replace(DIGITS, public_fraction=0.0))
+    spec = replace(DIGITS, seed=seed, public_fraction=share, partition="iid")
+    public = public_set(spec, SHAPE, 10)
+    owned = np.concatenate(partition(spec))
+    assert len(public) == round(share * len(whole.train))
+    assert len(public) + len(owned) == len(whole.train)
+    # Digits holds no image twice, so that rows can be told apart by their pixels.
+    seen = rows(public.x)
+    assert len(seen) == len(public)
+    for index in range(spec.clients):
+        data = client_data(spec, index)
+        assert not seen & (rows(data.train.x) | rows(data.test.x))
+    assert not seen & rows(common_test(spec).x)
+
+
+def test_each_class_gives_its_share():
+    whole = np.bincount(load(replace(DIGITS, public_fraction=0.0)).train.y, minlength=10)
+    public = np.bincount(public_set(DIGITS, SHAPE, 10).y, minlength=10)
+    assert np.all(np.abs(public - 0.2 * whole) <= 1)
+
+
+def test_the_share_hangs_on_the_seed_alone():
+    one, same, other = (public_set(replace(DIGITS, seed=s), SHAPE, 10) for s in (1, 1, 2))
+    assert rows(one.x) == rows(same.x) != rows(other.x)
+
+
+def test_another_dataset_is_scaled_and_cut(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
+    name = folder(tmp_path, x, np.arange(40) % 10)
+    public = public_set(replace(DIGITS, public_fraction=0, public_dataset=name), SHAPE, 10)
+    np.testing.assert_allclose(public.x[:40].numpy(), x / 127.5 - 1, atol=1e-6)
+
+
+def test_the_wrong_shape_or_classes_are_named(tmp_path):
+    name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
+    spec = replace(DIGITS, public_fraction=0, public_dataset=name)
+    with pytest.raises(DataError, match=r"shape \[3\], the clients' \[1, 8, 8\]"):
+        public_set(spec, SHAPE, None)
+    with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
+        public_set(spec, (3,), 10)
+    assert len(public_set(spec, (3,), None)) == 12
+
+
+def test_a_sample_of_a_clients_is_refused():
+    own = client_data(DIGITS, 0).train
+    with pytest.raises(DataError, match=r"3 of \d+ samples of client-0 are in it too"):
+        refuse_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
+    refuse_overlap(public_set(DIGITS, SHAPE, 10), own, "client-0")
+
+
+def test_the_runs_own_dataset_cannot_be_public_too():
+    config = resolve({"method": "local", "public-dataset": "digits"})
+    with pytest.raises(DataError, match=r"samples of digits are in it too.*public-fraction"):
+        check(config)
+
+
+def test_none_is_named_where_none_is():
+    with pytest.raises(SettingsError, match="there is no public data"):
+        public_set(replace(DIGITS, public_fraction=0), SHAPE, 10)
+
+
+def test_two_sources_are_refused():
+    with pytest.raises(SettingsError, match=r"'public-fraction' = 0.1 .*takes 0 with"):
+        resolve({"public-dataset": "digits", "public-fraction": 0.1})
+
+
+def test_only_a_method_that_needs_it_keeps_data_from_its_clients():
+    assert data_spec(Settings(method="local")).public_fraction == 0
+    assert data_spec(Settings(method="local", public_fraction=0.3)).public_fraction == 0.3
+
+
+def test_whole_clients_have_no_share_to_give(tmp_path):
+    name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
+    with pytest.raises(SettingsError, match="whole clients; give 'public-dataset'"):
+        load(DataSpec(dataset=name, clients=1, public_fraction=0.2))
