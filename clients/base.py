@@ -24,7 +24,7 @@ from fedhet.data import Split, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.identity import ClientInfo
-from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect
+from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect, group
 from fedhet.metrics import Measured, peak_memory_mb, write_measures
 from fedhet.models import HetModel, build
 from fedhet.seeding import seeded, torch_generator
@@ -72,6 +72,8 @@ class HetClient(NumPyClient):
         self._store: ClientStore | None = None
         self._version = -1
         """Which saved state the models in memory are; -1: none that can be trusted."""
+        self._latest = 0
+        """Which state was the latest on disk when the models were restored; 0: none."""
 
     # What a method writes.
 
@@ -172,7 +174,7 @@ class HetClient(NumPyClient):
         try:
             envelope, knowledge = self._open(parameters)
             self._check(knowledge)
-            self._restore(envelope.run)
+            self._restore(envelope.run, before=envelope.round)
             answer, seconds = self._train(envelope, knowledge)
             judged = self.judged(knowledge) if config.get("evaluate", True) else {}
             measured, _ = self._measure(judged, seconds)
@@ -190,7 +192,7 @@ class HetClient(NumPyClient):
             envelope, knowledge = self._open(parameters)
             if knowledge.tensors or knowledge.scalars:
                 self._check(knowledge)
-            self._restore(envelope.run)
+            self._restore(envelope.run, before=envelope.round + 1)
             self.loss = None
             measured, loss = self._measure(self.judged(knowledge), 0.0)
         except FedhetError as error:
@@ -217,7 +219,7 @@ class HetClient(NumPyClient):
 
     def _train(self, envelope: Envelope, knowledge: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's answer and the seconds that its training took; keep the state."""
-        version, self._version = self._version, -1
+        self._version = -1
         started = time.perf_counter()
         place = (self.info.name, envelope.round)
         with seeded(self.run.seed, *place, device=self.compute.device):
@@ -225,7 +227,7 @@ class HetClient(NumPyClient):
         seconds = time.perf_counter() - started
         self._check_finite()
         self.facts["participations"] = self.participations + 1
-        self._save(envelope.round, version)
+        self._save(envelope.round)
         return answer, seconds
 
     def _check_finite(self) -> None:
@@ -238,52 +240,57 @@ class HetClient(NumPyClient):
                 "a smaller 'lr' may help"
             )
 
-    def _restore(self, run: str) -> None:
-        """Make the models those of the saved state, or new ones where nothing is saved."""
+    def _restore(self, run: str, before: int) -> None:
+        """Make the models those that the last round `before` another one left, or new ones.
+
+        A server that resumes may ask again for a round that this client has been through.
+        """
         store = ClientStore(self.node.state_dir, run, self.info.name)
-        version = _version_of(store)
+        rounds = store.rounds()
+        last = max((known for known in rounds if known < before), default=None)
+        version = 0 if last is None else _version_of(store, last)
+        self._latest = _version_of(store, rounds[-1]) if rounds else 0
         if store == self._store and version == self._version:
             return
         self.models = self.setup()
         self.facts = {}
-        if version > 0:
-            self._load(store)
+        if last is not None:
+            self._load(store, last)
         for model in self.models.values():
             self.compute.place(model)
         self._store, self._version = store, version
 
-    def _load(self, store: ClientStore) -> None:
-        tensors, facts = store.load(torch.device("cpu"))
+    def _load(self, store: ClientStore, round: int) -> None:
+        tensors, facts = store.load(round, torch.device("cpu"))
+        path = store.path(round)
         for name, value in self._identity().items():
             if facts.get(name) != value:
                 raise StateError(
-                    f"{store.path} is of {name} {facts.get(name)!r}, this client's is {value!r}"
+                    f"{path} is of {name} {facts.get(name)!r}, this client's is {value!r}"
                 )
         for kind, model in self.models.items():
-            start = f"{kind}/"
-            own = {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
             try:
-                model.load_state_dict(own)
+                model.load_state_dict(group(tensors, kind))
             except RuntimeError as error:
-                raise StateError(f"{store.path} does not fit the model {kind}: {error}") from None
+                raise StateError(f"{path} does not fit the model {kind}: {error}") from None
         self.facts = {k: v for k, v in facts.items() if k not in {*self._identity(), "version"}}
 
-    def _save(self, round: int, restored: int) -> None:
+    def _save(self, round: int) -> None:
         assert self._store is not None
-        if _version_of(self._store) != restored:
+        rounds = self._store.rounds()
+        if (_version_of(self._store, rounds[-1]) if rounds else 0) != self._latest:
             raise StateError(
-                f"{self._store.path} was written by another worker meanwhile: round {round} came "
-                "too late, and the newer state stands"
+                f"{self._store.folder} was written by another worker meanwhile: round {round} "
+                "came too late, and the newer state stands"
             )
-        version = restored + 1
+        version = self._latest + 1
         tensors = {
             f"{kind}/{name}": tensor
             for kind, model in self.models.items()
             for name, tensor in model.state_dict().items()
         }
-        self.facts["round"] = round
-        self._store.save(tensors, {**self.facts, **self._identity(), "version": version})
-        self._version = version
+        self._store.save(round, tensors, {**self.facts, **self._identity(), "version": version})
+        self._version = self._latest = version
 
     def _identity(self) -> dict[str, str]:
         """Return what a saved state must agree with."""
@@ -309,10 +316,9 @@ class HetClient(NumPyClient):
         return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb()), loss
 
 
-def _version_of(store: ClientStore) -> int:
-    """Return the version of the saved state; 0 where nothing is saved."""
-    saved = store.facts()
-    return 0 if saved is None else int(saved.get("version", 0))
+def _version_of(store: ClientStore, round: int) -> int:
+    """Return which save the state of `round` was; they are counted over a run, from 1."""
+    return int(store.facts(round).get("version", 0))
 
 
 def to_arrays(model: nn.Module) -> dict[str, Array]:

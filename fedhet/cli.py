@@ -85,7 +85,9 @@ Set = Annotated[
 
 @app.command("run")
 def run_command(
-    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    method: Annotated[
+        str | None, typer.Argument(help="The method; `fedhet methods` lists them.")
+    ] = None,
     preset: Preset = None,
     config: ConfigFile = None,
     dataset: Annotated[str | None, _setting("dataset")] = None,
@@ -99,8 +101,19 @@ def run_command(
     set_: Set = None,
     backend: Annotated[str | None, _setting("backend")] = None,
     out: Annotated[str | None, _setting("out", "DIR")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Go on with the run in DIR after its last whole round."),
+    ] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
+    if resume is not None and any((preset, config, seeds, out)):
+        raise SettingsError(
+            "--resume takes the settings from the run's directory: "
+            "--preset, --config, --seeds and --out do not go with it"
+        )
+    if method is None and resume is None:
+        raise SettingsError("which method? `fedhet run METHOD`; `fedhet methods` lists them")
     if seeds is not None and seed is not None:
         raise SettingsError("--seed and --seeds are both given: give one of them")
     flags = {
@@ -112,6 +125,9 @@ def run_command(
         "backend": backend,
         "out": out,
     }
+    if resume is not None:
+        flags |= {"out": str(resume), "resume": "true"}
+        config = _config_of(resume)
     values = _gather(method, preset, config, flags, set_ or [])
     if seeds is None:
         chosen = resolve(values)
@@ -121,6 +137,14 @@ def run_command(
         _say_where(directory / "report.html")
         return
     _run_seeds(values, _read_seeds(seeds))
+
+
+def _config_of(directory: Path) -> Path:
+    """Return the settings file of the run in `directory`. Raises StateError."""
+    path = directory / "config.toml"
+    if not path.exists():
+        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
+    return path
 
 
 def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:

@@ -20,6 +20,8 @@ from fedhet.registry import Method, find_method, method_names
 from fedhet.settings import MethodSettings, Scalar, Settings, build, parse_text, refused, unknown
 
 PRESETS = resources.files("fedhet") / "presets"
+PLACE = frozenset({"out", "resume"})
+"""Settings that say where a run lies, not what it is: its config.toml is without them."""
 PUBLIC_FRACTION = 0.2
 """Of the training set, for a method that needs public data and is told nothing of it."""
 
@@ -42,7 +44,7 @@ class Config:
         """Return the settings as a TOML file that `--config` takes: all but the run's place."""
         own = {**self.server.flat(), **self.client.flat()}
         tables = {self.method.name: own} if own else {}
-        shared = {name: value for name, value in self.run.flat().items() if name != "out"}
+        shared = {name: value for name, value in self.run.flat().items() if name not in PLACE}
         return tomli_w.dumps({**shared, **tables})
 
 

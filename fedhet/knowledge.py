@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from flwr.common import Parameters
@@ -47,6 +48,7 @@ _NPY = re.compile(
 """The header that numpy writes for the types that travel, and no other that it would read."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+T = TypeVar("T")
 Scalars = Mapping[str, bool | int | float | str]
 
 
@@ -77,7 +79,7 @@ def grouped(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     return {f"{name}/{key}": value for key, value in tensors.items()}
 
 
-def group(tensors: Mapping[str, Array], name: str) -> dict[str, Array]:
+def group(tensors: Mapping[str, T], name: str) -> dict[str, T]:
     """Return the tensors `name/<key>` by their keys."""
     start = name + "/"
     return {key[len(start) :]: v for key, v in tensors.items() if key.startswith(start)}

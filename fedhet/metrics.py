@@ -83,8 +83,13 @@ class RoundRecord:
     method: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain data."""
+        """Return the record as plain data; `from_json` takes it back."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> RoundRecord:
+        """Return the record that `as_json` wrote. Raises TypeError if it did not."""
+        return cls(**{**record, "seconds": Seconds(**record["seconds"])})
 
 
 def peak_memory_mb() -> float:

@@ -1,6 +1,7 @@
 """What a run leaves in its directory while it goes on, and who watches it.
 
 config.toml  run.json  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
+checkpoints/ (the server's state after the last rounds, from which a run can be resumed)
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from fedhet.checkpoint import Checkpoint, Checkpoints
 from fedhet.config import Config
+from fedhet.contract import Array
 from fedhet.errors import StateError
 from fedhet.metrics import RoundRecord, Seconds, peak_memory_mb
-from fedhet.state import replacing
+from fedhet.rundir import check_same, claimed, make_empty, read_records, read_run_name
+from fedhet.state import Facts, replacing
 
 
 class Watcher(Protocol):
@@ -52,22 +56,57 @@ class RunLog:
     ) -> None:
         self.config = config
         self.directory = directory
-        # One length for all, so that it tells on no byte count. Not a draw that a result hangs on.
-        self.run_name = f"{config.method.name}-{secrets.token_hex(6)}"
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
         self.peak_memory_mb = 0.0
+        self.resumed: Checkpoint | None = None
+        """The state from which the run goes on, where it is not a new one."""
         self._workers = workers
+        self._checkpoints = Checkpoints(directory)
         self._history: list[RoundRecord] = []
         self._seconds = Seconds()
         self._started = time.perf_counter()
         self._metrics = directory / "metrics.jsonl"
-        _claim(directory)
-        with replacing(directory / "config.toml") as path:
-            path.write_text(config.to_toml(), encoding="utf-8")
-        with replacing(directory / "run.json") as path:
+        if config.run.resume and (directory / "config.toml").exists():
+            check_same(config, directory)
+            self._claim = claimed(directory)
+            self._go_on()
+        else:
+            make_empty(directory)
+            self._claim = claimed(directory)
+            self._begin()
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=self.done + 1)
+
+    @property
+    def done(self) -> int:
+        """Return how many rounds are behind the run, before this process took it up."""
+        return self.resumed.round if self.resumed else 0
+
+    def _begin(self) -> None:
+        # One length for all, so that it tells on no byte count. Not a draw that a result hangs on.
+        self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
+        with replacing(self.directory / "run.json") as path:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
-        self._board = SummaryWriter(str(directory / "tensorboard"))
+        with replacing(self.directory / "config.toml") as path:
+            path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    def _go_on(self) -> None:
+        """Take the run up after its last whole round; what is of a later one is left out."""
+        self.run_name = read_run_name(self.directory)
+        self.resumed = self._checkpoints.newest(self.notice)
+        self._checkpoints.forget_after(self.done)
+        self._history = read_records(self._metrics)[: self.done]
+        if len(self._history) < self.done:
+            raise StateError(
+                f"{self._metrics} holds {len(self._history)} whole rounds, "
+                f"the last checkpoint is of round {self.done}: the run cannot be resumed"
+            )
+        with replacing(self._metrics) as path:
+            path.write_text("".join(map(_line, self._history)), encoding="utf-8")
+        for record in self._history:
+            self._seconds.add(record.seconds)
+        self._started -= self._seconds.total
+        self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
 
     def begin(self, models: Mapping[str, str]) -> None:
         """Note the clients: name to model."""
@@ -103,10 +142,14 @@ class RunLog:
         self._history.append(record)
         self._seconds.add(record.seconds)
         with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+            file.write(_line(record))
         self._write_events(record)
         for watcher in self.watchers:
             watcher.round_finished(record)
+
+    def checkpoint(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
+        """Keep the server's state after a round, from which the run can be resumed."""
+        self._checkpoints.write(round, tensors, facts)
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and pass it on; return what it holds."""
@@ -116,6 +159,7 @@ class RunLog:
             path.write_text(json.dumps(summary, indent=1, allow_nan=False), encoding="utf-8")
         for watcher in self.watchers:
             watcher.run_finished(summary)
+        self._claim.close()
         return summary
 
     def _summary(self) -> dict[str, Any]:
@@ -171,6 +215,10 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _line(record: RoundRecord) -> str:
+    return json.dumps(record.as_json(), allow_nan=False) + "\n"
+
+
 def _brief(record: RoundRecord) -> dict[str, Any]:
     return {
         "round": record.round,
@@ -182,15 +230,3 @@ def _brief(record: RoundRecord) -> dict[str, Any]:
         "bytes_down": record.bytes_down,
         "seconds": round(record.seconds.total, 3),
     }
-
-
-def _claim(directory: Path) -> None:
-    """Make the run's directory. Raises StateError where there is anything in it already."""
-    if (directory / "config.toml").exists():
-        raise StateError(f"{directory} holds a run already; give another directory with --out")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise StateError(f"{directory} is not empty; give another directory with --out")
-    except OSError as error:
-        raise StateError(f"cannot make the run's directory {directory}: {error}") from None

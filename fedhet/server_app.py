@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flwr.common import Context
+from flwr.common import Context, Parameters, Scalar
 from flwr.server import History, Server, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import SimpleClientManager
+from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
 from fedhet.config import Config, resolve
@@ -17,9 +18,12 @@ from fedhet.errors import SettingsError
 from fedhet.knowledge import is_name
 from fedhet.runlog import RunLog, Watcher
 
+FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
+EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
+
 
 class FederationServer(Server):
-    """Flower's server, which closes the run's log after the last round."""
+    """Flower's server, which goes on after the last whole round and closes the run's log."""
 
     def __init__(self, config: Config, log: RunLog) -> None:
         method = config.method
@@ -29,10 +33,18 @@ class FederationServer(Server):
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the rounds, then write the summary."""
-        result = super().fit(num_rounds, timeout)
+        """Run the rounds that are left, then write the summary."""
+        result = super().fit(num_rounds - self._log.done, timeout)
         self._log.finish()
         return result
+
+    def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
+        """Train round `server_round` of those that are left."""
+        return super().fit_round(self._log.done + server_round, timeout)
+
+    def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
+        """Evaluate round `server_round` of those that are left."""
+        return super().evaluate_round(self._log.done + server_round, timeout)
 
 
 def components(

@@ -153,6 +153,18 @@ class Settings(Schema):
         "", description="the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
 
+    resume: bool = Field(
+        False, description="go on with the run in 'out' after its last whole round, if one is there"
+    )
+
+    @model_validator(mode="after")
+    def _a_run_to_resume_is_named(self) -> Settings:
+        if self.resume and not self.out:
+            raise ValueError(
+                "setting 'resume' = True is not allowed: it takes the run's directory in 'out'"
+            )
+        return self
+
     @model_validator(mode="after")
     def _public_data_has_one_source(self) -> Settings:
         if self.public_dataset and self.public_fraction:

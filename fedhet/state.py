@@ -1,4 +1,4 @@
-"""Private state on disk: tensors and a few facts in one safetensors file, replaced as a whole.
+"""State on disk: tensors and a few facts in one safetensors file, written as a whole.
 
 A file is written under a temporary name, synced and renamed, so that a reader finds the old
 state or the new one, never half of it.
@@ -28,9 +28,16 @@ Facts = Mapping[str, int | float | str]
 _KEY = "fedhet"
 
 
+KEPT = 3
+"""States of a client that stay on disk: a server that falls back finds the one it goes on from."""
+
+
 @dataclass(frozen=True)
 class ClientStore:
-    """One client's private state in one run: ROOT/<run>/<client>/state.safetensors."""
+    """One client's private states in one run: ROOT/<run>/<client>/round-<n>.safetensors.
+
+    A state is that at the end of the client's part in a round; the last few are kept.
+    """
 
     root: Path
     run: str
@@ -42,21 +49,47 @@ class ClientStore:
                 raise StateError(f"{part!r} cannot name a folder of private state")
 
     @property
-    def path(self) -> Path:
-        """Return where the state lies."""
-        return self.root / self.run / self.client / "state.safetensors"
+    def folder(self) -> Path:
+        """Return where the states lie."""
+        return self.root / self.run / self.client
 
-    def save(self, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-        """Replace the state; the old one stands until the new one is whole on disk."""
-        save(self.path, tensors, facts)
+    def path(self, round: int) -> Path:
+        """Return where the state at the end of `round` lies."""
+        return self.folder / f"round-{round:06d}.safetensors"
 
-    def load(self, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
-        """Return the saved tensors, on `device`, and facts."""
-        return load(self.path, device)
+    def rounds(self) -> list[int]:
+        """Return the rounds of which there is a state, ascending."""
+        return sorted(map(round_of, self.folder.glob("round-*.safetensors")))
 
-    def facts(self) -> dict[str, int | float | str] | None:
-        """Return the saved facts alone, or None where nothing has been saved."""
-        return load_facts(self.path) if self.path.exists() else None
+    def save(self, round: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+        """Add the state of `round`, whole or not at all.
+
+        Then those of later rounds go, which a server that has fallen back knows nothing of, and
+        all but the last few.
+        """
+        save(self.path(round), tensors, facts)
+        rounds = self.rounds()
+        past = [known for known in rounds if known <= round]
+        for unwanted in sorted(set(rounds) - set(past[-KEPT:])):
+            self.path(unwanted).unlink(missing_ok=True)
+
+    def load(
+        self, round: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+        """Return the tensors, on `device`, and facts of the state of `round`."""
+        return load(self.path(round), device)
+
+    def facts(self, round: int) -> dict[str, int | float | str]:
+        """Return the facts alone of the state of `round`."""
+        return load_facts(self.path(round))
+
+
+def round_of(path: Path) -> int:
+    """Return the round that a file round-<n>.safetensors is of. Raises StateError."""
+    number = path.name.removeprefix("round-").removesuffix(".safetensors")
+    if not number.isdecimal():
+        raise StateError(f"{path} is not named as a state is: round-<number>.safetensors")
+    return int(number)
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
@@ -137,7 +170,7 @@ def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
 
 def _clear_leavings(path: Path) -> None:
     """Remove what writers that were killed have left, here and in save_file; none takes an hour."""
-    for leaving in [*path.parent.glob(f".{path.name}.*"), *path.parent.glob(".tmp*")]:
+    for leaving in [*path.parent.glob(f".*{path.suffix}.*"), *path.parent.glob(".tmp*")]:
         with contextlib.suppress(OSError):
             if time.time() - leaving.stat().st_mtime > 3600:
                 leaving.unlink()

@@ -6,6 +6,7 @@ by the clients' names, validation of every reply, counts of bytes and seconds, a
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
+from fedhet.checkpoint import Checkpoint
 from fedhet.config import data_spec, pool
 from fedhet.contract import Array, Contract, Shapes
 from fedhet.data import Split, public_set
-from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.errors import FedhetError, KnowledgeError, StateError
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import (
     Envelope,
@@ -161,7 +163,21 @@ class HetStrategy(Strategy):
         self.log.begin({name: member.info.model for name, member in self.members.items()})
         self._stale = set(self.members)
         self.init()
+        if self.log.resumed:
+            self._go_on(self.log.resumed)
         return NOTHING
+
+    def _go_on(self, checkpoint: Checkpoint) -> None:
+        """Take up the run after the last whole round. Raises StateError."""
+        try:
+            books = json.loads(str(checkpoint.facts["books"]))
+            self._accuracy, self._stale = books["accuracy"], set(books["stale"])
+            self.restore(checkpoint.tensors)
+        except (KeyError, ValueError, TypeError) as error:
+            raise StateError(
+                f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
+                f"the method {self.run.method}: {error!r}"
+            ) from error
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -334,6 +350,8 @@ class HetStrategy(Strategy):
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting
         self.log.round_finished(record)
+        books = json.dumps({"accuracy": self._accuracy, "stale": sorted(self._stale)})
+        self.log.checkpoint(record.round, self.saved(), {"books": books})
 
 
 class WatchedProxy(ClientProxy):

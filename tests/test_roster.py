@@ -192,10 +192,10 @@ def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
     proxy, ins = asked[0]
     proxy.fit(ins, None, 1)
     late = simulation.open_client(proxy._proxy._config, proxy._proxy._node)
-    stale_version = late._version
+    stale = late._latest
     proxy.fit(server.ask(2)[0][1], None, 2)
-    path = late._store.path
-    before = path.read_bytes()
+    before = late._store.path(2).read_bytes()
+    late._latest = stale
     with pytest.raises(Exception, match="came too late"):
-        late._save(1, stale_version)
-    assert path.read_bytes() == before
+        late._save(1)
+    assert late._store.path(2).read_bytes() == before

@@ -29,7 +29,7 @@ def felo(tmp_path_factory):
 
 def states(directory):
     """Return the clients' states, and with them the name under which they know the run."""
-    return sorted((directory / "state").glob("*/*/state.safetensors"))
+    return sorted((directory / "state").glob("*/*/round-*.safetensors"))
 
 
 def test_what_a_run_leaves(felo):

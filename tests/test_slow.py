@@ -71,7 +71,7 @@ def test_flwr_run_leaves_a_run(tmp_path, flower):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["rounds"] == 2
     assert len(summary["accuracy"]["common"]["private"]["per_client"]) == 3
-    assert len(list((tmp_path / "state").glob("*/*/state.safetensors"))) == 3
+    assert len(list((tmp_path / "state").glob("*/*/round-*.safetensors"))) == 3
     report = subprocess.run(
         [sys.executable, "-c", "from fedhet.cli import main; main()", "report", str(out)],
         check=True,

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fedhet.errors import StateError
 from fedhet.state import ClientStore, load, load_facts, replacing, save
 
 CPU = torch.device("cpu")
+STATE = "round-000001.safetensors"
 OLD = {"w": torch.full((1000,), 1.0)}, {"version": 1}
 NEW = {"w": torch.full((1000,), 2.0)}, {"version": 2}
 
@@ -61,8 +63,8 @@ def trained_net():
 
 def test_a_model_with_counters_comes_back(store):
     model = trained_net()
-    store.save(model.state_dict(), {"version": 1})
-    tensors, _ = store.load(CPU)
+    store.save(1, model.state_dict(), {"version": 1})
+    tensors, _ = store.load(1, CPU)
     assert tensors["bn.num_batches_tracked"].item() == 5
     other = Net()
     other.load_state_dict(tensors)
@@ -82,8 +84,8 @@ def test_every_dtype_comes_back(store, dtype, shape):
     # Random bits: NaN with payloads, infinities and subnormal numbers among them.
     raw = torch.randint(0, high, (240,), generator=generator, dtype=torch.uint8).view(dtype)
     tensor = raw[: torch.Size(shape).numel()].reshape(shape)
-    store.save({"t": tensor}, {})
-    assert identical(store.load(CPU)[0]["t"], tensor)
+    store.save(1, {"t": tensor}, {})
+    assert identical(store.load(1, CPU)[0]["t"], tensor)
 
 
 LAYOUTS = {
@@ -100,8 +102,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_comes_back(store, layout):
     tensor = LAYOUTS[layout](torch.randn(2, 4, 6, 8))
-    store.save({"t": tensor}, {})
-    (loaded,) = store.load(CPU)[0].values()
+    store.save(1, {"t": tensor}, {})
+    (loaded,) = store.load(1, CPU)[0].values()
     assert identical(loaded, tensor)
     assert not loaded.requires_grad
 
@@ -130,16 +132,16 @@ def tied_module():
 @pytest.mark.parametrize("make", [tied, overlapping, viewed, tied_module])
 def test_tensors_of_one_storage_come_back(store, make):
     tensors = make()
-    store.save(tensors, {})
-    loaded, _ = store.load(CPU)
+    store.save(1, tensors, {})
+    loaded, _ = store.load(1, CPU)
     assert loaded.keys() == tensors.keys()
     assert all(identical(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_halves_of_one_storage_come_back(store):
     base = torch.arange(10.0)
-    store.save({"a": base[:5], "b": base[5:]}, {})
-    loaded, _ = store.load(CPU)
+    store.save(1, {"a": base[:5], "b": base[5:]}, {})
+    loaded, _ = store.load(1, CPU)
     assert loaded["a"].tolist() == [0, 1, 2, 3, 4]
     assert loaded["b"].tolist() == [5, 6, 7, 8, 9]
 
@@ -167,36 +169,57 @@ def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
     assert all(identical(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_the_latest_state_is_the_one_that_is_loaded(store):
+def test_a_state_that_is_saved_again_is_replaced(store):
     for number in range(4):
-        store.save({f"t{number}": torch.tensor(number)}, {"version": number})
-        tensors, facts = store.load(CPU)
-        assert facts == store.facts() == {"version": number}
+        store.save(1, {f"t{number}": torch.tensor(number)}, {"version": number})
+        tensors, facts = store.load(1, CPU)
+        assert facts == store.facts(1) == {"version": number}
         assert list(tensors) == [f"t{number}"]
-    assert files(store.root) == ["state.safetensors"]
+    assert files(store.root) == [STATE]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=8))
+def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
+    with tempfile.TemporaryDirectory() as root:
+        store = ClientStore(Path(root), "run-1", "client-0")
+        expected: list[int] = []
+        for version, number in enumerate(rounds):
+            store.save(number, {"w": torch.tensor(version)}, {"version": version})
+            expected = [*[known for known in expected if known < number][-2:], number]
+            assert store.rounds() == expected
+            assert store.load(number, CPU)[0]["w"] == version == store.facts(number)["version"]
+
+
+def test_a_name_that_no_state_has(store):
+    store.save(1, *OLD)
+    (store.folder / "round-x.safetensors").touch()
+    with pytest.raises(StateError, match=r"round-x.*not named as a state is"):
+        store.rounds()
 
 
 def test_what_was_loaded_outlives_the_next_save(store):
     """The file is mapped into memory: a new state must not show through an old tensor."""
-    store.save(*OLD)
-    old, _ = store.load(CPU)
-    store.save(*NEW)
+    store.save(1, *OLD)
+    old, _ = store.load(1, CPU)
+    store.save(1, *NEW)
     assert torch.equal(old["w"], OLD[0]["w"])
     old["w"] += 5
-    assert torch.equal(store.load(CPU)[0]["w"], NEW[0]["w"])
+    assert torch.equal(store.load(1, CPU)[0]["w"], NEW[0]["w"])
 
 
 def test_clients_and_runs_do_not_share(tmp_path):
     stores = [ClientStore(tmp_path, run, client) for run in ("a", "b") for client in ("c", "d")]
     for number, one in enumerate(stores):
-        one.save({}, {"version": number})
-    assert [one.facts() for one in stores] == [{"version": n} for n in range(4)]
+        one.save(1, {}, {"version": number})
+    assert [one.facts(1) for one in stores] == [{"version": n} for n in range(4)]
 
 
 def test_nothing_saved(store):
-    assert store.facts() is None
-    with pytest.raises(StateError, match="cannot read"):
-        store.load(CPU)
+    assert store.rounds() == []
+    for read in (store.facts, lambda round: store.load(round, CPU)):
+        with pytest.raises(StateError, match="cannot read"):
+            read(1)
     assert files(store.root) == []
 
 
@@ -220,7 +243,7 @@ def test_a_name_that_leads_elsewhere(tmp_path, name):
 def test_a_state_lies_below_its_root(run, client):
     root = Path("/state")
     try:
-        path = ClientStore(root, run, client).path
+        path = ClientStore(root, run, client).path(1)
     except StateError:
         return
     assert Path(os.path.normpath(path)).parts[:2] == root.parts
@@ -241,18 +264,18 @@ def fault(path, read=lambda path: load(path, CPU)):
 
 
 def test_a_file_cut_at_every_position(store):
-    store.save(trained_net().state_dict(), {"version": 3, "method": "felo"})
-    whole = store.path.read_bytes()
+    store.save(1, trained_net().state_dict(), {"version": 3, "method": "felo"})
+    whole = store.path(1).read_bytes()
     for end in itertools.chain(range(0, len(whole) - 1, 7), [len(whole) - 1]):
-        store.path.write_bytes(whole[:end])
-        fault(store.path)
-        fault(store.path, load_facts)
+        store.path(1).write_bytes(whole[:end])
+        fault(store.path(1))
+        fault(store.path(1), load_facts)
 
 
 def test_a_file_too_long(store):
-    store.save(*OLD)
-    store.path.write_bytes(store.path.read_bytes() + b"\0")
-    fault(store.path)
+    store.save(1, *OLD)
+    store.path(1).write_bytes(store.path(1).read_bytes() + b"\0")
+    fault(store.path(1))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -326,7 +349,7 @@ def test_a_folder_in_the_place_of_a_state(tmp_path):
 def test_a_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "run-1").write_text("mine")
     one = ClientStore(tmp_path, "run-1", "client-0")
-    assert "cannot write" in fault(one.path, lambda _: one.save({}, {}))
+    assert "cannot write" in fault(one.path(1), lambda _: one.save(1, {}, {}))
     assert (tmp_path / "run-1").read_text() == "mine"
 
 
@@ -357,21 +380,21 @@ CRASHES = {
 @pytest.mark.parametrize("first", [True, False], ids=["first save", "a later save"])
 def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
     if not first:
-        store.save(*OLD)
-        before = store.path.read_bytes()
+        store.save(1, *OLD)
+        before = store.path(1).read_bytes()
     target, replacement, reason = CRASHES[case]
     with monkeypatch.context() as patch:
         patch.setattr(target, replacement)
-        message = fault(store.path, lambda _: store.save(*NEW))
+        message = fault(store.path(1), lambda _: store.save(1, *NEW))
     assert reason in message
-    assert files(store.root) == ([] if first else ["state.safetensors"])
+    assert files(store.root) == ([] if first else [STATE])
     if first:
-        assert store.facts() is None
+        assert store.rounds() == []
     else:
-        assert store.path.read_bytes() == before
-        assert torch.equal(store.load(CPU)[0]["w"], OLD[0]["w"])
-    store.save(*NEW)
-    assert store.facts() == NEW[1]
+        assert store.path(1).read_bytes() == before
+        assert torch.equal(store.load(1, CPU)[0]["w"], OLD[0]["w"])
+    store.save(1, *NEW)
+    assert store.facts(1) == NEW[1]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, SystemExit])
@@ -380,13 +403,13 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
         Path(path).write_bytes(b"half")
         raise raised
 
-    store.save(*OLD)
+    store.save(1, *OLD)
     with monkeypatch.context() as patch:
         patch.setattr(fedhet.state, "save_file", interrupted)
         with pytest.raises(raised):
-            store.save(*NEW)
-    assert files(store.root) == ["state.safetensors"]
-    assert store.load(CPU)[1] == OLD[1]
+            store.save(1, *NEW)
+    assert files(store.root) == [STATE]
+    assert store.load(1, CPU)[1] == OLD[1]
 
 
 def test_a_write_that_the_system_cuts_off(tmp_path):
@@ -397,33 +420,33 @@ from pathlib import Path
 from fedhet.errors import StateError
 from fedhet.state import ClientStore
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
-store.save({"w": torch.ones(100)}, {"version": 1})
+store.save(1, {"w": torch.ones(100)}, {"version": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    store.save({"w": torch.zeros(1_000_000)}, {"version": 2})
+    store.save(1, {"w": torch.zeros(1_000_000)}, {"version": 2})
 except StateError as error:
-    assert str(store.path) in str(error), error
+    assert str(store.path(1)) in str(error), error
 else:
     raise SystemExit("nothing failed")
-tensors, facts = store.load(torch.device("cpu"))
+tensors, facts = store.load(1, torch.device("cpu"))
 assert facts == {"version": 1} and tensors["w"].sum() == 100
 """
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path) == ["state.safetensors"]
+    assert files(tmp_path) == [STATE]
 
 
 def test_a_file_that_may_not_be_replaced(store):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
-    store.save(*OLD)
-    folder = store.path.parent
+    store.save(1, *OLD)
+    folder = store.path(1).parent
     folder.chmod(0o500)
     try:
-        fault(store.path, lambda _: store.save(*NEW))
-        assert store.facts() == OLD[1]
+        fault(store.path(1), lambda _: store.save(1, *NEW))
+        assert store.facts(1) == OLD[1]
     finally:
         folder.chmod(0o700)
 
@@ -446,7 +469,7 @@ from fedhet.state import ClientStore
 torch.set_num_threads(1)
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
 draw = random.Random(7)
-store.save({"w": torch.zeros(60_000)}, {"version": 0})
+store.save(1, {"w": torch.zeros(60_000)}, {"version": 0})
 least = 0
 for _ in range(int(sys.argv[2])):
     heard, told = os.pipe()
@@ -455,7 +478,7 @@ for _ in range(int(sys.argv[2])):
         version = least
         while True:
             version += 1
-            store.save({"w": torch.full((60_000,), float(version))}, {"version": version})
+            store.save(1, {"w": torch.full((60_000,), float(version))}, {"version": version})
             os.write(told, b"x")
     os.close(told)
     for _ in range(draw.randint(1, 3)):
@@ -466,7 +489,7 @@ for _ in range(int(sys.argv[2])):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(heard)
-    tensors, facts = store.load(torch.device("cpu"))
+    tensors, facts = store.load(1, torch.device("cpu"))
     version = facts["version"]
     assert version >= least, (version, least)
     assert (tensors["w"] == version).all(), version
@@ -496,5 +519,5 @@ def test_what_writers_killed_long_ago_left_is_cleared_by_the_next_save(after_kil
     folder, _ = after_kills
     for path in folder.rglob("*"):
         os.utime(path, (1e9, 1e9))
-    ClientStore(folder, "run-1", "client-0").save(*OLD)
-    assert files(folder) == ["state.safetensors"]
+    ClientStore(folder, "run-1", "client-0").save(1, *OLD)
+    assert files(folder) == [STATE]

@@ -1,0 +1,5 @@
+"""`python -m fedhet` is the command line."""
+
+from fedhet.cli import main
+
+main()

@@ -1,0 +1,261 @@
+"""A run that was cut off goes on after its last whole round, and ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedhet.checkpoint import Checkpoints
+from fedhet.config import Config, resolve
+from fedhet.errors import StateError
+from fedhet.registry import method_names
+from tests.federation import SMALL, records, run, small, without_times
+
+PYTHON = [sys.executable, "-m", "fedhet"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+class CutError(Exception):
+    """The server is gone."""
+
+
+class CutOff:
+    """Ends the run at some moment of some round, as a crash would."""
+
+    def __init__(self, round: int, moment: str) -> None:
+        self.round, self.moment = round, moment
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+    def round_started(self, number, asked):
+        if (number, self.moment) == (self.round, "before"):
+            raise CutError
+
+    def round_finished(self, record):
+        # The record is written, the checkpoint is not.
+        if (record.round, self.moment) == (self.round, "after"):
+            raise CutError
+
+
+def resumed(config: Config, directory: Path) -> Config:
+    return resolve({**config.flat(), "out": str(directory), "resume": True})
+
+
+def same_but_for_the_name(directory, other):
+    """Compare all that two runs left behind, except times."""
+    one, two = (json.loads((d / "summary.json").read_text()) for d in (directory, other))
+    assert without_times(one) == without_times(two)
+    for left, right in zip(records(directory), records(other), strict=True):
+        assert {**left, "seconds": None} == {**right, "seconds": None}
+
+
+@pytest.fixture(scope="module", params=["felo", "fedtype"])
+def whole(request, tmp_path_factory):
+    """A run that nothing disturbed; some clients sit rounds out."""
+    config = small(request.param, rounds=4, fraction=0.75)
+    directory = tmp_path_factory.mktemp(request.param) / "whole"
+    run(config, directory)
+    return config, directory
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("round", [1, 2, 4])
+def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, moment):
+    config, directory = whole
+    with pytest.raises(CutError):
+        run(config, tmp_path / "cut", [CutOff(round, moment)])
+    assert not (tmp_path / "cut" / "summary.json").exists()
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    same_but_for_the_name(directory, tmp_path / "cut")
+
+
+def test_the_last_two_checkpoints_are_kept(whole):
+    _, directory = whole
+    kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert kept == ["round-000003.safetensors", "round-000004.safetensors"]
+
+
+def cut_short(whole, directory, after=3):
+    """Return the directory of a run that ended after `after` of four rounds."""
+    config, _ = whole
+    with pytest.raises(CutError):
+        run(config, directory, [CutOff(after + 1, "before")])
+    return config
+
+
+def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
+    config = cut_short(whole, tmp_path / "cut")
+    last = tmp_path / "cut" / "checkpoints" / "round-000003.safetensors"
+    last.write_bytes(last.read_bytes()[:-7])
+    notices = []
+    watcher = type("W", (CutOff,), {"notice": lambda self, text: notices.append(text)})(0, "")
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [watcher])
+    same_but_for_the_name(whole[1], tmp_path / "cut")
+    assert any("round-000003" in text and "before it is tried" in text for text in notices)
+    assert "goes on after round 2 of 4" in notices
+    assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
+
+
+def test_checkpoints_none_of_which_is_whole_end_the_run(whole, tmp_path):
+    config = cut_short(whole, tmp_path / "cut")
+    for path in (tmp_path / "cut" / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
+    with pytest.raises(StateError, match="none of 2 checkpoints can be read"):
+        run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_half_written_record_is_written_again(whole, tmp_path):
+    config = cut_short(whole, tmp_path / "cut")
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "asked": ["cli')
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    same_but_for_the_name(whole[1], tmp_path / "cut")
+
+
+def test_records_that_are_gone_are_named(whole, tmp_path):
+    config = cut_short(whole, tmp_path / "cut")
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(StateError, match="holds 1 whole rounds, the last checkpoint is of round 3"):
+        run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "local"}, "holds a run with 'method' = '(felo|fedtype)', not 'local'"),
+        ({"lr": 0.5}, "holds a run with 'lr' = 0.001, not 0.5"),
+        ({"rounds": 9}, "holds a run with 'rounds' = 4, not 9"),
+    ],
+)
+def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, message):
+    config = cut_short(whole, tmp_path / "cut", after=1)
+    before = {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()}
+    settings = {**config.flat(), **change, "out": str(tmp_path / "cut"), "resume": True}
+    if "method" in change:
+        settings = {k: v for k, v in settings.items() if "." not in k}
+    with pytest.raises(StateError, match=message):
+        run(resolve(settings), tmp_path / "cut")
+    assert {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()} == before
+
+
+def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
+    config = cut_short(whole, tmp_path / "cut")
+    for path in (tmp_path / "cut" / "checkpoints").iterdir():
+        path.unlink()
+    Checkpoints(tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
+    with pytest.raises(StateError, match=f"does not fit the method {config.method.name}"):
+        run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+
+
+def test_a_complete_run_is_not_resumed(whole, tmp_path):
+    config, directory = whole
+    shutil.copytree(directory, tmp_path / "copy")
+    with pytest.raises(StateError, match="is complete; there is nothing to resume"):
+        run(resumed(config, tmp_path / "copy"), tmp_path / "copy")
+
+
+def test_where_there_is_no_run_yet_one_begins(tmp_path):
+    config = resumed(small(rounds=1), tmp_path / "new")
+    assert run(config, tmp_path / "new")["rounds"] == 1
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_method_comes_back_from_its_checkpoint(method, tmp_path):
+    if method in {"felo", "fedtype"}:
+        pytest.skip("in the tests above")
+    config = small(method)
+    run(config, tmp_path / "whole")
+    with pytest.raises(CutError):
+        run(config, tmp_path / "cut", [CutOff(2, "before")])
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+
+
+# --- processes that are killed ----------------------------------------------------------------
+
+
+def command(*arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*PYTHON, "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
+    pairs = [f"{k}={v}" for k, v in {**SMALL, "rounds": rounds, "max-samples": 1000}.items()]
+    arguments = [word for pair in pairs for word in ("--set", pair)]
+    return command("felo", *arguments, "--out", str(directory))
+
+
+def wait_until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds):
+    killed = begin(tmp_path / "cut")
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rounds)
+    trained = tmp_path / "cut" / "state"
+    mark = f"round-{rounds + 1:06d}.safetensors"
+    wait_until(lambda: list(trained.rglob(mark)))  # a client is through the next round
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+    assert not (tmp_path / "cut" / "summary.json").exists()
+
+    whole = begin(tmp_path / "whole")
+    again = command("--resume", str(tmp_path / "cut"))
+    for process in (whole, again):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_that_is_going_on_is_not_resumed(tmp_path):
+    going = begin(tmp_path / "run", rounds=10_000)
+    try:
+        wait_until(lambda: (tmp_path / "run" / "config.toml").exists())
+        second = command("--resume", str(tmp_path / "run"))
+        output, _ = second.communicate(timeout=120)
+        assert second.returncode == 2
+        assert "still going on in another process" in output
+    finally:
+        going.kill()
+        going.communicate()
+
+
+def test_the_command_refuses_what_contradicts_resume(tmp_path):
+    nothing = command("--resume", str(tmp_path))
+    output, _ = nothing.communicate(timeout=120)
+    assert nothing.returncode == 2
+    assert "holds no run to resume" in output
+    both = command("felo", "--resume", str(tmp_path), "--out", "x")
+    output, _ = both.communicate(timeout=120)
+    assert both.returncode == 2
+    assert "do not go with it" in output
