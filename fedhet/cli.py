@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhet import __version__, data, models, report
+from fedhet import __version__, certs, data, models, report
 from fedhet.config import (
     Config,
     data_spec,
@@ -28,6 +28,7 @@ from fedhet.config import (
     resolve,
 )
 from fedhet.contract import Contract
+from fedhet.deploy import deploy_local, site_name
 from fedhet.display import LineDisplay, LiveDisplay
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.registry import find_method, method_names
@@ -193,6 +194,61 @@ def _display() -> Iterator[Watcher]:
         return
     with LiveDisplay(console) as live:
         yield live
+
+
+@app.command("deploy-local")
+def deploy_local_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Annotated[str | None, _setting("dataset")] = None,
+    clients: Annotated[str | None, _setting("clients", "INT")] = None,
+    models: Annotated[str | None, _setting("models")] = None,
+    rounds: Annotated[str | None, _setting("rounds", "INT")] = None,
+    seed: Annotated[str | None, _setting("seed", "INT")] = None,
+    set_: Set = None,
+    out: Annotated[str | None, _setting("out", "DIR")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep keys, logs and the sites' state in DIR."),
+    ] = None,
+) -> None:
+    """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
+    flags = {
+        "dataset": dataset,
+        "clients": clients,
+        "models": models,
+        "rounds": rounds,
+        "seed": seed,
+        "out": out,
+    }
+    chosen = resolve(_gather(method, preset, config, flags, set_ or []))
+    directory = run_directory(chosen)
+    deploy_local(chosen, directory, keep, _say)
+    report.write_figures(report.load_run(directory))
+    report.write_report(directory)
+    console.print(report.final_table(report.load_run(directory)))
+    _say_where(directory / "report.html")
+
+
+@app.command("certs")
+def certs_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address of the server, as nodes reach it; repeatable."),
+    ] = None,
+    node: Annotated[list[str] | None, typer.Option(help="A node's name; repeatable.")] = None,
+    nodes: Annotated[int, typer.Option(min=0, help="So many nodes: site-0, site-1, …")] = 0,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Until they expire.")] = 365,
+) -> None:
+    """Make a development CA, a server certificate and a key pair a node; keep what is there."""
+    names = [*(site_name(k) for k in range(nodes)), *(node or [])]
+    written = certs.make(directory, host or [], names, days)
+    for path in written:
+        _say(f"wrote {path}")
+    if not written:
+        _say(f"{directory} has them all already")
 
 
 @app.command("compare")
@@ -378,4 +434,8 @@ def _table(*columns: str) -> Table:
 
 
 def _say_where(page: Path) -> None:
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"report: {page}")
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
