@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from fedhet.config import (
     read_toml,
     resolve,
 )
+from fedhet.connection import Connection, submit
 from fedhet.contract import Contract
 from fedhet.deploy import deploy_local, site_name
 from fedhet.display import LineDisplay, LiveDisplay
@@ -229,6 +231,60 @@ def deploy_local_command(
     report.write_report(directory)
     console.print(report.final_table(report.load_run(directory)))
     _say_where(directory / "report.html")
+
+
+Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
+Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The CA's certificate.")]
+
+
+@app.command("register")
+def register_command(
+    keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Nodes' public keys.")],
+    server: Server,
+    ca: Authority,
+) -> None:
+    """Make nodes known to a deployed server; a file's name is the node's."""
+    with _connected(server, ca) as connection:
+        for key in keys:
+            new = connection.register(key)
+            _say(f"{key.name.removesuffix('.pub')} is {'now' if new else 'already'} registered")
+
+
+@app.command("submit")
+def submit_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    server: Server,
+    ca: Authority,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Annotated[str | None, _setting("dataset")] = None,
+    clients: Annotated[str | None, _setting("clients", "INT")] = None,
+    models: Annotated[str | None, _setting("models")] = None,
+    rounds: Annotated[str | None, _setting("rounds", "INT")] = None,
+    seed: Annotated[str | None, _setting("seed", "INT")] = None,
+    set_: Set = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="At the server.")] = None,
+) -> None:
+    """Run a federation on a deployed server and its nodes; follow it to its end."""
+    flags = {
+        "dataset": dataset,
+        "clients": clients,
+        "models": models,
+        "rounds": rounds,
+        "seed": seed,
+        "out": out,
+    }
+    chosen = resolve(_gather(method, preset, config, flags, set_ or []))
+    with _connected(server, ca) as connection:
+        submit(chosen, connection, _say)
+
+
+@contextlib.contextmanager
+def _connected(server: str, ca: Path) -> Iterator[Connection]:
+    with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
+        connection = Connection(Path(home), server, ca)
+        connection.prepare()
+        yield connection
 
 
 @app.command("certs")

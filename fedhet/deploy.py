@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +20,15 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-import tomli_w
 
-from fedhet import __version__, certs
+from fedhet import certs
 from fedhet.config import Config, absolute, check
+from fedhet.connection import Connection, program, submit
 from fedhet.errors import FedhetError
 
-CONNECTION = "fedhet"
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
-_FLOWERS_OWN = re.compile(r"^(\x1b\[\d+m)?(INFO|DEBUG)\b|^Using SuperLink|^Success")
 
 
 def site_name(index: int) -> str:
@@ -53,11 +48,18 @@ class LocalDeployment:
     host: str = LOOPBACK
     node_config: Mapping[str, str] = field(default_factory=dict)
     """What every node is told besides its partition, e.g. its device."""
+    within: Callable[[str], Sequence[str]] = lambda name: ()
+    """The words before the command of a process, by its name: `ip netns exec …`, `nice`."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
         self.certs = self.root / "certs"
         self.processes: dict[str, psutil.Popen] = {}
+        self.connection = Connection(
+            self.root / "flower",
+            f"{self.host}:{self.control_port}",
+            self.certs / certs.CA_CERTIFICATE,
+        )
 
     def __enter__(self) -> LocalDeployment:
         try:
@@ -83,13 +85,7 @@ class LocalDeployment:
     def prepare(self) -> None:
         """Make keys and certificates, and tell Flower's command line where the server is."""
         certs.make(self.certs, [self.host], [site_name(k) for k in range(self.nodes)], days=30)
-        connection = {
-            "address": f"{self.host}:{self.control_port}",
-            "root-certificates": str(self.certs / certs.CA_CERTIFICATE),
-        }
-        self._write(
-            "flower/config.toml", {"superlink": {"default": CONNECTION, CONNECTION: connection}}
-        )
+        self.connection.prepare()
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
@@ -111,8 +107,7 @@ class LocalDeployment:
 
     def register(self, index: int) -> None:
         """Make node `index` known to the server by its public key."""
-        key = self.certs / certs.NODES / f"{site_name(index)}.pub"
-        self.flwr("supernode", "register", key, CONNECTION, "--name", site_name(index))
+        self.connection.register(self.certs / certs.NODES / f"{site_name(index)}.pub")
 
     def start_node(self, index: int, **options: object) -> None:
         """Start SuperNode `index`; `options` stand in for those that it needs by default."""
@@ -129,47 +124,6 @@ class LocalDeployment:
         state = {"FEDHET_STATE_DIR": str(self.root / "state" / site_name(index))}
         self._start(site_name(index), "flower-supernode", *words, environment=state)
 
-    def submit(self, config: Config) -> str:
-        """Start a run; return its id. The app has no code: that of every site is installed."""
-        app = self.root / "app"
-        shutil.rmtree(app, ignore_errors=True)
-        self._write("app/pyproject.toml", app_of(config))
-        started = json.loads(self.flwr("run", app, CONNECTION, "--format", "json"))
-        return str(started["run-id"])
-
-    def status(self, run_id: str) -> str:
-        """Return Flower's word for how a run is: running, finished:completed, …"""
-        runs = json.loads(self.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json"))
-        return str(runs["runs"][0]["status"])
-
-    def follow(self, run_id: str, say: Callable[[str], None]) -> None:
-        """Pass on, line by line, what the run's server says, until the run is over."""
-        command = [_program("flwr"), "log", run_id, CONNECTION, "--stream"]
-        with subprocess.Popen(
-            command,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as stream:
-            try:
-                for line in stream.stdout or ():
-                    if line.strip() and not _FLOWERS_OWN.match(line):
-                        say(line.rstrip())
-            finally:
-                stream.terminate()
-
-    def flwr(self, *words: object) -> str:
-        """Return what Flower's command line prints. Raises FedhetError where it fails."""
-        command = [_program("flwr"), *map(str, words)]
-        done = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0 or '"success": false' in done.stdout:
-            said = " ".join((done.stdout + done.stderr).split())
-            raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {said[-500:]}")
-        return done.stdout
-
     def log_of(self, name: str) -> str:
         """Return what the server or a node has logged."""
         return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
@@ -180,13 +134,17 @@ class LocalDeployment:
         end_trees(ended)
 
     def _start(
-        self, name: str, program: str, *words: object, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        executable: str,
+        *words: object,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        command = [_program(program), *map(str, words)]
+        command = [program(executable), *map(str, words)]
         with (self.root / "log" / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(
                 command,
-                env=self._environment(environment),
+                env={**self.connection.environment(), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -201,20 +159,6 @@ class LocalDeployment:
                 return
             time.sleep(0.1)
         raise FedhetError(f"the server does not start: {_last_words(self.log_of('server'))}")
-
-    def _environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        return {
-            **os.environ,
-            "FLWR_HOME": str(self.root / "flower"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            **(more or {}),
-        }
-
-    def _write(self, name: str, content: Mapping[str, object]) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
 def deploy_local(
@@ -231,10 +175,10 @@ def deploy_local(
     root = _root(keep)
     with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
-        run_id = deployment.submit(placed)
-        deployment.follow(run_id, say)
-    if not (directory / "summary.json").exists():
-        raise FedhetError(f"the run failed: see above, and the logs in {root / 'log'}")
+        try:
+            submit(placed, deployment.connection, say)
+        except FedhetError as error:
+            raise FedhetError(f"{error}; logs are in {root / 'log'}") from None
     if keep is None:
         shutil.rmtree(root)
 
@@ -262,26 +206,6 @@ def _interrupted_by_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def app_of(config: Config) -> dict[str, object]:
-    """Return the pyproject.toml of a Flower app that is nothing but the settings of a run."""
-    settings: dict[str, object] = {}
-    for name, value in config.flat().items():
-        method, dot, own = name.rpartition(".")
-        place = settings.setdefault(method, {}) if dot else settings
-        assert isinstance(place, dict)
-        place[own] = value
-    app = {
-        "publisher": "fedhet",
-        "components": {
-            "serverapp": "fedhet.server_app:app",
-            "clientapp": "fedhet.client_app:app",
-        },
-        "config": settings,
-    }
-    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
-    return {"project": project, "tool": {"flwr": {"app": app}}}
-
-
 def free_port() -> int:
     """Return a port on loopback that nobody listens on."""
     with socket.socket() as probe:
@@ -306,15 +230,6 @@ def _tree(root: psutil.Popen) -> Iterator[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from psutil.Process(root.pid).children(recursive=True)
     yield root
-
-
-def _program(name: str) -> str:
-    """Return where one of Flower's commands is: beside this Python, or on the path."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise FedhetError(f"cannot find {name}: it comes with Flower, `pip install flwr`")
-    return found
 
 
 def _option(name: str, value: object) -> list[str]:

@@ -15,6 +15,7 @@ from federation import run, small, without_times
 
 from fedhet import certs
 from fedhet.config import resolve
+from fedhet.connection import submit
 from fedhet.deploy import LocalDeployment, free_port
 from fedhet.registry import method_names
 
@@ -66,7 +67,7 @@ def to_the_end(deployment, config, directory):
     """Run `config`; return its summary, and what its server said."""
     placed = resolve({**config.flat(), "out": str(directory), "clients": deployment.nodes})
     said: list[str] = []
-    deployment.follow(deployment.submit(placed), said.append)
+    submit(placed, deployment.connection, said.append)
     assert (directory / "summary.json").exists(), "\n".join(said)
     return json.loads((directory / "summary.json").read_text()), said
 
