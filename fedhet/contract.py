@@ -85,6 +85,10 @@ class Contract:
 
     fields: tuple[Field, ...] = ()
 
+    def replacing(self, field: Field) -> Contract:
+        """Return this contract with `field` in the place of the one of its name."""
+        return Contract(tuple(field if old.name == field.name else old for old in self.fields))
+
     def check(
         self,
         sender: str,
