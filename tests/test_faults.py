@@ -92,7 +92,8 @@ def training(deployment: LocalDeployment, index: int) -> psutil.Process:
     def at_work():
         for process in psutil.Process(node.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "flwr-clientapp" in process.name() and process.cpu_times().user > 4:
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and "clientapp" in process.name() and process.cpu_times().user > 5:
                     return process
         return None
 
