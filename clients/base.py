@@ -32,6 +32,9 @@ from fedhet.settings import MethodSettings, Settings
 from fedhet.state import ClientStore
 from fedhet.training import LossOfBatch, Optimization, evaluate, optimization, train_epoch
 
+KEPT = "kept"
+"""Under this name, which no model has, a client's state holds what is not of a model."""
+
 
 class HetClient(NumPyClient):
     """A method's client half.
@@ -67,6 +70,8 @@ class HetClient(NumPyClient):
         self.models: dict[str, HetModel] = {}
         self.facts: dict[str, int | float | str] = {}
         """Small things that a method keeps over rounds."""
+        self.kept: dict[str, Tensor] = {}
+        """Tensors that a method keeps over rounds beside its models."""
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
         self._store: ClientStore | None = None
@@ -159,6 +164,7 @@ class HetClient(NumPyClient):
         """Return the bytes of the tensors that an open client holds in memory."""
         held = [self.x, *(split.x for name, split in self.tests.items() if name != "common")]
         held += [tensor for model in self.models.values() for tensor in model.state_dict().values()]
+        held += self.kept.values()
         return sum(tensor.nbytes for tensor in held)
 
     # What Flower calls, in the order of a run.
@@ -253,7 +259,7 @@ class HetClient(NumPyClient):
         if store == self._store and version == self._version:
             return
         self.models = self.setup()
-        self.facts = {}
+        self.facts, self.kept = {}, {}
         if last is not None:
             self._load(store, last)
         for model in self.models.values():
@@ -273,6 +279,7 @@ class HetClient(NumPyClient):
                 model.load_state_dict(group(tensors, kind))
             except RuntimeError as error:
                 raise StateError(f"{path} does not fit the model {kind}: {error}") from None
+        self.kept = group(tensors, KEPT)
         self.facts = {k: v for k, v in facts.items() if k not in {*self._identity(), "version"}}
 
     def _save(self, round: int) -> None:
@@ -289,6 +296,7 @@ class HetClient(NumPyClient):
             for kind, model in self.models.items()
             for name, tensor in model.state_dict().items()
         }
+        tensors |= {f"{KEPT}/{name}": tensor for name, tensor in self.kept.items()}
         self._store.save(round, tensors, {**self.facts, **self._identity(), "version": version})
         self._version = self._latest = version
 

@@ -161,7 +161,7 @@ def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
     ]
     for config, directory in zip(configs, runs, strict=True):
         _run(config, directory)
-    _compare(runs, parent, None)
+    _compare(runs, parent)
 
 
 def _run(config: Config, directory: Path) -> None:
@@ -316,13 +316,19 @@ def compare_command(
     target: Annotated[
         float | None, typer.Option(help="Accuracy whose cost in bytes is shown, e.g. 0.7.")
     ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Kind of model to order and count by: private, proxy, global, server."),
+    ] = None,
 ) -> None:
     """Lay runs side by side: a table, a figure and a page; mean and spread over seeds."""
-    _compare(directories, out, target)
+    _compare(directories, out, target, kind)
 
 
-def _compare(directories: list[Path], out: Path, target: float | None) -> None:
-    comparison = report.compare(directories, target=target)
+def _compare(
+    directories: list[Path], out: Path, target: float | None = None, kind: str | None = None
+) -> None:
+    comparison = report.compare(directories, target=target, kind=kind)
     report.write_comparison(comparison, out)
     console.print(report.comparison_table(comparison))
     _say_where(out / "compare.html")

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet import data, models
+from fedhet.attacks import poisonable
 from fedhet.data import DataSpec
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
@@ -72,6 +73,9 @@ def resolve(values: Mapping[str, object]) -> Config:
             raise unknown(name, all_settings())
     run = build(Settings, shared)
     _check_names(run)
+    if run.attack != "none" and not poisonable(method.client_sends):
+        rule = f"none with {method.name}, whose clients send neither logits nor weights"
+        raise refused("attack", run.attack, rule)
     prefix = f"{method.name}."
     return Config(
         run,

@@ -124,6 +124,16 @@ class Settings(Schema):
         1, description="rounds between evaluations; the last round is always evaluated"
     )
 
+    attack: Literal["none", "paf", "lie", "ofom"] = Field(
+        "none", description="how some of the clients' logits or weights are poisoned each round"
+    )
+    attackers: CountOrNone = Field(
+        0, description="clients poisoned a round; 0 = as FedGEMS has it: 1, or 2 for ofom"
+    )
+    attack_scale: Positive = Field(
+        10.0, description="paf, ofom: length of what is added, in lengths of the benign mean"
+    )
+
     backend: Literal["ray", "inline"] = Field(
         "ray", description="Flower's simulation on Ray, or everything in this process"
     )
@@ -171,6 +181,20 @@ class Settings(Schema):
             raise ValueError(
                 f"setting 'public-fraction' = {self.public_fraction} is not allowed: "
                 f"it takes 0 with a 'public-dataset', which is {self.public_dataset!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attackers_attack(self) -> Settings:
+        if self.attackers and self.attack == "none":
+            raise ValueError(
+                f"setting 'attackers' = {self.attackers} is not allowed: it takes 0 without an "
+                "'attack'"
+            )
+        if self.attack != "none" and self.attackers >= self.clients:
+            raise ValueError(
+                f"setting 'attackers' = {self.attackers} is not allowed: "
+                f"it takes less than 'clients', which is {self.clients}"
             )
         return self
 

@@ -25,12 +25,15 @@ from flwr.common import (
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from torch import nn
 
+from fedhet.attacks import Attack
 from fedhet.checkpoint import Checkpoint
 from fedhet.config import data_spec, pool
 from fedhet.contract import Array, Contract, Shapes
-from fedhet.data import Split, public_set
-from fedhet.errors import FedhetError, KnowledgeError, StateError
+from fedhet.data import Split, common_test, public_set
+from fedhet.devices import compute_for
+from fedhet.errors import DataError, FedhetError, KnowledgeError, StateError
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import (
     Envelope,
@@ -45,6 +48,7 @@ from fedhet.metrics import Accuracy, Measured, RoundRecord, read_measures, sprea
 from fedhet.runlog import RunLog
 from fedhet.seeding import numpy_rng
 from fedhet.settings import MethodSettings, Settings
+from fedhet.training import evaluate
 from strategies.roster import Member, Roster
 
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
@@ -118,6 +122,10 @@ class HetStrategy(Strategy):
         """
         return None
 
+    def judged(self) -> Mapping[str, nn.Module]:
+        """Return the models that the server alone has, by kind, to be measured."""
+        return {}
+
     def saved(self) -> dict[str, Array]:
         """Return what the method keeps over rounds, by name, for the round's checkpoint."""
         return {}
@@ -147,6 +155,15 @@ class HetStrategy(Strategy):
         """Return the data that no client owns, scaled; `labelled` if its labels are to be used."""
         classes = self.classes if labelled else None
         return public_set(data_spec(self.run), self.task.shape, classes)
+
+    def common_test(self) -> Split | None:
+        """Return the common test set, scaled, or None where there is none of the clients' task."""
+        try:
+            common = common_test(data_spec(self.run))
+        except DataError:  # sites with data of their own; 'dataset' names what is not here
+            return None
+        fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape
+        return common if fits else None
 
     # What Flower calls, in the order of a round.
 
@@ -220,9 +237,11 @@ class HetStrategy(Strategy):
                 self._drop(name, f"{error.field}: {error.fault}")
             except FedhetError as error:
                 self._drop(name, str(error))
+        if self.run.attack != "none":
+            replies = self._attacked(server_round, replies)
         self._record.answered = [reply.client.name for reply in replies]
         if replies:
-            self._record.method = dict(self.aggregate(server_round, replies))
+            self._record.method |= self.aggregate(server_round, replies)
         return NOTHING, {name: float(value) for name, value in self._record.method.items()}
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -307,12 +326,37 @@ class HetStrategy(Strategy):
         envelope, knowledge = decode(read_arrays(result.parameters, name, limit), name)
         expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
         info = self.members[name].info
-        self.receives.check(
-            name, knowledge.tensors, knowledge.scalars, dims=self.dims(), shapes=self.shapes(info)
-        )
+        self._check(info, knowledge)
         measured = read_measures(name, result.metrics)
         self._note(name, measured)
         return Reply(info, knowledge, info.samples)
+
+    def _check(self, client: ClientInfo, knowledge: Knowledge) -> None:
+        """Raise KnowledgeError unless a client's answer keeps the method's contract."""
+        self.receives.check(
+            client.name,
+            knowledge.tensors,
+            knowledge.scalars,
+            dims=self.dims(),
+            shapes=self.shapes(client),
+        )
+
+    def _attacked(self, round: int, replies: list[Reply]) -> list[Reply]:
+        """Return the replies, some of them poisoned; what then breaks the contract is dropped."""
+        attack = Attack(self.run, self.receives)
+        struck = attack.victims(round, self._record.asked)
+        told = attack.poison(round, {r.client.name: r.knowledge for r in replies}, struck)
+        self._record.method["poisoned"] = float(len(struck & told.keys()))
+        kept = []
+        for reply in replies:
+            name = reply.client.name
+            try:
+                self._check(reply.client, told[name])
+            except KnowledgeError as error:
+                self._drop(name, f"{error.field}: {error.fault}")
+            else:
+                kept.append(Reply(reply.client, told[name], reply.samples))
+        return kept
 
     def _note(self, name: str, measured: Measured) -> None:
         """Enter what a client measured into the round's record."""
@@ -345,6 +389,7 @@ class HetStrategy(Strategy):
     def _close_round(self) -> None:
         record = self._record
         if self._evaluates(record.round):
+            self._measure_own()
             record.accuracy = summarise(self._accuracy, without=self._stale)
         record.loss = spread(self._losses) if self._losses else {}
         record.seconds.total = time.perf_counter() - self._round_started
@@ -352,6 +397,16 @@ class HetStrategy(Strategy):
         self.log.round_finished(record)
         books = json.dumps({"accuracy": self._accuracy, "stale": sorted(self._stale)})
         self.log.checkpoint(record.round, self.saved(), {"books": books})
+
+    def _measure_own(self) -> None:
+        """Enter how the server's own models do on the common test set, as SERVER's accuracy."""
+        models = self.judged()
+        if not models or (common := self.common_test()) is None:
+            return
+        compute, size = compute_for(self.run), self.run.eval_batch_size
+        for kind, model in models.items():
+            reached = evaluate(model, common.x, common.y, compute, size).accuracy
+            self._accuracy.setdefault("common", {}).setdefault(kind, {})[SERVER] = reached
 
 
 class WatchedProxy(ClientProxy):

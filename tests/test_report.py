@@ -555,6 +555,30 @@ def test_bytes_to_a_target(tmp_path: Path) -> None:
     assert row.split()[-3] == "—"
 
 
+def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, method=name, rounds=6) for name in ("felo", "fedgems")]
+    lines = lines_of(runs[1])
+    for number, line in enumerate(lines):
+        reached = {"mean": 0.1 * number, "std": 0.0, "worst": 0.0, "per_client": {"server": 0.1}}
+        line["accuracy"]["common"]["server"] = reached
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def judge(summary: dict[str, Any]) -> None:
+        summary["accuracy"] = lines[-1]["accuracy"]
+
+    rewrite(runs[1] / "summary.json", judge)
+    found = compare(runs, target=0.3, kind="server")
+    assert found.headline == ("common", "server")
+    assert [group.method for group in found.groups] == ["fedgems", "felo"]
+    cost = sum(line["bytes_up"] + line["bytes_down"] for line in lines[:4])
+    assert found.groups[0].bytes_to(found.headline, found.target).mean == cost
+    assert found.groups[1].bytes_to(found.headline, found.target).n == 0
+    assert any("not judged under common server, so last: felo" in note for note in found.notes)
+    assert compare(runs).headline == ("common", "private")
+    with pytest.raises(SettingsError, match=r"'kind' = 'sever'.*these runs have private.*server"):
+        compare(runs, kind="sever")
+
+
 def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, top=0.5 + 0.1 * n) for n in range(4)]
     found = compare(runs)

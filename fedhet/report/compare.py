@@ -38,18 +38,23 @@ SHOWN = 12
 
 
 def compare(
-    dirs: Sequence[Path | str], out: Path | str | None = None, target: float | None = None
+    dirs: Sequence[Path | str],
+    out: Path | str | None = None,
+    target: float | None = None,
+    kind: str | None = None,
 ) -> Comparison:
     """Compare runs, given by their directories or by parents of these, up to two levels up.
 
-    `target` is the accuracy of "bytes to reach": a fraction, or a percentage if above 1; without
-    it, 90 % of the lowest last accuracy, which all runs reach. With `out` the comparison is
-    written there. Raises StateError if there is nothing that can be compared.
+    `kind` is the kind of model by whose accuracy the runs are ordered and the bytes counted; the
+    clients' own, `private`, if it is not given. `target` is the accuracy of "bytes to reach": a
+    fraction, or a percentage if above 1; without it, 90 % of the lowest last accuracy, which all
+    runs reach. With `out` the comparison is written there. Raises StateError if there is nothing
+    that can be compared.
     """
     wanted = None if target is None else _fraction(target)
     runs, notes = load_all(find_runs(dirs))
     groups, more = group_runs(runs)
-    columns = choose_columns(groups)
+    columns = choose_columns(groups, kind)
     ranked = sorted(groups, key=lambda group: _rank(group, columns[0]))
     notes += [*more, *cautions(ranked, columns[0])]
     if wanted is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedhet.errors import StateError
+from fedhet.errors import SettingsError, StateError
 from fedhet.report.run import KINDS, PROTOCOLS, Run, load_run
 from fedhet.report.units import setting
 
@@ -246,15 +246,20 @@ def _written(run: Run) -> float:
     return (run.path / "metrics.jsonl").stat().st_mtime
 
 
-def choose_columns(groups: Sequence[Group]) -> tuple[Column, ...]:
+def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[Column, ...]:
     """Return every protocol and kind, the shared headline first.
 
     That is the protocol that is the headline of most groups; among equals the one that most
-    were judged under, then `common`; and of its kinds the first, `private`.
+    were judged under, then `common`; and of its kinds the one `wanted`, or the first, `private`.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
         raise StateError("none of the runs was evaluated, so there is nothing to compare")
+    there = sorted({kind for _, kind in columns})
+    if wanted not in (None, *there):
+        raise SettingsError(
+            f"setting 'kind' = {wanted!r} is not allowed: these runs have {', '.join(there)}"
+        )
     order = list(PROTOCOLS)
 
     def rank(protocol: str) -> tuple[int, int, int]:
@@ -265,7 +270,8 @@ def choose_columns(groups: Sequence[Group]) -> tuple[Column, ...]:
     def place(column: Column) -> tuple[object, ...]:
         protocol, kind = column
         number = KINDS.index(kind) if kind in KINDS else len(KINDS)
-        return rank(protocol), protocol, number, kind
+        unwanted = wanted is not None and kind != wanted
+        return unwanted, rank(protocol), protocol, number, kind
 
     return tuple(sorted(columns, key=place))
 

@@ -1,0 +1,135 @@
+"""FedGEMS, client half: Algorithm 1, "ClientTrain" and "ClientSelect".
+
+Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
+Server Models via Selective Knowledge Fusion.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import HetClient
+from fedhet.contract import Array, Contract, TensorField
+from fedhet.data import Split
+from fedhet.devices import Compute
+from fedhet.errors import KnowledgeError
+from fedhet.knowledge import Knowledge
+from fedhet.models import HetModel
+from fedhet.selective import taught_loss
+from fedhet.settings import Count, MethodSettings
+from fedhet.training import Optimization, logits_of, train_epoch
+
+
+class FedGemsClientSettings(MethodSettings):
+    """What FedGEMS' clients read."""
+
+    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
+    )
+    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
+
+
+class FedGemsClient(HetClient):
+    """Distils from the server on the public set, trains on its own data, helps where asked."""
+
+    settings_type = FedGemsClientSettings
+    settings: FedGemsClientSettings
+    sends = Contract(
+        (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
+    )
+
+    @cached_property
+    def public(self) -> Split:
+        """The public set, on the device."""
+        return _placed(self.public_set(labelled=True), self.compute)
+
+    def dims(self) -> dict[str, int]:
+        """Return C and B (bytes of a bit a public sample)."""
+        return {**super().dims(), "B": -(-len(self.public) // 8)}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run lines 19 to 27, then ClientSelect (lines 31 to 33).
+
+        While the server has no logits there is nothing to distil: private data alone, as the
+        paper's first step (Section 3.2).
+        """
+        self._take_in(knowledge)
+        model = self.models["private"].train()
+        optimizing = self.optimization(model.parameters())
+        if "logits" in self.kept:
+            self._distil(model, optimizing, round)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model(x).float(), y)
+
+        generator = self.generator(round, "batches")
+        for _ in range(self.run.local_epochs):
+            self.train_epoch(loss_of, optimizing, generator)
+        return Knowledge({"logits": self._answer(model, knowledge)})
+
+    def _take_in(self, knowledge: Knowledge) -> None:
+        """Keep the server's logits [N, C], whole or as far as they have changed."""
+        if "logits" not in knowledge.tensors:
+            return
+        rows = self._rows(knowledge, "changed")
+        came = torch.tensor(knowledge.tensors["logits"])
+        if len(came) != len(rows):
+            raise KnowledgeError("server", "logits", f"{len(came)} rows for {len(rows)} samples")
+        if len(rows) == len(self.public):
+            self.kept["logits"] = came
+        elif "logits" not in self.kept:
+            raise KnowledgeError("server", "changed", "this client has no logits of before")
+        else:
+            whole = self.kept["logits"].clone()
+            whole[rows] = came
+            self.kept["logits"] = whole
+
+    def _distil(self, model: HetModel, optimizing: Optimization, round: int) -> None:
+        """Train on the public set by Eq. 6 (lines 21 to 23)."""
+        public, epsilon = self.public, self.settings.epsilon
+        teacher = self.kept["logits"].to(self.compute.device)
+        numbers = torch.arange(len(public), device=self.compute.device)
+        taught = torch.ones_like(numbers, dtype=torch.bool)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            return taught_loss(model(x), public.y[rows], teacher[rows], taught[rows], epsilon)
+
+        generator = self.generator(round, "public")
+        for _ in range(self.settings.public_epochs):
+            train_epoch(
+                public.x,
+                numbers,
+                loss_of,
+                optimizing,
+                batch_size=self.run.batch_size,
+                generator=generator,
+                compute=self.compute,
+            )
+
+    def _answer(self, model: HetModel, knowledge: Knowledge) -> Array:
+        """Return the logits [Q, C] on the samples that the server asked for."""
+        rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
+        if not len(rows):
+            return np.zeros((0, self.info.classes), np.float32)
+        logits = logits_of(model, self.public.x[rows], self.compute, self.run.eval_batch_size)
+        return logits.cpu().numpy()
+
+    def _rows(self, knowledge: Knowledge, field: str) -> Array:
+        """Return the public samples whose bit is set in a field; all where it is absent."""
+        bits = knowledge.tensors.get(field)
+        if bits is None:
+            return np.arange(len(self.public))
+        return np.flatnonzero(np.unpackbits(bits, count=len(self.public)))
+
+
+@lru_cache(maxsize=1)
+def _placed(public: Split, compute: Compute) -> Split:
+    """Return the public set on the device; one copy a process."""
+    return Split(compute.images(public.x), public.y.to(compute.device))

@@ -1,0 +1,96 @@
+"""Selective knowledge fusion on tensors: what a server learns of each public sample, and whence.
+
+Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge Fusion,
+Sections 3.3 and 3.4. Logits are [N, C], labels [N]; K clients' logits are [K, N, C].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LEAST_ENTROPY = 1e-6
+"""Below it one client is as sure as another; 1/H of Eq. 4 has no bound otherwise."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Logits to learn from, [N, C], and for which samples there are any, bool [N]."""
+
+    logits: Tensor
+    known: Tensor
+
+    @classmethod
+    def none(cls, samples: int, classes: int, device: torch.device) -> Lesson:
+        """Return a lesson that says nothing of any sample."""
+        known = torch.zeros(samples, dtype=torch.bool, device=device)
+        return cls(torch.zeros(samples, classes, device=device), known)
+
+    def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
+        """Take in, for those of the samples `rows` [B] with `where` [B], their logits [B, C]."""
+        self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
+        self.known[rows] |= where
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return H(p) of the predictions p = softmax of logits [..., C], Eq. 3, as [...]."""
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def reliability(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's lesson.
+
+    Softmax of 1/H over the clients that predict the sample right, 0 for the others; all 0 where
+    nobody does. In float64 and in log space, H not below LEAST_ENTROPY.
+    """
+    exact = logits.double()
+    confidence = entropy(exact).clamp_min(LEAST_ENTROPY).reciprocal()
+    reliable = exact.argmax(-1) == labels
+    confidence = confidence.masked_fill(~reliable, -torch.inf)
+    alpha = (confidence - confidence.logsumexp(0)).exp()
+    return alpha.masked_fill(~reliable, 0.0).to(logits.dtype)
+
+
+def fuse(logits: Tensor, labels: Tensor) -> Lesson:
+    """Return what K clients' logits teach by Eq. 5: sum_j alpha_j l_j.
+
+    Nothing of a sample that no client predicts right.
+    """
+    alpha = reliability(logits, labels)
+    return Lesson((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
+
+
+def fuse_all(logits: Tensor) -> Lesson:
+    """Return what K clients' logits teach without selection, as FedGEM does: their mean."""
+    return Lesson(logits.mean(0), torch.ones(logits.shape[1], dtype=torch.bool))
+
+
+def split(logits: Tensor, labels: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which samples are in S1, S2 and S3 of Section 3.3, each bool [N].
+
+    S1: predicted right. S2: wrong, but the pool of global logits has them (`pooled`, bool [N]).
+    S3: wrong, and not in the pool.
+    """
+    right = logits.argmax(1) == labels
+    return right, ~right & pooled, ~right & ~pooled
+
+
+def taught_loss(
+    logits: Tensor, labels: Tensor, teacher: Tensor, taught: Tensor, epsilon: float
+) -> Tensor:
+    """Return the mean over samples of Eq. 1, 2, 5 and 6, a scalar.
+
+    epsilon CE + (1 - epsilon) KL(teacher || own) for the samples `taught`, bool [N], by the
+    logits `teacher` [N, C] (Eq. 2, 5, 6); CE for the others (Eq. 1). No gradient flows into the
+    teacher.
+    """
+    own = logits.float().log_softmax(1)
+    target = teacher.detach().float().log_softmax(1)
+    classified = F.nll_loss(own, labels, reduction="none")
+    distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
+    mixed = epsilon * classified + (1 - epsilon) * distilled
+    return torch.where(taught, mixed, classified).mean()

@@ -1,0 +1,245 @@
+"""FedGEMS, server half: Algorithm 1, "ServerExecute".
+
+Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
+Server Models via Selective Knowledge Fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedhet.contract import Array, Contract, TensorField
+from fedhet.data import refuse_overlap
+from fedhet.devices import compute_for
+from fedhet.errors import StateError
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge, group, grouped
+from fedhet.models import ModelName, build
+from fedhet.seeding import seeded, torch_generator
+from fedhet.selective import Lesson, fuse, fuse_all, split, taught_loss
+from fedhet.settings import Count, MethodSettings
+from fedhet.training import logits_of, optimization, train_epoch
+from strategies.base import HetStrategy, Reply
+
+
+class FedGemsServerSettings(MethodSettings):
+    """What FedGEMS' server reads."""
+
+    server_model: ModelName = Field("gems-resnet56", description="the server's own model")
+    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
+    )
+    selective: bool = Field(
+        True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
+    )
+    server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
+
+
+class FedGemsStrategy(HetStrategy):
+    """Trains a model of its own on the public set, and asks the clients where it needs help."""
+
+    title = "a larger server model, selective distillation on labelled public data"
+    paper = "Cheng et al., FedGEMS: Federated Learning of Larger Server Models"
+    headline = "common"
+    needs_public = True
+    settings_type = FedGemsServerSettings
+    settings: FedGemsServerSettings
+    sends = Contract(
+        (
+            TensorField(
+                "logits",
+                "float32",
+                ("R", "C"),
+                "the server's logits on public samples",
+                required=False,
+            ),
+            TensorField(
+                "changed",
+                "uint8",
+                ("B",),
+                "a bit a public sample: whose logits these are; absent: all have theirs here",
+                required=False,
+                needs=("logits",),
+            ),
+            TensorField(
+                "wanted",
+                "uint8",
+                ("B",),
+                "a bit a public sample: are its logits asked for? absent: all are",
+                required=False,
+            ),
+        )
+    )
+
+    def init(self) -> None:
+        """Build the server's model; the pool of global logits is empty."""
+        # Sums depend on the number of threads: the run is the same beside Ray's workers and alone.
+        torch.set_num_threads(self.run.threads)
+        self.compute = compute_for(self.run)
+        public = self.public_set(labelled=True)
+        if self.run.public_dataset and (common := self.common_test()):
+            refuse_overlap(public, common, "the common test set")
+        self.x, self.y = self.compute.images(public.x), public.y.to(self.compute.device)
+        self.model = build(
+            self.settings.server_model, self.task.shape, self.classes, seed=self.run.seed
+        )
+        self.compute.place(self.model)
+        self.pool = Lesson.none(len(self.y), self.classes, self.compute.device)
+        """L_Global: the logits with which each sample was last predicted right."""
+        self.logits = self._predict()
+        """L_s, [N, C]."""
+        self.changed = np.zeros(len(self.y), np.int64)
+        """After which round each sample's logits changed last; 0: they never were sent."""
+        self.held: dict[str, int] = {}
+        """After which round the logits are that each client has."""
+        self._prepare()
+
+    def dims(self) -> dict[str, int]:
+        """Return C, B (bytes of a bit a public sample) and Q (samples asked for)."""
+        asked = int(self.wanted.sum())
+        return {**super().dims(), "B": -(-len(self.y) // 8), "Q": asked}
+
+    def judged(self) -> dict[str, nn.Module]:
+        """Return the server's model."""
+        return {"server": self.model}
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send L_s (line 17), or what of it the client has not, and ask for help (line 11)."""
+        held = self.held.pop(client.name, 0)  # who does not answer may not have it
+        if held not in self._told:
+            self._told[held] = Knowledge(self._logits_since(held))
+        return self._told[held]
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Train on what the clients answered (lines 4 to 15)."""
+        version = int(self.changed.max())
+        if version:
+            self.held |= {reply.client.name: version for reply in replies}
+        answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
+        lesson = self._lesson(torch.tensor(answers))
+        with seeded(self.run.seed, "server", round, device=self.compute.device):
+            counts = self._train(round, lesson)
+        before, self.logits = self.logits, self._predict()
+        if not np.isfinite(self.logits).all():
+            raise StateError("the server's training diverged; a smaller 'lr' may help")
+        self.changed[(before != self.logits).any(1) | (version == 0)] = round
+        figures = self._figures(counts, lesson)
+        self._prepare()
+        return figures
+
+    def saved(self) -> dict[str, Array]:
+        """Return the server's model, the pool, its logits and who has which of them."""
+        model = {name: tensor.cpu().numpy() for name, tensor in self.model.state_dict().items()}
+        pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
+        held = {client: np.array(round) for client, round in self.held.items()}
+        return {
+            **grouped("model", model),
+            **grouped("pool", pool),
+            **grouped("held", held),
+            "logits": self.logits,
+            "changed": self.changed,
+        }
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned."""
+        self.model.load_state_dict({k: torch.tensor(v) for k, v in group(saved, "model").items()})
+        pool = {k: torch.tensor(v) for k, v in group(saved, "pool").items()}
+        self.pool = Lesson(**{k: v.to(self.compute.device) for k, v in pool.items()})
+        self.held = {client: int(round) for client, round in group(saved, "held").items()}
+        self.logits, self.changed = saved["logits"], saved["changed"]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Decide whose logits the clients are asked for: those wrong, and not in the pool."""
+        self.wanted = np.ones(len(self.y), bool)
+        if self.settings.selective:
+            logits = torch.tensor(self.logits, device=self.compute.device)
+            self.wanted = split(logits, self.y, self.pool.known)[2].cpu().numpy()
+        self._told: dict[int, Knowledge] = {}
+        """What those are told whose logits are of a round."""
+
+    def _logits_since(self, held: int) -> dict[str, Array]:
+        """Return what a client is told that has the logits of round `held`; 0: it has none.
+
+        The logits whole, or those changed since if that is fewer bytes. A server that has not
+        trained yet has none to send (ours).
+        """
+        told: dict[str, Array] = {}
+        if self.settings.selective:
+            told["wanted"] = np.packbits(self.wanted)
+        if self.changed.any():
+            told["logits"] = self.logits
+            new = self.changed > held
+            bits = np.packbits(new)
+            if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
+                told |= {"logits": self.logits[new], "changed": bits}
+        return told
+
+    def _lesson(self, answers: Tensor) -> Lesson:
+        """Return what clients' logits [K, Q, C] on the wanted samples teach of all samples."""
+        rows = torch.tensor(self.wanted.nonzero()[0])
+        fused = fuse(answers, self.y.cpu()[rows]) if self.settings.selective else fuse_all(answers)
+        lesson = Lesson.none(len(self.y), self.classes, torch.device("cpu"))
+        lesson.keep(rows, fused.logits, fused.known)
+        return Lesson(lesson.logits.to(self.x.device), lesson.known.to(self.x.device))
+
+    def _train(self, round: int, lesson: Lesson) -> list[float]:
+        """Train the server's epochs; return the sizes of S1, S2 and S3 in the last one.
+
+        A minibatch is split by the model as it then is (lines 5 to 12).
+        """
+        model, epsilon = self.model.train(), self.settings.epsilon
+        counts = torch.zeros(3, device=self.compute.device)
+
+        def selective(x: Tensor, rows: Tensor) -> Tensor:
+            logits, labels = model(x).float(), self.y[rows]
+            right, recalled, helped = split(logits, labels, self.pool.known[rows])
+            counts.add_(torch.stack([right.sum(), recalled.sum(), helped.sum()]))
+            teacher = torch.where(
+                recalled.unsqueeze(1), self.pool.logits[rows], lesson.logits[rows]
+            )
+            self.pool.keep(rows, logits.detach(), right)
+            taught = recalled | (helped & lesson.known[rows])
+            return taught_loss(logits, labels, teacher, taught, epsilon)
+
+        def unselective(x: Tensor, rows: Tensor) -> Tensor:
+            counts[2] += len(rows)
+            teacher, taught = lesson.logits[rows], lesson.known[rows]
+            return taught_loss(model(x), self.y[rows], teacher, taught, epsilon)
+
+        rows = torch.arange(len(self.y), device=self.compute.device)
+        optimizing = optimization(model.parameters(), self.run, self.compute)
+        generator = torch_generator(self.run.seed, "server", round)
+        for _ in range(self.settings.server_epochs):
+            counts.zero_()
+            train_epoch(
+                self.x,
+                rows,
+                selective if self.settings.selective else unselective,
+                optimizing,
+                batch_size=self.run.batch_size,
+                generator=generator,
+                compute=self.compute,
+            )
+        return counts.tolist()
+
+    def _figures(self, counts: Sequence[float], lesson: Lesson) -> dict[str, float]:
+        """Return what Fig. 3 and Table 6 show, and how many of those asked for nobody knew."""
+        asked = float(self.wanted.sum())
+        return {
+            "s1": counts[0],
+            "s2": counts[1],
+            "s3": counts[2],
+            "asked": asked,
+            "nobody_right": asked - float(lesson.known.sum()),
+            "upload_ratio": asked / len(self.y),
+        }
+
+    def _predict(self) -> Array:
+        return logits_of(self.model, self.x, self.compute, self.run.eval_batch_size).cpu().numpy()

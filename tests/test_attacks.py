@@ -1,0 +1,278 @@
+"""Poisoning attacks against Appendix A of FedGEMS, written out client by client."""
+
+import math
+
+import numpy as np
+import pytest
+from federation import Server, small
+from flwr.common import parameters_to_ndarrays
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhet import attacks
+from fedhet.attacks import (
+    Attack,
+    Benign,
+    far_vector,
+    lie,
+    ofom,
+    paf,
+    poisonable,
+    z_max,
+)
+from fedhet.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.errors import SettingsError
+from fedhet.knowledge import Knowledge, decode
+from fedhet.registry import find_method
+
+LOGITS = Contract((TensorField("logits", "float32", ("Q", "C"), "logits"),))
+MODELS = Contract((WeightsField("weights", "weights"), ScalarField("eta", float, "a figure")))
+CLASSWISE = Contract(
+    (
+        TensorField("classes", "int64", ("P",), "classes", ids="C"),
+        TensorField("logits", "float32", ("P", "C"), "logits of each"),
+        TensorField("counts", "int64", ("P",), "samples of each"),
+    )
+)
+
+
+def attack(kind, contract=LOGITS, **changes):
+    return Attack(small("felo", attack=kind, **{"clients": 9, **changes}).run, contract)
+
+
+def phi(z):
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+def logits_of(names, seed=0, shape=(6, 4)):
+    rng = np.random.default_rng(seed)
+    return {n: Knowledge({"logits": rng.normal(size=shape).astype(np.float32)}) for n in names}
+
+
+# --- the equations --------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_z_max_of_equations_8_and_9(benign, malicious):
+    supporters = math.floor(benign / 2 + 1) - malicious
+    share = (benign - supporters) / benign
+    z = z_max(benign, malicious)
+    assert math.isfinite(z)
+    if 0 < share < 1 - 1 / (2 * benign):
+        assert phi(z - 1e-6) < share < phi(z + 1e-6)
+    else:
+        assert phi(z) == pytest.approx(1 - 1 / (2 * benign))
+
+
+def test_z_max_of_sixteen_clients():
+    """Fifteen benign and one malicious: s = 8 - 1, Phi(z) = 8 / 15."""
+    assert z_max(15, 1) == pytest.approx(0.0837, abs=1e-4)
+
+
+def draw_benign(seed, n=5, shape=(3, 2)):
+    updates = np.random.default_rng(seed).normal(size=(n, *shape))
+    return updates, Benign(n, updates.mean(0), updates.std(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_malicious_updates(seed):
+    updates, benign = draw_benign(seed)
+    far = np.random.default_rng(seed + 100).normal(size=(3, 2))
+    np.testing.assert_allclose(paf(benign, far), sum(updates) / 5 + far)  # Eq. 7
+    first = sum(updates) / 5 + far
+    np.testing.assert_allclose(ofom(benign, far, second=False), first)  # Eq. 11
+    np.testing.assert_allclose(ofom(benign, far, second=True), (sum(updates) + first) / 6)
+    for j in np.ndindex(3, 2):  # Eq. 10
+        mu = sum(u[j] for u in updates) / 5
+        sigma = math.sqrt(sum((u[j] - mu) ** 2 for u in updates) / 5)
+        assert lie(benign, 1)[j] == pytest.approx(mu + z_max(5, 1) * sigma)
+
+
+@pytest.mark.parametrize("scale", [0.5, 10.0])
+def test_the_far_vector_is_as_long_as_it_is_told(scale):
+    mean = np.random.default_rng(0).normal(size=(7, 3))
+    far = far_vector(mean, scale, np.random.default_rng(1))
+    assert np.linalg.norm(far) == pytest.approx(scale * np.linalg.norm(mean))
+    other = far_vector(mean, scale, np.random.default_rng(2))
+    assert abs(np.vdot(far, other)) < 0.9 * np.linalg.norm(far) ** 2
+    assert far_vector(np.zeros((0, 3)), scale, np.random.default_rng(1)).shape == (0, 3)
+
+
+# --- whom it strikes, and what it knows -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "count"), [("paf", 1), ("lie", 1), ("ofom", 2)])
+def test_as_many_as_in_the_paper_each_round(kind, count):
+    names = [f"client-{n}" for n in range(9)]
+    struck = [attack(kind).victims(number, names) for number in range(1, 200)]
+    assert all(len(s) == count and s <= set(names) for s in struck)
+    assert set().union(*struck) == set(names)
+    again = [attack(kind).victims(number, names[::-1]) for number in range(1, 200)]
+    assert struck == again, "the order of names is nothing"
+    assert struck != [attack(kind, seed=1).victims(n, names) for n in range(1, 200)]
+    assert len(attack(kind, attackers=4).victims(1, names)) == 4
+
+
+@pytest.mark.parametrize("kind", ["paf", "lie", "ofom"])
+def test_only_victims_are_touched_and_all_else_is_benign(kind):
+    replies = logits_of("abcdef")
+    victims = {"b", "e"}
+    poisoned = attack(kind).poison(1, replies, victims)
+    assert list(poisoned) == list(replies)
+    honest = [replies[n].tensors["logits"].astype(np.float64) for n in "acdf"]
+    mean, std = np.mean(honest, 0), np.std(honest, 0)
+    for name in replies:
+        same = np.array_equal(poisoned[name].tensors["logits"], replies[name].tensors["logits"])
+        assert same == (name not in victims)
+        assert poisoned[name].tensors["logits"].dtype == np.float32
+    b, e = (poisoned[n].tensors["logits"].astype(np.float64) for n in "be")
+    if kind == "lie":
+        np.testing.assert_allclose(b, mean + z_max(4, 2) * std, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(b, e)
+        return
+    assert np.linalg.norm(b - mean) == pytest.approx(10 * np.linalg.norm(mean), rel=1e-4)
+    expected = b if kind == "paf" else (4 * mean + b) / 5
+    np.testing.assert_allclose(e, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_where_all_are_struck_they_know_of_each_other():
+    replies = logits_of("ab")
+    poisoned = attack("lie").poison(1, replies, {"a", "b"})
+    both = np.stack([replies[n].tensors["logits"] for n in "ab"])
+    expected = both.mean(0) + z_max(2, 2) * both.std(0)
+    np.testing.assert_allclose(poisoned["a"].tensors["logits"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_who_did_not_answer_is_not_poisoned():
+    replies = logits_of("ab")
+    assert attack("paf").poison(1, replies, {"z"}) == replies
+
+
+def test_another_direction_each_round():
+    replies, strike = logits_of("abc"), attack("paf")
+    one, same, other = (strike.poison(n, replies, {"a"})["a"].tensors["logits"] for n in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert not np.allclose(one, other)
+
+
+def test_rows_are_met_by_what_they_are_numbered_by():
+    def said(*classes, add=0.0):
+        rows = np.array([[100.0 * y + c + add for c in range(5)] for y in classes], np.float32)
+        ids = np.array(classes, np.int64)
+        return Knowledge({"classes": ids, "logits": rows, "counts": ids + 1})
+
+    replies = {"a": said(3, 0, 4), "b": said(0, 1, 3, add=2), "c": said(3, add=8)}
+    poisoned = attack("lie", CLASSWISE).poison(1, replies, {"a"})["a"]
+    z = z_max(2, 1)
+    three, zero, four = poisoned.tensors["logits"]
+    mine = replies["a"].tensors["logits"]
+    np.testing.assert_allclose(three, mine[0] + 5 + z * 3, rtol=1e-5)  # of +2 and +8
+    np.testing.assert_allclose(zero, mine[1] + 2, rtol=1e-5)  # of one alone
+    np.testing.assert_array_equal(four, mine[2])  # nobody else has it
+    for name in ("classes", "counts"):
+        np.testing.assert_array_equal(poisoned.tensors[name], replies["a"].tensors[name])
+
+
+def test_models_are_met_by_those_of_their_architecture():
+    def said(value, width):
+        full = np.full((width, 2), value, np.float32)
+        steps = np.array(int(value), np.int64)
+        return Knowledge({"weights/w": full, "weights/steps": steps}, {"eta": 0.5})
+
+    replies = {"a": said(1, 3), "b": said(2, 3), "c": said(4, 3), "d": said(90, 5)}
+    poisoned = attack("lie", MODELS).poison(1, replies, {"a"})["a"]
+    expected = 3 + z_max(2, 1) * 1
+    np.testing.assert_allclose(poisoned.tensors["weights/w"], np.full((3, 2), expected), rtol=1e-5)
+    assert poisoned.tensors["weights/steps"] == 1, "counters are left alone"
+    assert poisoned.scalars == {"eta": 0.5}
+    alone = attack("lie", MODELS).poison(1, replies, {"d"})["d"]
+    np.testing.assert_array_equal(alone.tensors["weights/w"], replies["d"].tensors["weights/w"])
+
+
+# --- in a run -------------------------------------------------------------------------------
+
+
+def test_methods_that_send_logits_or_weights_can_be_attacked():
+    for name, fields in {
+        "felo": {"logits", "weights"},
+        "fedtype": {"proxy"},
+        "fedgems": {"logits"},
+        "local": set(),
+    }.items():
+        assert {f.name for f in poisonable(find_method(name).client_sends)} == fields
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "local", "attack": "lie"}, "none with local, whose clients send neither"),
+        ({"attackers": 1}, "'attackers' = 1 is not allowed: it takes 0 without an 'attack'"),
+        ({"attack": "paf", "attackers": 4}, "it takes less than 'clients', which is 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        small(**{"method": "felo", **settings})
+
+
+def played(tmp_path, **changes):
+    """Return a strategy after a round, what it was told, and what its method then saw."""
+    server = Server(small(**changes), tmp_path / "run")
+    seen = []
+    aggregate = server.strategy.aggregate
+
+    def watched(round, replies):
+        seen.extend(replies)
+        return aggregate(round, replies)
+
+    server.strategy.aggregate = watched
+    answers = server.answers(server.ask(1))
+    server.strategy.aggregate_fit(1, answers, [])
+    told = {p.name: decode(parameters_to_ndarrays(r.parameters), "x")[1] for p, r in answers}
+    return server.strategy, told, {reply.client.name: reply.knowledge for reply in seen}
+
+
+QUICK = {"models": "mlp", "max_samples": 200, "min_samples": 10}
+FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor"),
+    [
+        (FEDGEMS, "logits"),
+        ({"method": "felo", **QUICK}, "logits"),
+        ({"method": "felo", **QUICK}, "weights/classifier.weight"),
+        ({"method": "fedtype", "fedtype.proxy": "mlp", **QUICK}, "proxy/classifier.weight"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["paf", "ofom"])
+def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
+    strategy, told, saw = played(tmp_path, attack=kind, **changes)
+    struck = Attack(strategy.run, strategy.receives).victims(1, list(told))
+    assert strategy._record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
+    for name, knowledge in told.items():
+        same = np.array_equal(knowledge.tensors[tensor], saw[name].tensors[tensor])
+        assert same == (name not in struck)
+    assert strategy._record.answered == sorted(told)
+    assert set(strategy._accuracy["common"]["private"]) == set(told), "all are judged"
+
+
+def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
+    server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
+    answers = server.answers(server.ask(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
+        with np.errstate(over="ignore"):
+            server.strategy.aggregate_fit(1, answers, [])
+    assert list(server.strategy._record.failed.values()) == ["logits: holds NaN or infinity"]
+    assert len(server.strategy._record.answered) == 3
+
+
+def test_an_attack_is_the_same_every_time(tmp_path):
+    (one, _, saw), (two, _, again) = (
+        played(tmp_path / name, attack="ofom", **FEDGEMS) for name in ("one", "two")
+    )
+    assert one._record.method == two._record.method
+    for name, knowledge in saw.items():
+        np.testing.assert_array_equal(knowledge.tensors["logits"], again[name].tensors["logits"])

@@ -1,0 +1,195 @@
+"""Selective knowledge fusion against slow references, written from Section 3.3 of FedGEMS."""
+
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhet.selective import (
+    LEAST_ENTROPY,
+    Lesson,
+    entropy,
+    fuse,
+    fuse_all,
+    reliability,
+    split,
+    taught_loss,
+)
+
+CLASSES = 5
+
+
+def softmax(row):
+    shifted = np.exp(row - row.max())
+    return shifted / shifted.sum()
+
+
+def reference_entropy(row):
+    """Eq. 3: the sum over classes; p log p is 0 at p = 0."""
+    return -sum(p * math.log(p) for p in softmax(row.astype(np.float64)) if p > 0)
+
+
+def reference_alpha(logits, labels):
+    """Eq. 4 as it is printed, a loop over samples and clients, in numbers that do not overflow."""
+    clients, samples, _ = logits.shape
+    alpha = np.zeros((clients, samples))
+    with localcontext() as context:
+        context.prec = 40
+        for i in range(samples):
+            terms = {}
+            for j in range(clients):
+                if logits[j, i].argmax() == labels[i]:
+                    h = max(reference_entropy(logits[j, i]), LEAST_ENTROPY)
+                    terms[j] = (Decimal(1) / Decimal(h)).exp()
+            for j, term in terms.items():
+                alpha[j, i] = float(term / sum(terms.values()))
+    return alpha
+
+
+def draw(seed, clients=4, samples=12, scale=3.0):
+    rng = np.random.default_rng(seed)
+    logits = (scale * rng.normal(size=(clients, samples, CLASSES))).astype(np.float32)
+    return logits, rng.integers(0, CLASSES, samples)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.1, 1.0, 3.0, 10.0]))
+def test_the_weights_of_equation_4(seed, clients, scale):
+    logits, labels = draw(seed, clients, scale=scale)
+    alpha = reliability(torch.tensor(logits), torch.tensor(labels)).numpy()
+    np.testing.assert_allclose(alpha, reference_alpha(logits, labels), rtol=1e-3, atol=1e-6)
+    right = logits.argmax(2) == labels
+    assert (alpha[~right] == 0).all()
+    np.testing.assert_allclose(alpha.sum(0), right.any(0).astype(float), atol=1e-5)
+
+
+def one_sample(*rows):
+    return torch.tensor([[row] for row in rows]), torch.tensor([1])
+
+
+def test_without_a_reliable_client_there_are_no_weights_and_no_lesson():
+    logits, labels = one_sample([3.0, 0, 0], [0.0, 0, 1])
+    assert reliability(logits, labels).tolist() == [[0], [0]]
+    assert fuse(logits, labels).known.tolist() == [False]
+
+
+def test_one_reliable_client_teaches_alone():
+    logits, labels = one_sample([3.0, 0, 0], [0.5, 2.0, 0], [0.0, 0, 9])
+    assert reliability(logits, labels).flatten().tolist() == [0, 1, 0]
+    torch.testing.assert_close(fuse(logits, labels).logits, torch.tensor([[0.5, 2.0, 0]]))
+
+
+def test_equal_clients_share():
+    logits, labels = one_sample(*[[0.0, 2.0, 1.0]] * 4)
+    torch.testing.assert_close(reliability(logits, labels), torch.full((4, 1), 0.25))
+
+
+def test_the_surer_client_weighs_more():
+    logits, labels = one_sample([0.0, 1.0, 0], [0.0, 2.0, 0])
+    low, high = reliability(logits, labels).flatten().tolist()
+    assert 0 < low < high < 1
+
+
+@pytest.mark.parametrize("sure", [30.0, 1e4, 1e30])
+def test_at_entropy_0_the_weights_are_finite(sure):
+    """1/H has no bound; clients that are sure beyond the floor count alike, others not at all."""
+    logits, labels = one_sample([0.0, sure, 0], [0.0, 2 * sure, 0], [0.0, 1.0, 0])
+    alpha = reliability(logits, labels)
+    torch.testing.assert_close(alpha.flatten(), torch.tensor([0.5, 0.5, 0.0]))
+    assert fuse(logits, labels).logits.isfinite().all()
+
+
+def test_at_entropy_log_c_the_weights_are_those_of_equation_4():
+    uniform, sharper = [0.0, 0.0, 0.0], [2.0, 0.0, 0.0]
+    logits, labels = torch.tensor([[uniform], [sharper]]), torch.tensor([0])
+    assert entropy(logits[0, 0]).item() == pytest.approx(math.log(3), rel=1e-6)
+    np.testing.assert_allclose(
+        reliability(logits, labels), reference_alpha(logits.numpy(), labels.numpy()), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_clients_is_nothing(seed):
+    logits, labels = (torch.tensor(part) for part in draw(seed))
+    order = torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(
+        reliability(logits, labels)[order], reliability(logits[order], labels)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_lesson_is_the_weighted_sum_of_equation_5(seed):
+    logits, labels = draw(seed)
+    lesson = fuse(torch.tensor(logits), torch.tensor(labels))
+    expected = np.einsum("kn,knc->nc", reference_alpha(logits, labels), logits)
+    np.testing.assert_allclose(lesson.logits, expected, rtol=1e-3, atol=1e-4)
+    assert lesson.known.tolist() == (logits.argmax(2) == labels).any(0).tolist()
+
+
+def test_without_selection_everybody_counts():
+    logits, _ = draw(0)
+    lesson = fuse_all(torch.tensor(logits))
+    np.testing.assert_allclose(lesson.logits, logits.mean(0), rtol=1e-5, atol=1e-6)
+    assert lesson.known.all()
+
+
+def test_nothing_asked_teaches_nothing():
+    lesson = fuse(torch.zeros(3, 0, CLASSES), torch.zeros(0, dtype=torch.long))
+    assert lesson.logits.shape == (0, CLASSES)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000))
+def test_every_sample_is_in_one_part(seed):
+    logits, labels = draw(seed, 1, 40)
+    pooled = np.random.default_rng(seed).random(40) < 0.5
+    parts = split(torch.tensor(logits[0]), torch.tensor(labels), torch.tensor(pooled))
+    for i in range(40):
+        right = int(np.argmax(logits[0, i])) == labels[i]
+        expected = [right, not right and pooled[i], not right and not pooled[i]]
+        assert [bool(part[i]) for part in parts] == expected
+
+
+def test_a_lesson_keeps_what_it_is_told_to():
+    lesson = Lesson.none(4, 2, torch.device("cpu"))
+    lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
+    assert lesson.known.tolist() == [False, False, True, False]
+    assert lesson.logits.tolist() == [[0, 0], [0, 0], [1, 2], [0, 0]]
+
+
+def reference_loss(logits, labels, teacher, taught, epsilon):
+    """Eq. 1, 2, 5 and 6, sample by sample."""
+    losses = []
+    for own, y, other, is_taught in zip(logits, labels, teacher, taught, strict=True):
+        q, p = softmax(own.astype(np.float64)), softmax(other.astype(np.float64))
+        ce = -math.log(q[y])
+        kl = sum(p[c] * math.log(p[c] / q[c]) for c in range(len(p)))
+        losses.append(epsilon * ce + (1 - epsilon) * kl if is_taught else ce)
+    return np.mean(losses)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.75, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_losses(seed, epsilon):
+    (own, teacher), labels = draw(seed, 2)
+    taught = np.random.default_rng(seed).random(len(labels)) < 0.5
+    loss = taught_loss(*map(torch.tensor, (own, labels, teacher, taught)), epsilon)
+    assert loss.item() == pytest.approx(
+        reference_loss(own, labels, teacher, taught, epsilon), rel=1e-4
+    )
+
+
+def test_no_gradient_flows_into_the_teacher_nor_from_it_to_the_untaught():
+    own, teacher = torch.randn(2, 6, CLASSES, generator=torch.Generator().manual_seed(0))
+    own, teacher = own.requires_grad_(), teacher.requires_grad_()
+    labels, taught = torch.arange(6) % CLASSES, torch.tensor([True, True, True] + [False] * 3)
+    taught_loss(own, labels, teacher, taught, 0.0).backward()
+    assert teacher.grad is None
+    p, q = teacher.detach().softmax(1), own.detach().softmax(1)
+    one_hot = torch.nn.functional.one_hot(labels, CLASSES).float()
+    expected = torch.where(taught.unsqueeze(1), q - p, q - one_hot) / 6
+    torch.testing.assert_close(own.grad, expected)
