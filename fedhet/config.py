@@ -17,7 +17,16 @@ from fedhet.data import DataSpec
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
 from fedhet.registry import Method, find_method, method_names
-from fedhet.settings import MethodSettings, Scalar, Settings, build, parse_text, refused, unknown
+from fedhet.settings import (
+    MethodSettings,
+    Scalar,
+    Settings,
+    build,
+    parse_text,
+    refused,
+    span,
+    unknown,
+)
 
 PRESETS = resources.files("fedhet") / "presets"
 PUBLIC_FRACTION = 0.2
@@ -133,6 +142,10 @@ def data_spec(settings: Settings) -> DataSpec:
         public_dataset=settings.public_dataset,
         public_fraction=_public_fraction(settings),
         public_samples=settings.public_samples,
+        superclasses=settings.superclasses,
+        label_space=span(settings.label_space),
+        subclasses=span(settings.subclasses),
+        samples_per_class=settings.samples_per_class,
     )
 
 
@@ -241,7 +254,7 @@ def _check_names(settings: Settings) -> None:
     except FedhetError as error:
         raise SettingsError(f"setting 'models' = {settings.models!r}: {error}") from None
     _check_dataset("dataset", settings.dataset)
-    if settings.public_dataset:
+    if settings.public_dataset not in ("", data.GENERATED):
         _check_dataset("public-dataset", settings.public_dataset)
 
 
