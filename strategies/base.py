@@ -39,7 +39,15 @@ from fedhet.knowledge import (
     payload_bytes,
     read_arrays,
 )
-from fedhet.metrics import Accuracy, Measured, RoundRecord, read_measures, spread, summarise
+from fedhet.metrics import (
+    Accuracy,
+    Measured,
+    RoundRecord,
+    read_measures,
+    relative,
+    spread,
+    summarise,
+)
 from fedhet.runlog import RunLog
 from fedhet.seeding import numpy_rng
 from fedhet.settings import MethodSettings, Settings
@@ -98,6 +106,11 @@ class HetStrategy(Strategy):
 
     # What a method writes.
 
+    @classmethod
+    def fixed_rounds(cls, settings: MethodSettings) -> int | None:
+        """Return the rounds that the method takes by its settings; None: as `rounds` says."""
+        return None
+
     def init(self) -> None:
         """Prepare the server's state; the members are known."""
 
@@ -108,6 +121,9 @@ class HetStrategy(Strategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take in the replies, sorted by client; return the method's own figures of the round."""
         raise NotImplementedError
+
+    def check_reply(self, round: int, client: ClientInfo, knowledge: Knowledge) -> None:
+        """Raise KnowledgeError for what is wrong with a reply that keeps the contract."""
 
     def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return what `client` needs to know to be judged after `round`.
@@ -294,6 +310,7 @@ class HetStrategy(Strategy):
         self.receives.check(
             name, knowledge.tensors, knowledge.scalars, dims=self.dims(), shapes=self.shapes(info)
         )
+        self.check_reply(round, info, knowledge)
         measured = read_measures(name, result.metrics)
         self._note(name, measured)
         return Reply(info, knowledge, info.samples)
@@ -330,6 +347,7 @@ class HetStrategy(Strategy):
         record = self._record
         if self._evaluates(record.round):
             record.accuracy = summarise(self._accuracy, without=self._stale)
+            record.relative = relative(self._accuracy, without=self._stale)
         record.loss = spread(self._losses) if self._losses else {}
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting

@@ -11,7 +11,6 @@ from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.tables import generated
 from fedhet.errors import DataError, SettingsError
 
-
 GENERATED = "generated"
 """The `public-dataset` whose rows are drawn column by column from the training set's values."""
 

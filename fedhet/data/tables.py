@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.errors import DataError, SettingsError
@@ -84,9 +83,8 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
             "public-samples = 0: must be at least 1 with public-dataset = 'generated'"
         )
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
-    drawn: list[Tensor] = []
-    for column in torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1):
-        drawn.append(column[torch.from_numpy(rng.integers(0, len(x), size))])
+    columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
+    drawn = [column[torch.from_numpy(rng.integers(0, len(x), size))] for column in columns]
     return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64))
 
 

@@ -22,7 +22,7 @@ from fedhet.errors import StateError
 from fedhet.report.units import natural
 
 PROTOCOLS = {"common": "common test set", "personal": "own test split"}
-KINDS = ("private", "proxy", "global", "server")
+KINDS = ("private", "local", "proxy", "global", "server")
 STAGES = ("train", "evaluate", "server", "overhead")
 NAN = float("nan")
 
@@ -62,6 +62,12 @@ class Score(Part):
         return min(known, key=lambda name: (known[name], natural(name)), default="")
 
 
+class Ratio(Score):
+    """Each client's accuracy over that of its model after training alone."""
+
+    best: Number = NAN
+
+
 Accuracy = dict[str, dict[str, Score]]
 """Protocol to kind of model to its scores."""
 
@@ -81,6 +87,7 @@ class Record(Part):
     answered: tuple[str, ...] = ()
     failed: dict[str, str] = {}
     accuracy: Accuracy = {}
+    relative: dict[str, Ratio] = {}
     loss: Loss = Loss()
     bytes_up: int = 0
     bytes_down: int = 0
