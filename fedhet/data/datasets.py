@@ -190,7 +190,7 @@ _BY_NAME: dict[str, Callable[[DataSpec], Dataset]] = {
     **dict.fromkeys(_TORCHVISION, _torchvision),
 }
 _BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
+    "adult": ("DIR", _adult),
     "imagefolder": ("PATH", read_tree),
     "npz": ("DIR", read_clients),
-    "adult": ("DIR", _adult),
 }
