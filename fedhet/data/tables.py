@@ -148,7 +148,7 @@ def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
     encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False, dtype=np.float32)
     encoder.fit(train[:, words])
     classes = tuple(map(str, np.unique(train[:, -1])))
-    if odd := sorted(set(test[:, -1]) - set(classes)):
+    if odd := sorted(set(map(str, test[:, -1])) - set(classes)):
         raise DataError(f"{name}: the test set has the class {odd[0]!r}, training has {classes}")
 
     def split(rows: Rows) -> Split:
