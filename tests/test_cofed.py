@@ -16,6 +16,8 @@ from fedhet.config import resolve
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.knowledge import Knowledge, decode, encode
 from fedhet.models import Within
+from fedhet.report import load_run
+from fedhet.report.tables import relative_line
 from fedhet.training import batches
 from strategies.cofed import CofedStrategy
 
@@ -312,6 +314,12 @@ def test_relative_accuracy_is_after_over_before(tmp_path):
         assert found["mean"] == pytest.approx(np.mean(list(ratios.values())))
         assert (found["best"], found["worst"]) == (max(ratios.values()), min(ratios.values()))
     assert set(first["relative"]["common"]["per_client"].values()) == {1.0}
+    ratios = summary["relative"]["common"]["per_client"]
+    best = max(ratios, key=ratios.get)
+    line = relative_line(load_run(tmp_path / "run"))
+    assert f"best {ratios[best]:.4f} ({best})" in line
+    assert f"worst {min(ratios.values()):.4f} (" in line
+    assert (tmp_path / "run" / "figures" / "relative.png").exists()
     assert len(set(summary["relative"]["common"]["per_client"].values())) > 1
 
 
