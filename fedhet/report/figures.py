@@ -294,7 +294,7 @@ def relative(run: Run) -> Drawing | None:
     if run.relative is None:
         return None
     protocol, ratio = run.relative
-    title = f"Accuracy / after training alone, {PROTOCOLS.get(protocol, protocol)}"
+    title = f"Accuracy relative to training alone, {PROTOCOLS.get(protocol, protocol)}"
     draw = partial(_client_models, run=run, scores=ratio.per_client, title=title)
     return Drawing("relative", WIDTH, HEIGHT, draw, "relative accuracy by client")
 
