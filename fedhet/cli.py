@@ -38,6 +38,7 @@ from fedhet.runlog import Watcher
 from fedhet.server_app import run_directory
 from fedhet.settings import Settings, allowed
 from fedhet.simulate import simulate
+from fedhet.sweep import folder_name, read_sweep
 
 PIPED_WIDTH = 130
 
@@ -307,6 +308,48 @@ def certs_command(
         _say(f"{directory} has them all already")
 
 
+@app.command("sweep")
+def sweep_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    over: Annotated[
+        str, typer.Argument(metavar="KEY=VALUES", help="START:STOP:STEP, both ends in, or a,b,c.")
+    ],
+    preset: Preset = None,
+    config: ConfigFile = None,
+    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
+    figures: Annotated[
+        str, typer.Option(help="The method's figures to draw beside the accuracy; the first.")
+    ] = "",
+    set_: Set = None,
+    backend: Annotated[str | None, _setting("backend")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
+        "runs/sweep"
+    ),
+) -> None:
+    """Run one setting at several values; end with a table and a figure over them."""
+    name, swept = read_sweep(over)
+    values = _gather(method, preset, config, {"backend": backend}, set_ or [])
+    plan = {
+        value: {
+            out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}
+            for seed in _read_seeds(seeds)
+        }
+        for value in swept
+    }
+    # All of them are checked before the first is run.
+    configs = {
+        directory: resolve({**chosen, "out": str(directory.resolve())})
+        for runs in plan.values()
+        for directory, chosen in runs.items()
+    }
+    for directory, chosen in configs.items():
+        _run(chosen, directory.resolve())
+    found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
+    figure = report.write_sweep(found, out, figures)
+    console.print(report.sweep_table(found, figures))
+    console.print(f"figure: {figure}", highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command("compare")
 def compare_command(
     directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
@@ -376,7 +419,8 @@ def _show_method(name: str) -> None:
 def models_command() -> None:
     """List the models that a pool may name."""
     table = _table("model", "family", "what it is", "source")
-    for info in models.describe():
+    known: list[models.ModelInfo | models.ClassicalInfo] = list(models.describe())
+    for info in [*known, *models.describe_classical()]:
         table.add_row(info.name, info.family, escape(info.line), escape(info.source))
     console.print(table)
     console.print(
