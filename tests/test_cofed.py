@@ -354,7 +354,7 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
     accuracy = records(tmp_path / "run")[-1]["accuracy"]["common"]["private"]["per_client"]
     client = opened(config, tmp_path / "run" / "state")
     client._store = None
-    client._restore(server.log.run_name)
+    client._restore(server.log.run_name, before=3)
     (score,) = (
         v for (protocol, _), v in client.scores({"private": client.private}).items()
         if protocol == "common"
