@@ -27,6 +27,7 @@ from fedhet.helpers import (
 )
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import Knowledge, group, grouped, groups
+from fedhet.metrics import mean_figures
 from fedhet.models import build, shapes
 from fedhet.seeding import numpy_rng
 from fedhet.settings import Count, CountOrNone, MethodSettings, refused
@@ -177,8 +178,10 @@ class UmPfsslStrategy(HetStrategy):
                 self.log.notice(f"client {name}'s helper list stays as it was: {error}")
             self.sent.setdefault(name, {}).update(self._plans[name].models)
             self.refreshes[name] = self._due(round)
+        scalars = [reply.knowledge.scalars for reply in replies]
         sent = sum(len(self._plans[reply.client.name].models) for reply in replies)
-        return {"models_sent": float(sent), **_mean_figures(replies)}
+        found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
+        return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
 
     def saved(self) -> dict[str, Array]:
         """Return the books; the models lie in the run's directory, a few versions of each."""
@@ -279,15 +282,3 @@ class UmPfsslStrategy(HetStrategy):
 def _pairs(table: Mapping[int, int]) -> Array:
     """Return a table of whole numbers as an array [entries, 2]."""
     return np.array(sorted(table.items()), np.int64).reshape(-1, 2)
-
-
-def _mean_figures(replies: Sequence[Reply]) -> dict[str, float]:
-    """Return what the clients count, summed, and the mean of what else they report."""
-    found: dict[str, list[float]] = {}
-    for reply in replies:
-        for name, value in reply.knowledge.scalars.items():
-            found.setdefault(name, []).append(float(value))
-    return {
-        name: float(np.sum(values) if name == "replaced" else np.mean(values))
-        for name, values in sorted(found.items())
-    }
