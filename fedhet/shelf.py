@@ -35,20 +35,20 @@ class Shelf:
     def __contains__(self, key: Key) -> bool:
         return self._path(key).exists()
 
-    def keys(self) -> list[Key]:
+    def contents(self) -> list[Key]:
         """Return what is there, sorted."""
         names = (path.stem.split("-") for path in self.folder.glob("*-*.safetensors"))
         return sorted((int(number), int(version)) for number, version in names)
 
     def trim(self, number: int, newest: int) -> None:
         """Remove all but the newest versions of a model."""
-        versions = sorted(key for key in self.keys() if key[0] == number)
+        versions = sorted(key for key in self.contents() if key[0] == number)
         for key in versions[:-newest]:
             self._path(key).unlink(missing_ok=True)
 
     def keep(self, wanted: Collection[Key]) -> None:
         """Remove all but `wanted`."""
-        for key in set(self.keys()) - set(wanted):
+        for key in set(self.contents()) - set(wanted):
             self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: Key) -> Path:
