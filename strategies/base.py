@@ -343,14 +343,15 @@ class HetStrategy(Strategy):
 
     def _accept(self, round: int, name: str, result: FitRes) -> Reply:
         """Return the reply of a client, validated. Raises KnowledgeError."""
-        if isinstance(result.parameters, Spooled):
-            result.parameters = result.parameters.take()
-        self._record.bytes_up += payload_bytes(result.parameters)
+        payload = result.parameters
+        if isinstance(payload, Spooled):  # not put into `result`, which outlives this reply's turn
+            payload = payload.take()
+        self._record.bytes_up += payload_bytes(payload)
         if result.status.code != Code.OK or "error" in result.metrics:
             fault = str(result.metrics.get("error", result.status.message))[:300]
             raise KnowledgeError(name, "answer", fault)
         limit = int(self.run.max_payload_mb * 1e6)
-        envelope, knowledge = decode(read_arrays(result.parameters, name, limit), name)
+        envelope, knowledge = decode(read_arrays(payload, name, limit), name)
         expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
         info = self.members[name].info
         self.receives.check(
