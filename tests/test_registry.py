@@ -112,7 +112,15 @@ def test_fedhet_knows_no_method_but_by_name():
 
 
 def test_the_mathematics_imports_neither_flower_nor_the_wire():
-    for name in ("losses", "classwise", "averaging", "training", "seeding"):
+    for name in (
+        "losses",
+        "classwise",
+        "averaging",
+        "training",
+        "seeding",
+        "uncertainty",
+        "fixmatch",
+    ):
         text = (ROOT / "fedhet" / f"{name}.py").read_text()
         assert not re.search(
             r"^\s*(?:from|import) (flwr|strategies|clients|fedhet\.knowledge)", text, re.M
