@@ -15,6 +15,7 @@ from fedhet.registry import Method, find_method, method_names
 from fedhet.settings import MethodSettings
 
 ROOT = Path(__file__).parent.parent
+MATHEMATICS = ["losses", "classwise", "averaging", "training", "seeding", "uncertainty", "fixmatch"]
 
 
 @pytest.mark.parametrize("name", method_names())
