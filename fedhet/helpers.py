@@ -13,6 +13,8 @@ import numpy as np
 
 from fedhet.contract import Array
 
+Key = tuple[int, int]
+"""A model's number in the pool and its version, the round in which it was uploaded."""
 CANDIDATE, FILL, REFRESH = range(3)
 """What a model is sent for: to be compared (Algorithm 3), to fill the list (Algorithm 1, line 16),
 to replace an older version of a helper (Algorithm 2)."""
@@ -28,6 +30,33 @@ class Helper:
     """The round in which the model was uploaded."""
     relation: float
     """Corr(k|j) of this version with the client's data."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one client is asked in a round; models by number and version."""
+
+    train: bool
+    warm_up: bool
+    candidates: Sequence[Key]
+    fill: Sequence[Key]
+    refresh: Sequence[Key]
+
+    @property
+    def models(self) -> list[Key]:
+        """Return the models to send."""
+        return [*self.candidates, *self.fill, *self.refresh]
+
+    @property
+    def roles(self) -> list[int]:
+        """Return what each is sent for."""
+        counts = len(self.candidates), len(self.fill), len(self.refresh)
+        return np.repeat([CANDIDATE, FILL, REFRESH], counts).tolist()
+
+    @property
+    def idle(self) -> bool:
+        """Is there nothing to ask?"""
+        return not (self.train or self.warm_up or self.models)
 
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:

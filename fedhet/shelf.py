@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from fedhet.contract import Array
+from fedhet.helpers import Key
 from fedhet.state import load, save
-
-Key = tuple[int, int]
-"""A model's number and its version, the round in which it was uploaded."""
 
 
 @dataclass(frozen=True)

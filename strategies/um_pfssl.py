@@ -7,7 +7,6 @@ Semi-Supervised Learning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,23 +14,14 @@ from pydantic import Field
 
 from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
 from fedhet.errors import KnowledgeError
-from fedhet.helpers import (
-    CANDIDATE,
-    FILL,
-    REFRESH,
-    Helper,
-    from_arrays,
-    refreshable,
-    replaceable,
-    to_arrays,
-)
+from fedhet.helpers import Helper, Key, Plan, from_arrays, refreshable, replaceable, to_arrays
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import Knowledge, group, grouped, groups
 from fedhet.metrics import mean_figures
 from fedhet.models import build, shapes
 from fedhet.seeding import numpy_rng
 from fedhet.settings import Count, CountOrNone, MethodSettings, refused
-from fedhet.shelf import Key, Shelf
+from fedhet.shelf import Shelf
 from fedhet.uncertainty import has_dropout
 from strategies.base import HetStrategy, Reply, Told
 
@@ -49,33 +39,6 @@ class UmPfsslServerSettings(MethodSettings):
     warm_up: CountOrNone = Field(
         5, description="epochs on labelled data alone, in a round of all clients before t = 1"
     )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one client is asked in a round; models by number and version."""
-
-    train: bool
-    warm_up: bool
-    candidates: Sequence[Key]
-    fill: Sequence[Key]
-    refresh: Sequence[Key]
-
-    @property
-    def models(self) -> list[Key]:
-        """Return the models to send."""
-        return [*self.candidates, *self.fill, *self.refresh]
-
-    @property
-    def roles(self) -> list[int]:
-        """Return what each is sent for."""
-        counts = len(self.candidates), len(self.fill), len(self.refresh)
-        return np.repeat([CANDIDATE, FILL, REFRESH], counts).tolist()
-
-    @property
-    def idle(self) -> bool:
-        """Is there nothing to ask?"""
-        return not (self.train or self.warm_up or self.models)
 
 
 class UmPfsslStrategy(HetStrategy):
