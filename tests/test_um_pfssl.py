@@ -491,3 +491,15 @@ def test_no_more_is_in_flight_than_allowed(tmp_path):
         stub.fit = counted
     pool.play(2)
     assert 1 <= most <= pool.log.workers == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_gives_the_same(tmp_path):
+    found = []
+    for backend in ("ray", "inline"):
+        config = um(clients=4, rounds=4, fraction=0.5, backend=backend)
+        run(config, tmp_path / backend)
+        kept = ("accuracy", "loss", "method", "bytes_up", "bytes_down", "asked", "failed")
+        found.append([{k: each[k] for k in kept} for each in records(tmp_path / backend)])
+    assert found[0] == found[1]
