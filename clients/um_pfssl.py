@@ -90,15 +90,15 @@ class UmPfsslClient(HetClient):
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
-        before = self._own_version
+        changes = self.trains(knowledge)
         if self._is_cold:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
         helpers = self._helpers(own)
         sent = self._take_in(knowledge)
-        helpers = found = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
-        numbers = {helper.number for helper in sent[CANDIDATE]}
-        figures: dict[str, float] = {"replaced": len(numbers & {h.number for h in found})}
+        helpers = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
+        new = {helper.number for helper in sent[CANDIDATE]}
+        figures: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
         helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
         if knowledge.scalars["train"]:
             helpers = filled(helpers, sent[FILL], self.settings.helpers)
@@ -107,7 +107,7 @@ class UmPfsslClient(HetClient):
         self._remember(helpers)
         figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        if self._own_version != before:
+        if changes:
             tensors |= grouped("weights", to_arrays(self.models["private"]))
         return Knowledge(tensors, figures)
 
