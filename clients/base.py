@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.node import Node
-from fedhet.config import data_spec
+from fedhet.config import data_spec, labelled_alpha
 from fedhet.contract import Array, Contract, Shapes
-from fedhet.data import GENERATED, Split, public_set, refuse_overlap
+from fedhet.data import GENERATED, Split, public_set, refuse_overlap, split_labels
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.identity import ClientInfo
@@ -65,8 +65,11 @@ class HetClient(NumPyClient):
         self.info = ClientInfo(
             node.name, node.model, len(data.train), len(data.classes), data.shape
         )
-        self.x = self.compute.images(data.train.x)
-        self.y = data.train.y.to(self.compute.device)
+        labelled, rest = split_labels(data.train, labelled_alpha(run), run.seed, node.name)
+        self.x = self.compute.images(labelled.x)
+        self.y = labelled.y.to(self.compute.device)
+        self.unlabelled = Split(self.compute.images(rest.x), rest.y.to(self.compute.device))
+        """Samples whose labels are there to measure by, never to train on; often none."""
         self.tests: dict[str, Split] = {"personal": data.test}
         if data.common is not None:
             self.tests["common"] = data.common
@@ -96,6 +99,10 @@ class HetClient(NumPyClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train with the private state; return what the server is told."""
         raise NotImplementedError
+
+    def trains(self, knowledge: Knowledge) -> bool:
+        """Tell whether an instruction may change the models, as nearly every one does."""
+        return True
 
     def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the models to be measured, by kind; `knowledge` is what the server said last."""
@@ -184,7 +191,7 @@ class HetClient(NumPyClient):
         classes = self.info.classes if labelled else None
         public = public_set(data_spec(self.run), self.info.shape, classes)
         if self.run.public_dataset not in ("", GENERATED):
-            for split in (Split(self.x, self.y), self.tests["personal"]):
+            for split in (Split(self.x, self.y), self.unlabelled, self.tests["personal"]):
                 refuse_overlap(public, split, self.info.name)
         return public
 
@@ -229,7 +236,8 @@ class HetClient(NumPyClient):
 
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that an open client holds in memory."""
-        held = [self.x, *(split.x for name, split in self.tests.items() if name != "common")]
+        held = [self.x, self.unlabelled.x]
+        held += [split.x for name, split in self.tests.items() if name != "common"]
         held += [tensor for model in self.models.values() for tensor in model.state_dict().values()]
         held += self.kept.values()
         return sum(tensor.nbytes for tensor in held)
@@ -294,13 +302,15 @@ class HetClient(NumPyClient):
     def _train(self, envelope: Envelope, knowledge: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's answer and the seconds that its training took; keep the state."""
         self._version = -1
+        self.loss = None
+        trains = self.trains(knowledge)
         started = time.perf_counter()
         place = (self.info.name, envelope.round)
         with seeded(self.run.seed, *place, device=self.compute.device):
             answer = self.train(envelope.round, knowledge)
         seconds = time.perf_counter() - started
         self._check_finite()
-        self.facts["participations"] = self.participations + 1
+        self.facts["participations"] = self.participations + trains
         self._save(envelope.round)
         return answer, seconds
 

@@ -34,6 +34,8 @@ PLACE = frozenset({"out", "resume"})
 """Settings that say where a run lies, not what it is: its config.toml is without them."""
 PUBLIC_FRACTION = 0.2
 """Of the training set, for a method that needs public data and is told nothing of it."""
+LABELLED_ALPHA = 0.5
+"""For a method that needs unlabelled data and is told nothing of it (UM-pFSSL, section VI-A)."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,18 @@ def _public_fraction(settings: Settings) -> float:
     return PUBLIC_FRACTION if find_method(settings.method).needs_public else 0.0
 
 
+def labelled_alpha(settings: Settings) -> float:
+    """Return Dirichlet's concentration of the labelled share; 0 where everything is labelled."""
+    needed = find_method(settings.method).needs_unlabelled
+    return settings.labelled_alpha or (LABELLED_ALPHA if needed else 0.0)
+
+
 def pool(settings: Settings) -> list[str]:
-    """Return the names in the pool of models."""
-    return [name.strip() for name in settings.models.split(",") if name.strip()]
+    """Return the names in the pool of models; a method may have one for where none is chosen."""
+    chosen = settings.models
+    if chosen == Settings.model_fields["models"].default:
+        chosen = find_method(settings.method).default_model or chosen
+    return [name.strip() for name in chosen.split(",") if name.strip()]
 
 
 def all_settings() -> dict[str, FieldInfo]:

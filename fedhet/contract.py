@@ -57,10 +57,12 @@ class WeightsField:
     required: bool = True
     low: float | None = None
     """Least value allowed."""
+    stacked: str = ""
+    """Letter of a first axis that every tensor has: so many models, one after the other."""
 
     def describe(self) -> str:
         """Return a short word for the type."""
-        return "weights"
+        return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Contract:
             if isinstance(field, ScalarField):
                 _check_scalar(sender, field, scalars)
             elif isinstance(field, WeightsField):
-                _check_weights(sender, field, tensors, shapes.get(field.name, {}))
+                _check_weights(sender, field, tensors, shapes.get(field.name, {}), sizes)
             else:
                 _check_tensor(sender, field, tensors, sizes)
 
@@ -213,7 +215,11 @@ def _check_below(sender: str, name: str, value: Array, size: int) -> None:
 
 
 def _check_weights(
-    sender: str, field: WeightsField, tensors: Mapping[str, Array], shapes: Shapes
+    sender: str,
+    field: WeightsField,
+    tensors: Mapping[str, Array],
+    shapes: Shapes,
+    sizes: dict[str, int],
 ) -> None:
     found = {k: v for k, v in tensors.items() if k.startswith(field.name + "/")}
     if not found and not field.required:
@@ -222,13 +228,19 @@ def _check_weights(
     for name in sorted(expected.keys() ^ found.keys()):
         fault = "missing" if name in expected else "not a tensor of this client's model"
         raise KnowledgeError(sender, name, fault)
-    for name, (shape, dtype) in expected.items():
+    for name, (one, dtype) in expected.items():
         value = found[name]
+        shape = (_stack(field, value, sizes), *one) if field.stacked else one
         if value.shape != shape or value.dtype != np.dtype(dtype):
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
         _check_low(sender, name, value, field.low)
+
+
+def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
+    """Return how many models a message must hold: as many as the first field with the letter."""
+    return sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
 
 
 def _check_low(sender: str, name: str, value: Array, low: float | None) -> None:

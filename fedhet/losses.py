@@ -63,3 +63,26 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor) -> Tensor:
     """
     inside = (logits.float().log_softmax(1) * sets).sum(1)
     return -(eta * inside).mean()
+
+
+LEAST_PSEUDO = 1e-7
+"""No class of a pseudo-label is less likely than this; the divergence takes its logarithm."""
+
+
+def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
+    """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C]."""
+    own = logits.float().log_softmax(1)
+    return (own.exp() * (own - pseudo.clamp(min=LEAST_PSEUDO).log())).sum(1)
+
+
+def semi_supervised_loss(
+    logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor
+) -> Tensor:
+    """Return UM-pFSSL's Eq. 1 of a batch, a scalar; `labels` [N], `pseudo` [N, C] where needed.
+
+    mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 is the mean over all samples, each with
+    its own term: cross-entropy where `labelled` [N], else the divergence. That is also, but for
+    the factor, what lines 22 and 23 of Algorithm 1 sum.
+    """
+    supervised = F.cross_entropy(logits.float(), labels, reduction="none")
+    return torch.where(labelled, supervised, pseudo_label_loss(logits, pseudo)).mean()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -110,6 +110,15 @@ class RoundRecord:
     def from_json(cls, record: dict[str, Any]) -> RoundRecord:
         """Return the record that `as_json` wrote. Raises TypeError if it did not."""
         return cls(**{**record, "seconds": Seconds(**record["seconds"])})
+
+
+def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
+    """Return the mean of each number that clients report, over those who report it."""
+    names = sorted({name for scalars in said for name in scalars})
+    return {
+        name: float(np.mean([float(scalars[name]) for scalars in said if name in scalars]))
+        for name in names
+    }
 
 
 def peak_memory_mb() -> float:

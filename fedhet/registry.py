@@ -59,6 +59,16 @@ class Method:
         return self.strategy.fixed_rounds(settings)  # type: ignore[no-any-return]
 
     @property
+    def needs_unlabelled(self) -> bool:
+        """Tell whether the method works on samples without labels."""
+        return bool(self.strategy.needs_unlabelled)
+
+    @property
+    def default_model(self) -> str:
+        """Return the model of all clients where none is chosen; empty: the usual pool."""
+        return str(self.strategy.default_model)
+
+    @property
     def server_settings(self) -> type[MethodSettings]:
         """Return the settings that the server half reads."""
         return self.strategy.settings_type  # type: ignore[no-any-return]

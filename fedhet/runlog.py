@@ -61,8 +61,9 @@ class RunLog:
         self.peak_memory_mb = 0.0
         self.resumed: Checkpoint | None = None
         """The state from which the run goes on, where it is not a new one."""
-        self._workers = workers
         self._checkpoints = Checkpoints(directory)
+        self.workers = workers
+        """How many clients train at once."""
         self._history: list[RoundRecord] = []
         self._seconds = Seconds()
         self._started = time.perf_counter()
@@ -136,7 +137,7 @@ class RunLog:
     def round_finished(self, record: RoundRecord) -> None:
         """Write a round's record and pass it on."""
         busy = record.seconds.train + record.seconds.evaluate
-        at_once = max(1, min(self._workers, len(record.asked)))
+        at_once = max(1, min(self.workers, len(record.asked)))
         lost = record.seconds.total - record.seconds.server - busy / at_once
         record.seconds.overhead = max(lost, 0.0)
         self._history.append(record)

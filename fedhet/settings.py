@@ -142,13 +142,19 @@ class Settings(Schema):
     public_samples: CountOrNone = Field(
         0, description="a seeded subset of public-dataset, or rows to generate; 0 = all"
     )
+    labelled_alpha: NonNegative = Field(
+        0.0,
+        description="Dirichlet's concentration of each client's labelled and unlabelled share; "
+        "0 = all is labelled, or 0.5 for a method that needs unlabelled data",
+    )
     num_classes: CountOrNone = Field(
         0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"
     )
 
     models: str = Field(
         "cnn2,cnn3,mlp,gems-resnet11,resnet10",
-        description="pool of models, comma-separated, as `fedhet models` lists them",
+        description="pool of models, comma-separated, as `fedhet models` lists them; a method "
+        "whose clients must have one model has one of its own for this default",
     )
     deal: Literal["cycle", "shuffle"] = Field(
         "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
@@ -199,6 +205,11 @@ class Settings(Schema):
     )
     round_timeout: Positive = Field(
         3600.0, description="seconds after which a round goes on without those who are missing"
+    )
+    in_flight: CountOrNone = Field(
+        0,
+        description="clients asked at once where each is told something of its own, which bounds "
+        "the server's memory; 0 = as many as there are workers, in a deployment all",
     )
     max_payload_mb: Positive = Field(2048.0, description="a reply larger than this is refused, MB")
     out: str = Field(

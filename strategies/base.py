@@ -6,10 +6,14 @@ by the clients' names, validation of every reply, counts of bytes and seconds, a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from flwr.common import (
@@ -55,7 +59,8 @@ from fedhet.metrics import (
 )
 from fedhet.runlog import RunLog
 from fedhet.seeding import numpy_rng
-from fedhet.settings import MethodSettings, Settings
+from fedhet.settings import MethodSettings, Settings, refused
+from fedhet.spool import Spooled
 from fedhet.training import evaluate
 from strategies.roster import Member, Roster
 
@@ -63,6 +68,8 @@ NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 NOTHING_TO_SAY = Knowledge()
 SERVER = "server"
 
+Told = Knowledge | Callable[[], Knowledge]
+"""What a client is told, or what makes it when the client is about to be asked."""
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 
 
@@ -91,6 +98,12 @@ class HetStrategy(Strategy):
     """The fields of what `configure` returns."""
     needs_public: ClassVar[bool] = False
     """Does the method work on data that no client owns? See `public_set`."""
+    needs_unlabelled: ClassVar[bool] = False
+    """Does the method work on samples of the clients' own that have no label?"""
+    default_model: ClassVar[str] = ""
+    """The model of all clients where the user chooses none; empty: the usual pool."""
+    spools: ClassVar[bool] = False
+    """Are replies put on disk as they come, as where each client sends a model to be kept?"""
 
     def __init__(
         self, run: Settings, settings: MethodSettings, receives: Contract, log: RunLog
@@ -101,6 +114,7 @@ class HetStrategy(Strategy):
         self.log = log
         self.run_name = log.run_name
         self.members: dict[str, Member] = {}
+        self._attack = Attack(run, receives) if run.attack != "none" else None
         self._roster = Roster(run.round_timeout, pool(run), log.notice)
         self._accuracy: Accuracy = {}
         self._stale: set[str] = set()
@@ -108,6 +122,8 @@ class HetStrategy(Strategy):
         self._record = RoundRecord(0)
         self._losses: dict[str, float] = {}
         self._absent: set[str] = set()
+        self._turns = threading.BoundedSemaphore(run.in_flight or log.workers)
+        self._counting = threading.Lock()
         self._round_started = self._waiting_since = self._waiting = 0.0
 
     # What a method writes.
@@ -120,9 +136,21 @@ class HetStrategy(Strategy):
     def init(self) -> None:
         """Prepare the server's state; the members are known."""
 
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return what `client` is told in `round`; one object for several is encoded once."""
+    def configure(self, round: int, client: ClientInfo) -> Told:
+        """Return what `client` is told in `round`; one object for several is encoded once.
+
+        Where each client is told something large of its own, return a function that makes it: it
+        is called, by another thread, when the client's turn has come.
+        """
         raise NotImplementedError
+
+    def trains(self, client: str) -> bool:
+        """Tell whether this round's instruction may change the client's models."""
+        return True
+
+    def keep(self, round: int, reply: Reply) -> Reply:
+        """Put aside what is too large to hold until all replies are read; return the rest."""
+        return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take in the replies, sorted by client; return the method's own figures of the round."""
@@ -166,6 +194,18 @@ class HetStrategy(Strategy):
     def classes(self) -> int:
         """Return the number of classes."""
         return self.task.classes
+
+    def one_model(self) -> str:
+        """Return the model that all clients have. Raises SettingsError where they differ."""
+        found = sorted({member.info.model for member in self.members.values()})
+        if len(found) > 1:
+            raise refused(
+                "models",
+                self.run.models,
+                f"one model for all clients with {self.run.method}, which averages their weights; "
+                f"they have {', '.join(found)}",
+            )
+        return found[0]
 
     def public_set(self, *, labelled: bool) -> Split:
         """Return the data that no client owns, scaled; `labelled` if its labels are to be used."""
@@ -224,11 +264,15 @@ class HetStrategy(Strategy):
         self._record.asked = asked
         self.log.round_started(server_round, asked)
         told = {name: self.configure(server_round, self.members[name].info) for name in asked}
-        payloads = self._payloads(server_round, told)
-        config: dict[str, Scalar] = {"evaluate": self._evaluates(server_round)}
+        at_once = {name: k for name, k in told.items() if isinstance(k, Knowledge)}
+        payloads = self._payloads(server_round, at_once)
+        evaluates = self._evaluates(server_round)
         instructions: list[tuple[ClientProxy, FitIns]] = [
-            (WatchedProxy(self.members[name], self.log), FitIns(payload, config))
-            for name, payload in payloads.items()
+            (
+                self._courier(server_round, name, knowledge),
+                FitIns(payloads.get(name, NOTHING), {"evaluate": evaluates and self.trains(name)}),
+            )
+            for name, knowledge in told.items()
         ]
         self._waiting_since = time.perf_counter()
         return instructions
@@ -240,21 +284,18 @@ class HetStrategy(Strategy):
         self._waiting += time.perf_counter() - self._waiting_since
         answers = {_name(proxy): result for proxy, result in results}
         reasons = _reasons(failures)
-        self._stale |= set(self._record.asked)
+        self._stale |= set(filter(self.trains, self._record.asked))
         replies = []
         for name in sorted(self._record.asked):
             if name not in answers:
                 self._absent.add(name)
                 self._drop(name, reasons.get(name, "did not answer in time"))
                 continue
-            try:
-                replies.append(self._accept(server_round, name, answers[name]))
-            except KnowledgeError as error:
-                self._drop(name, f"{error.field}: {error.fault}")
-            except FedhetError as error:
-                self._drop(name, str(error))
-        if self.run.attack != "none":
-            replies = self._attacked(server_round, replies)
+            with self._dropping(name):
+                reply = self._accept(server_round, name, answers[name])
+                replies.append(reply if self._attack else self.keep(server_round, reply))
+        if self._attack:
+            replies = self._attacked(self._attack, server_round, replies)
         self._record.answered = [reply.client.name for reply in replies]
         if replies:
             self._record.method |= self.aggregate(server_round, replies)
@@ -328,18 +369,37 @@ class HetStrategy(Strategy):
         self._record.bytes_down += sum(map(payload_bytes, payloads.values()))
         return payloads
 
+    def _courier(self, round: int, name: str, told: Told) -> WatchedProxy:
+        """Return the way to a client that is told `told`, which may be made on the way."""
+        proxy = WatchedProxy(self.members[name], self.log)
+        if not isinstance(told, Knowledge):
+            proxy.make = partial(self._make, round, told)
+            proxy.turn = self._turns
+        if self.spools:
+            proxy.spool = self.log.directory / "inbox"
+        return proxy
+
+    def _make(self, round: int, told: Callable[[], Knowledge]) -> Parameters:
+        payload = self._encode(round, told())
+        with self._counting:
+            self._record.bytes_down += payload_bytes(payload)
+        return payload
+
     def _encode(self, round: int, knowledge: Knowledge) -> Parameters:
         envelope = Envelope(self.run_name, self.run.method, round, SERVER)
         return ndarrays_to_parameters(encode(envelope, knowledge))
 
     def _accept(self, round: int, name: str, result: FitRes) -> Reply:
         """Return the reply of a client, validated. Raises KnowledgeError."""
-        self._record.bytes_up += payload_bytes(result.parameters)
+        payload = result.parameters
+        if isinstance(payload, Spooled):  # not put into `result`, which outlives this reply's turn
+            payload = payload.take()
+        self._record.bytes_up += payload_bytes(payload)
         if result.status.code != Code.OK or "error" in result.metrics:
             fault = str(result.metrics.get("error", result.status.message))[:300]
             raise KnowledgeError(name, "answer", fault)
         limit = int(self.run.max_payload_mb * 1e6)
-        envelope, knowledge = decode(read_arrays(result.parameters, name, limit), name)
+        envelope, knowledge = decode(read_arrays(payload, name, limit), name)
         expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
         info = self.members[name].info
         self._check(info, knowledge)
@@ -358,22 +418,29 @@ class HetStrategy(Strategy):
             shapes=self.shapes(client),
         )
 
-    def _attacked(self, round: int, replies: list[Reply]) -> list[Reply]:
+    def _attacked(self, attack: Attack, round: int, replies: list[Reply]) -> list[Reply]:
         """Return the replies, some of them poisoned; what then breaks the contract is dropped."""
-        attack = Attack(self.run, self.receives)
         struck = attack.victims(round, self._record.asked)
         told = attack.poison(round, {r.client.name: r.knowledge for r in replies}, struck)
         self._record.method["poisoned"] = float(len(struck & told.keys()))
-        kept = []
+        taken = []
         for reply in replies:
             name = reply.client.name
-            try:
+            with self._dropping(name):
                 self._check(reply.client, told[name])
-            except KnowledgeError as error:
-                self._drop(name, f"{error.field}: {error.fault}")
-            else:
-                kept.append(Reply(reply.client, told[name], reply.samples))
-        return kept
+                poisoned = Reply(reply.client, told[name], reply.samples)
+                taken.append(self.keep(round, poisoned))
+        return taken
+
+    @contextlib.contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Drop a client from the round for what is wrong with its reply."""
+        try:
+            yield
+        except KnowledgeError as error:
+            self._drop(name, f"{error.field}: {error.fault}")
+        except FedhetError as error:
+            self._drop(name, str(error))
 
     def _note(self, name: str, measured: Measured) -> None:
         """Enter what a client measured into the round's record."""
@@ -433,13 +500,24 @@ class WatchedProxy(ClientProxy):
     def __init__(self, member: Member, log: RunLog) -> None:
         super().__init__(member.proxy.cid)
         self.name = member.info.name
+        self.make: Callable[[], Parameters] | None = None
+        """Makes the payload of an instruction that comes without one."""
+        self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        """Is held while such a payload is there."""
+        self.spool: Path | None = None
+        """The folder where replies wait to be read."""
         self._proxy = member.proxy
         self._log = log
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         """Pass the instruction on; an error carries the client's name."""
         try:
-            result = self._proxy.fit(ins, timeout, group_id)
+            with self.turn:
+                if self.make is not None:
+                    ins = FitIns(self.make(), ins.config)
+                result = self._proxy.fit(ins, timeout, group_id)
+                if self.spool is not None:
+                    result.parameters = Spooled(self.spool / self.name, result.parameters)
         except Exception as error:
             self._log.client_answered(self.name, str(error))
             raise ClientFailureError(self.name, str(error)) from error

@@ -511,3 +511,41 @@ def test_the_oracle_itself():
         assert not oracle(*changed({field: value})), field
     for field, value, _ in SCALAR_FAULTS.values():
         assert not oracle(*changed(scalars={field: value})), field
+
+
+STACKED = Contract(
+    (
+        TensorField("numbers", "int64", ("N",), "which", required=False, low=0),
+        WeightsField("models", "as many models", required=False, stacked="N"),
+    )
+)
+SHAPES = {"models": {"w": ((2, 3), "float32"), "n": ((), "int64")}}
+
+
+def stacked(count, others=None):
+    return {
+        "numbers": np.arange(count if others is None else others),
+        "models/w": np.zeros((count, 2, 3), np.float32),
+        "models/n": np.zeros(count, np.int64),
+    }
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_several_models_travel_as_one(count):
+    STACKED.check("a", stacked(count), {}, dims={}, shapes=SHAPES)
+    assert STACKED.fields[1].describe() == "weights [N, ...]"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"numbers": np.arange(3)}, r"models/w: is float32 \[2, 2, 3\], must be .*\[3, 2, 3\]"),
+        ({"models/n": np.zeros(5, np.int64)}, r"models/n: is int64 \[5\], must be int64 \[2\]"),
+        ({"models/n": np.zeros((), np.int64)}, r"models/n: is int64 \[\], must be int64 \[2\]"),
+        ({"models/w": np.zeros((2, 3, 2), np.float32)}, r"models/w: is float32 \[2, 3, 2\]"),
+        ({"models/w": np.full((2, 2, 3), np.nan, np.float32)}, "holds NaN"),
+    ],
+)
+def test_as_many_of_each_tensor_as_there_are_models(change, fault):
+    with pytest.raises(KnowledgeError, match=fault):
+        STACKED.check("a", {**stacked(2), **change}, {}, dims={}, shapes=SHAPES)

@@ -1,6 +1,7 @@
 """Data: the datasets by name, their division over clients, and a real site's own folder."""
 
 from fedhet.data.datasets import common_test, dataset_names, load
+from fedhet.data.labelled import split_labels
 from fedhet.data.partition import client_name, label_counts, label_space, partition
 from fedhet.data.public import GENERATED, public_set, refuse_overlap
 from fedhet.data.site import ClientData, client_data, site_data, validate
@@ -24,5 +25,6 @@ __all__ = [
     "refuse_overlap",
     "scaled",
     "site_data",
+    "split_labels",
     "validate",
 ]

@@ -25,15 +25,26 @@ def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0
     return nn.Sequential(*layers)
 
 
-def cnn(shape: Shape, widths: Sequence[int], pools: Sequence[bool], features: int) -> nn.Module:
+def cnn(
+    shape: Shape,
+    widths: Sequence[int],
+    pools: Sequence[bool],
+    features: int,
+    dropout: float = 0.0,
+) -> nn.Module:
     """Return conv layers of `widths`, pooled where `pools` says so, and a linear: -> [N, features].
 
-    `shape` is [C, H, W].
+    `shape` is [C, H, W]. `dropout` follows the last batch norm and the linear.
     """
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
-    layers = [conv_bn(i, o, pool=p) for i, o, p in zip(inputs, widths, pools, strict=True)]
+    drops = [0.0] * (len(widths) - 1) + [dropout]
+    layers = [
+        conv_bn(i, o, pool=p, dropout=d)
+        for i, o, p, d in zip(inputs, widths, pools, drops, strict=True)
+    ]
     flat = widths[-1] * (shape[1] // divisor) * (shape[2] // divisor)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, features), nn.ReLU())
+    head = [nn.Flatten(), nn.Linear(flat, features), nn.ReLU()]
+    return nn.Sequential(*layers, *head, *([nn.Dropout(dropout)] if dropout else []))
 
 
 def mlp(shape: Shape, widths: Sequence[int]) -> nn.Module:
@@ -102,6 +113,14 @@ def _cnn2(shape: Shape) -> nn.Module:
     return cnn(shape, (16, 32), (True, True), 64)
 
 
+def _cnn2_dropout(shape: Shape) -> nn.Module:
+    return cnn(shape, (16, 32), (True, True), 64, dropout=0.5)
+
+
+def _cnn3_dropout(shape: Shape) -> nn.Module:
+    return cnn(shape, (32, 64, 64), (True, True, True), 128, dropout=0.5)
+
+
 def _cnn3(shape: Shape) -> nn.Module:
     return cnn(shape, (32, 64, 64), (True, True, True), 128)
 
@@ -150,6 +169,8 @@ MODELS = (
     ModelInfo("cnn2", "cnn", "2 conv layers, 16-32, and a linear of 64", "ours", 4, _cnn2),
     ModelInfo("cnn3", "cnn", "3 conv layers, 32-64-64, and a linear of 128", "ours", 8, _cnn3),
     ModelInfo("cnn4", "cnn", "VGG-like: 32-32, 64-64, and a linear of 128", "ours", 4, _cnn4),
+    ModelInfo("cnn2-dropout", "cnn", "cnn2 with dropout 0.5", "ours", 4, _cnn2_dropout),
+    ModelInfo("cnn3-dropout", "cnn", "cnn3 with dropout 0.5", "ours", 8, _cnn3_dropout),
     ModelInfo("lenet5", "cnn", "conv 6-16 of 5x5, linear 120-84", "LeCun et al. 1998", 12, lenet5),
     ModelInfo(
         "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9

@@ -30,6 +30,8 @@ NAMED = 30
 STAGE_NAMES = {
     "train": "training", "evaluate": "evaluation", "server": "server", "overhead": "overhead",
 }  # fmt: skip
+PANELS, ACROSS = 12, 3
+"""The most of a method's own figures that are drawn, and how many side by side."""
 Numbers = NDArray[np.float64]
 Look = dict[str, Any]
 DASHED: Look = {"linewidth": 1.0, "linestyle": (0, (4, 2.5))}
@@ -39,7 +41,8 @@ def write_figures(run: Run) -> list[Path]:
     """Write the run's figures as PNG into `figures/` and return their paths."""
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
-    return [drawing.png(folder) for drawing in drawings(run)]
+    found = [*drawings(run), method(run)]
+    return [drawing.png(folder) for drawing in found if drawing]
 
 
 def drawings(run: Run) -> list[Drawing]:
@@ -215,6 +218,32 @@ def _loss(figure: Figure, run: Run) -> None:
     style.over_rounds(ax, [record.round for record in run.records])
     style.ticks(ax)
     style.head(ax, "Training loss")
+
+
+def method(run: Run) -> Drawing | None:
+    """The method's own figures over rounds, a panel each; the page shows them as small curves."""
+    names = [*dict.fromkeys(name for record in run.records for name in record.method)][:PANELS]
+    if not names:
+        return None
+    rows = math.ceil(len(names) / ACROSS)
+    draw = partial(_method, run=run, names=names)
+    across = min(len(names), ACROSS)
+    return Drawing("method", WIDTH * 0.75 * across, HEIGHT * 0.75 * rows, draw, "method's figures")
+
+
+def _method(figure: Figure, run: Run, names: Sequence[str]) -> None:
+    across = min(len(names), ACROSS)
+    panels = figure.subplots(math.ceil(len(names) / across), across, squeeze=False).flatten()
+    rounds = [record.round for record in run.records]
+    for ax, name in zip(panels, names, strict=False):
+        values = [record.method.get(name, math.nan) for record in run.records]
+        look: Look = {"marker": style.marker(len(rounds)), "markersize": 3.2}
+        ax.plot(rounds, values, color=style.SERIES[0], **look)
+        style.over_rounds(ax, rounds)
+        style.ticks(ax)
+        style.head(ax, _short(name.replace("_", " "), 30))
+    for ax in panels[len(names) :]:
+        ax.axis("off")
 
 
 def _tall(rows: int) -> float:

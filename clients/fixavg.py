@@ -1,0 +1,110 @@
+"""FixAvg, client half: FixMatch on the client's labelled and unlabelled samples.
+
+Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from clients.base import HetClient, adopt, to_arrays
+from fedhet.contract import Contract, ScalarField, Shapes, WeightsField
+from fedhet.fixmatch import augmentations, confident_labels, fixmatch_loss
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.models import shapes
+from fedhet.settings import MethodSettings, NonNegative
+from fedhet.training import evaluating, train_epoch
+
+
+class FixAvgClientSettings(MethodSettings):
+    """What FixAvg's clients read."""
+
+    threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.95, description="likelihood from which a prediction becomes a pseudo-label"
+    )
+    unlabelled_weight: NonNegative = Field(
+        1.0, description="weight of an unlabelled sample against a labelled one"
+    )
+
+
+class FixAvgClient(HetClient):
+    """Trains the averaged model on weak images with labels, strong ones with pseudo-labels."""
+
+    settings_type = FixAvgClientSettings
+    settings: FixAvgClientSettings
+    sends = Contract(
+        (
+            WeightsField("weights", "the model after training"),
+            ScalarField(
+                "confident", float, "share of unlabelled samples with a pseudo-label", low=0, high=1
+            ),
+            ScalarField(
+                "pseudo_error",
+                float,
+                "share of these pseudo-labels that are wrong",
+                required=False,
+                low=0,
+                high=1,
+            ),
+        )
+    )
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Return the tensors of the client's own architecture."""
+        return {"weights": shapes(self.node.model, self.info.shape, self.info.classes)}
+
+    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model after training, and the average as it came last."""
+        judged: dict[str, nn.Module] = dict(self.models)
+        if weights := knowledge.group("weights"):
+            judged["global"] = self.build_model()
+            adopt(judged["global"], weights)
+            self.compute.place(judged["global"])
+        return judged
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs from the averaged model."""
+        model = self.models["private"]
+        adopt(model, knowledge.group("weights"))
+        model.train()
+        images = augmentations(self.info.shape)
+        x = torch.cat([self.x, self.unlabelled.x])
+        truth = torch.cat([self.y, self.unlabelled.y])
+        labelled = torch.arange(len(x), device=x.device) < len(self.y)
+        counts = torch.zeros(2, device=x.device)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            weak, known = images.weak(x), labelled[rows]
+            with torch.no_grad(), evaluating(model):
+                guessed, confident = confident_labels(model(weak), self.settings.threshold)
+            used = confident & ~known
+            counts.add_(torch.stack([used, used & (guessed != truth[rows])]).sum(1))
+            seen = torch.where(known.view(-1, 1, 1, 1), weak, images.strong(x))
+            labels = torch.where(known, truth[rows], guessed)
+            weight = self.settings.unlabelled_weight
+            return fixmatch_loss(model(seen), labels, known, confident, weight)
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        for _ in range(self.run.local_epochs):
+            counts.zero_()
+            self.loss = train_epoch(
+                x,
+                torch.arange(len(x), device=x.device),
+                loss_of,
+                optimizing,
+                batch_size=self.run.batch_size,
+                generator=generator,
+                compute=self.compute,
+            )
+        return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
+
+    def _figures(self, counts: Tensor) -> dict[str, float]:
+        """Return what the pseudo-labels of the last epoch were: how many, and how wrong."""
+        used, wrong = counts.tolist()
+        found = {"confident": used / max(1, len(self.unlabelled))}
+        return found | ({"pseudo_error": wrong / used} if used else {})

@@ -1,0 +1,258 @@
+"""UM-pFSSL, client half: Algorithm 1, lines 5 to 12 and 14 to 24, on one client's data.
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import HetClient, adopt, to_arrays
+from fedhet.averaging import average_weights
+from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
+from fedhet.errors import KnowledgeError
+from fedhet.helpers import CANDIDATE, FILL, REFRESH, Helper, filled, ranked, refreshed, replaced
+from fedhet.helpers import to_arrays as list_to_arrays
+from fedhet.knowledge import Knowledge, grouped
+from fedhet.losses import semi_supervised_loss
+from fedhet.models import HetModel, shapes
+from fedhet.seeding import seeded
+from fedhet.settings import Count, CountOrNone, MethodSettings
+from fedhet.shelf import Shelf
+from fedhet.training import evaluate, train_epoch
+from fedhet.uncertainty import (
+    RelationKind,
+    aggregation_weights,
+    certainty,
+    entropy,
+    most_certain,
+    predictive,
+    relation,
+)
+
+KEPT = 3
+"""Lists whose models stay on disk: a client may be asked to go back by a round or two."""
+
+
+class UmPfsslClientSettings(MethodSettings):
+    """What UM-pFSSL's clients read."""
+
+    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
+    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
+    warm_up: CountOrNone = Field(
+        5, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+    passes: Count = Field(8, description="dropout masks of a prediction, T")
+    relation: RelationKind = Field(
+        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
+    )
+
+
+class UmPfsslClient(HetClient):
+    """Finds helpers, starts from their mean, and learns from its labels and from theirs."""
+
+    settings_type = UmPfsslClientSettings
+    settings: UmPfsslClientSettings
+    sends = Contract(
+        (
+            TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
+            TensorField("versions", "int64", ("H",), "the version held of each", low=0),
+            TensorField("relations", "float64", ("H",), "Corr of each", low=0),
+            WeightsField("weights", "the private model, if it has trained", required=False),
+            ScalarField("replaced", int, "helpers replaced in this round", low=0),
+            ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
+            ScalarField(
+                "pseudo_error",
+                float,
+                "share of pseudo-labels that are wrong",
+                required=False,
+                low=0,
+                high=1,
+            ),
+        )
+    )
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Return the tensors of the run's one architecture."""
+        return {"models": shapes(self.node.model, self.info.shape, self.info.classes)}
+
+    def trains(self, knowledge: Knowledge) -> bool:
+        """Tell whether the client is sampled, or has yet to warm up."""
+        return bool(knowledge.scalars["train"]) or self._is_cold
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
+        changes = self.trains(knowledge)
+        if self._is_cold:
+            self._warm_up(round)
+        own = int(knowledge.scalars["own"])
+        helpers = self._helpers(own)
+        sent = self._take_in(knowledge)
+        helpers = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
+        new = {helper.number for helper in sent[CANDIDATE]}
+        figures: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
+        helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
+        if knowledge.scalars["train"]:
+            helpers = filled(helpers, sent[FILL], self.settings.helpers)
+            figures["pseudo_error"] = self._learn(round, helpers, own)
+            helpers = ranked([self._self(own), *(h for h in helpers if h.number != own)])
+        self._remember(helpers)
+        figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
+        tensors = list_to_arrays(helpers)
+        if changes:
+            tensors |= grouped("weights", to_arrays(self.models["private"]))
+        return Knowledge(tensors, figures)
+
+    # The client's own model.
+
+    @property
+    def _is_cold(self) -> bool:
+        return self.settings.warm_up > 0 and self._own_version == 0
+
+    @property
+    def _own_version(self) -> int:
+        """Return the round in which the private model has trained last; 0: never."""
+        return int(self.facts.get("trained", 0))
+
+    def _warm_up(self, round: int) -> None:
+        """Train on the labelled part alone (line 5)."""
+        model = self.models["private"].train()
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model(x).float(), y)
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "warm-up")
+        for _ in range(self.settings.warm_up):
+            self.train_epoch(loss_of, optimizing, generator)
+        self.facts["trained"] = round
+
+    def _learn(self, round: int, helpers: list[Helper], own: int) -> float:
+        """Run lines 17 to 23 with a whole list; return the share of wrong pseudo-labels."""
+        weights = [self._weights(helper, own) for helper in helpers]
+        predictions = [
+            self._predict(self._spare(model), helper)
+            for model, helper in zip(weights, helpers, strict=True)
+        ]
+        pseudo, _ = most_certain(torch.stack(predictions))
+        shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
+        adopt(self.models["private"], average_weights([*zip(weights, shares, strict=True)]))
+        self._train_jointly(round, pseudo)
+        self.facts["trained"] = round
+        return float((pseudo.argmax(1) != self.unlabelled.y).float().mean())
+
+    def _train_jointly(self, round: int, pseudo: Tensor) -> None:
+        """Train the local epochs on Eq. 1; pseudo-labels [N, C] of the unlabelled part."""
+        model = self.models["private"].train()
+        x = torch.cat([self.x, self.unlabelled.x])
+        labelled = torch.arange(len(x), device=x.device) < len(self.y)
+        labels = F.pad(self.y, (0, len(pseudo)))
+        targets = F.pad(pseudo, (0, 0, len(self.y), 0))
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            return semi_supervised_loss(model(x), labels[rows], targets[rows], labelled[rows])
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        for _ in range(self.run.local_epochs):
+            self.loss = train_epoch(
+                x,
+                torch.arange(len(x), device=x.device),
+                loss_of,
+                optimizing,
+                batch_size=self.run.batch_size,
+                generator=generator,
+                compute=self.compute,
+            )
+
+    # The helpers.
+
+    def _helpers(self, own: int) -> list[Helper]:
+        """Return the list of the last round; helpers whose models are lost are left out."""
+        listed = [Helper(*row) for row in json.loads(str(self.facts.get("helpers", "[]")))]
+        others = [h for h in listed if h.number != own and (h.number, h.version) in self._shelf]
+        kept = [h for h in listed if h.number == own and h.version == self._own_version]
+        return ranked([*others, *(kept or [self._self(own)])])
+
+    def _remember(self, helpers: list[Helper]) -> None:
+        """Keep the list, and on disk the models of the last few lists."""
+        keys = [[helper.number, helper.version] for helper in helpers]
+        recent = [keys, *json.loads(str(self.facts.get("recent", "[]")))][: KEPT + 1]
+        self._shelf.keep([(number, version) for keys in recent for number, version in keys])
+        rows = [[helper.number, helper.version, helper.relation] for helper in helpers]
+        self.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
+
+    def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
+        """Put the models that came on disk; return them by their role, with their relations."""
+        taken: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
+        if "numbers" not in knowledge.tensors:
+            return taken
+        rows = zip(*(knowledge.tensors[k] for k in ("numbers", "versions", "roles")), strict=True)
+        stacked = knowledge.group("models")
+        for row, (number, version, role) in enumerate(rows):
+            if int(role) not in taken:
+                raise KnowledgeError("server", "roles", f"holds {role}, the greatest is {REFRESH}")
+            weights = {name: tensor[row] for name, tensor in stacked.items()}
+            helper = Helper(int(number), int(version), 0.0)
+            self._shelf.put((helper.number, helper.version), weights)
+            taken[int(role)].append(self._related(weights, helper))
+        return taken
+
+    def _self(self, own: int) -> Helper:
+        """Return the client's own entry, its relation to itself measured."""
+        me = Helper(own, self._own_version, 0.0)
+        return self._related(to_arrays(self.models["private"]), me)
+
+    def _weights(self, helper: Helper, own: int) -> Mapping[str, Array]:
+        if helper.number == own:
+            return to_arrays(self.models["private"])
+        return self._shelf.get((helper.number, helper.version))
+
+    def _related(self, weights: Mapping[str, Array], helper: Helper) -> Helper:
+        """Return the helper with its relation to this client's data (Eq. 13)."""
+        model = self._spare(weights)
+        sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
+        score = evaluate(model, self.x, self.y, self.compute, self.run.eval_batch_size)
+        share = len(self.y) / (len(self.y) + len(self.unlabelled))
+        found = relation(sure, score.accuracy, share, self.settings.relation)
+        return Helper(helper.number, helper.version, found)
+
+    def _predict(self, model: HetModel, helper: Helper) -> Tensor:
+        """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].
+
+        The masks hang on the model alone, so that its relation need not be computed again.
+        """
+        place = (self.info.name, "masks", helper.number, helper.version)
+        with seeded(self.run.seed, *place, device=self.compute.device):
+            return predictive(
+                model,
+                self.unlabelled.x,
+                self.settings.passes,
+                self.compute,
+                self.run.eval_batch_size,
+            )
+
+    def _spare(self, weights: Mapping[str, Array]) -> HetModel:
+        """Return the model in which helpers are tried out, with `weights`."""
+        adopt(self._tried, weights)
+        return self._tried
+
+    @cached_property
+    def _tried(self) -> HetModel:
+        model = self.build_model()
+        self.compute.place(model)
+        return model
+
+    @property
+    def _shelf(self) -> Shelf:
+        """Return where helpers' models lie: beside the client's private state."""
+        assert self._store is not None
+        return Shelf(self._store.root / self._store.run / self._store.client / "helpers")

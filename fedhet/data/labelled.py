@@ -1,0 +1,34 @@
+"""Which of a client's training samples are labelled, where a run says that not all are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedhet.data.spec import Split
+from fedhet.errors import DataError
+from fedhet.seeding import numpy_rng
+
+LEAST = 2
+"""Samples that a client has at least with labels, and at least without: batch norm needs two."""
+
+
+def split_labels(train: Split, alpha: float, seed: int, client: str) -> tuple[Split, Split]:
+    """Return the labelled and the unlabelled part of a client's training samples.
+
+    The labelled share is drawn from Dir_2(`alpha`) by seed and client (UM-pFSSL, section VI-A),
+    and at least `LEAST` samples fall to either part; which ones is drawn too. An `alpha` of 0
+    leaves everything labelled. The unlabelled part keeps its labels, to measure by, never to train
+    on. Raises DataError for a client with too few samples.
+    """
+    if alpha == 0:
+        return train, train.take(np.arange(0))
+    if len(train) < 2 * LEAST:
+        raise DataError(
+            f"{client}: has {len(train)} training samples, 'labelled-alpha' = {alpha} needs at "
+            f"least {2 * LEAST}"
+        )
+    rng = numpy_rng(seed, "labelled", client)
+    share = rng.dirichlet([alpha, alpha])[0]
+    count = min(max(round(share * len(train)), LEAST), len(train) - LEAST)
+    order = rng.permutation(len(train))
+    return train.take(np.sort(order[:count])), train.take(np.sort(order[count:]))

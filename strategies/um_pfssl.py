@@ -1,0 +1,247 @@
+"""UM-pFSSL, server half: the model pool, and who is sent which models (Algorithms 1 to 3).
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from pydantic import Field
+
+from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
+from fedhet.errors import KnowledgeError
+from fedhet.helpers import Helper, Key, Plan, from_arrays, refreshable, replaceable, to_arrays
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge, group, grouped, groups
+from fedhet.metrics import mean_figures
+from fedhet.models import build, shapes
+from fedhet.seeding import numpy_rng
+from fedhet.settings import Count, CountOrNone, MethodSettings, refused
+from fedhet.shelf import Shelf
+from fedhet.uncertainty import has_dropout
+from strategies.base import HetStrategy, Reply, Told
+
+KEPT = 3
+"""Versions of a model that stay in the pool: a server that falls back finds the one it knew."""
+
+
+class UmPfsslServerSettings(MethodSettings):
+    """What UM-pFSSL's server reads."""
+
+    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
+    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
+    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
+    refresh: Count = Field(10, description="rounds between updates of the helpers, nu")
+    warm_up: CountOrNone = Field(
+        5, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+
+
+class UmPfsslStrategy(HetStrategy):
+    """Keeps every client's latest model on disk and sends clients those that may help them.
+
+    The run's first round is the warm-up, in which every client takes part; Algorithm 1's t is the
+    round less one. Later, who is neither sampled nor has anything to search or update is not asked.
+    """
+
+    title = "personalised semi-supervised learning with helpers chosen by their uncertainty"
+    paper = "Shi et al., Uncertainty Minimization for Personalized Federated SSL"
+    headline = "personal"
+    needs_unlabelled = True
+    default_model = "cnn2-dropout"
+    spools = True
+    settings_type = UmPfsslServerSettings
+    settings: UmPfsslServerSettings
+    sends = Contract(
+        (
+            ScalarField("own", int, "the client's own number in the pool", low=0),
+            ScalarField("train", bool, "is the client sampled, or does it only search?"),
+            TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
+            TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
+            TensorField(
+                "roles",
+                "int64",
+                ("N",),
+                "0 to compare, 1 to fill the list, 2 a newer version of a helper",
+                required=False,
+                low=0,
+                needs=("versions",),
+            ),
+            WeightsField("models", "the models sent", required=False, stacked="N"),
+        )
+    )
+
+    def init(self) -> None:
+        """Start with an empty pool. Raises SettingsError for models that cannot be helpers."""
+        task, name = self.task, self.one_model()
+        if not has_dropout(build(name, task.shape, task.classes, seed=self.run.seed)):
+            raise refused("models", name, "a model with dropout, e.g. resnet9 or cnn2-dropout")
+        self._shapes = shapes(name, task.shape, task.classes)
+        self.pool = Shelf(self.log.directory / "pool")
+        self.numbers: dict[str, int] = {}
+        """Clients by name to their models' numbers."""
+        self.versions: dict[int, int] = {}
+        """The round in which each model of the pool was uploaded last."""
+        self.lists: dict[str, list[Helper]] = {}
+        """Each client's helper list, as it said last, itself included."""
+        self.sent: dict[str, dict[int, int]] = {}
+        """The last version of each model that a client has been sent, and has confirmed."""
+        self.refreshes: dict[str, int] = {}
+        """How many of the periodic updates are behind each client."""
+        self._plans: dict[str, Plan] = {}
+        self._number(self.members)
+
+    def dims(self) -> dict[str, int]:
+        """Return C, and the number of models there may be, K."""
+        return super().dims() | {"K": len(self.numbers)}
+
+    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
+        """Return the tensors of the run's one architecture."""
+        return {"weights": self._shapes}
+
+    def sample(self, round: int, names: Sequence[str]) -> list[str]:
+        """Return who is asked: the sampled, and who has helpers to search or to update."""
+        self._number(names)
+        step = self.step(round)
+        trained = set(super().sample(round, names)) if step > 0 else set()
+        self._plans = {name: self._plan(round, name, name in trained) for name in names}
+        return sorted(name for name, plan in self._plans.items() if not plan.idle)
+
+    def trains(self, client: str) -> bool:
+        """Tell whether the client trains: who only searches keeps its model."""
+        return self._plans[client].train or self._plans[client].warm_up
+
+    def configure(self, round: int, client: ClientInfo) -> Told:
+        """Return what makes the client's message: models are read when its turn has come."""
+        return partial(self._message, client.name)
+
+    def keep(self, round: int, reply: Reply) -> Reply:
+        """Put an uploaded model into the pool, as the version of this round."""
+        weights = reply.knowledge.group("weights")
+        if not weights:
+            return reply
+        number = self.numbers[reply.client.name]
+        self.pool.put((number, round), weights)
+        self.pool.trim(number, KEPT)
+        self.versions[number] = round
+        lists = {k: v for k, v in reply.knowledge.tensors.items() if "/" not in k}
+        return Reply(reply.client, Knowledge(lists, reply.knowledge.scalars), reply.samples)
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Take in the helper lists; the server averages nothing."""
+        for reply in replies:
+            name = reply.client.name
+            try:
+                self.lists[name] = self._read_list(reply)
+            except KnowledgeError as error:
+                self.log.notice(f"client {name}'s helper list stays as it was: {error}")
+            self.sent.setdefault(name, {}).update(self._plans[name].models)
+            self.refreshes[name] = self._due(round)
+        scalars = [reply.knowledge.scalars for reply in replies]
+        sent = sum(len(self._plans[reply.client.name].models) for reply in replies)
+        found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
+        return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
+
+    def saved(self) -> dict[str, Array]:
+        """Return the books; the models lie in the run's directory, a few versions of each."""
+        kept = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})
+        kept["versions"] = _pairs(self.versions)
+        kept |= grouped("sent", {name: _pairs(sent) for name, sent in self.sent.items()})
+        kept |= grouped("refreshes", {n: np.array(count) for n, count in self.refreshes.items()})
+        for name, helpers in self.lists.items():
+            kept |= grouped(f"list/{name}", to_arrays(helpers))
+        return kept
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned."""
+        self.numbers = {name: int(n) for name, n in group(saved, "number").items()}
+        self.versions = dict(saved["versions"].tolist())
+        self.sent = {name: dict(pairs.tolist()) for name, pairs in group(saved, "sent").items()}
+        self.refreshes = {name: int(n) for name, n in group(saved, "refreshes").items()}
+        self.lists = {name: from_arrays(kept) for name, kept in groups(saved, "list").items()}
+
+    def step(self, round: int) -> int:
+        """Return Algorithm 1's t of a round of the run; 0 is the warm-up."""
+        return round - (1 if self.settings.warm_up else 0)
+
+    def _number(self, names: Sequence[str] | Mapping[str, object]) -> None:
+        for name in sorted(set(names) - self.numbers.keys()):
+            self.numbers[name] = len(self.numbers)
+
+    def _due(self, round: int) -> int:
+        """Return how many periodic updates there have been up to a round."""
+        return self.step(round) // self.settings.refresh
+
+    def _plan(self, round: int, name: str, train: bool) -> Plan:
+        """Return what a client is asked in a round."""
+        chosen, own, step = self.settings, self.numbers[name], self.step(round)
+        warm_up = bool(chosen.warm_up) and own not in self.versions
+        helpers = self.lists.get(name, [])
+        new = self._unseen(round, name)
+        searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
+        candidates = new[: chosen.replace] if searching else []
+        room = chosen.helpers - max(1, len(helpers)) if train else 0
+        fill = new[len(candidates) :][:room] if room > 0 else []
+        refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
+        if not refresh:
+            self.refreshes[name] = max(self._due(round), 0)
+        return Plan(train, warm_up, candidates, fill, refresh)
+
+    def _unseen(self, round: int, name: str) -> list[Key]:
+        """Return the models outside the client's list, in random order (Algorithm 3, line 7).
+
+        Those are left out that it was sent in their present version, and turned down.
+        """
+        known = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
+        sent = self.sent.get(name, {})
+        others = [
+            key
+            for key in sorted(self.versions.items())
+            if key[0] not in known and sent.get(key[0]) != key[1]
+        ]
+        order = numpy_rng(self.run.seed, "candidates", round, name).permutation(len(others))
+        return [others[place] for place in order]
+
+    def _newer(self, name: str) -> list[Key]:
+        """Return the helpers to update (Algorithm 2): not the least related, and changed since.
+
+        Ranks are those of the end of the client's last round, where section IV-B sorts the list.
+        """
+        helpers = self.lists.get(name, [])
+        found = refreshable(helpers, self.numbers[name], self.settings.replace)
+        return [
+            (h.number, self.versions[h.number])
+            for h in found
+            if self.versions.get(h.number, 0) > h.version
+        ]
+
+    def _message(self, name: str) -> Knowledge:
+        """Return what a client is told, its models read from the pool."""
+        plan = self._plans[name]
+        scalars = {"own": self.numbers[name], "train": plan.train}
+        if not plan.models:
+            return Knowledge(scalars=scalars)
+        models = [self.pool.get(key) for key in plan.models]
+        numbers, versions = np.array(plan.models, np.int64).T
+        tensors = {"numbers": numbers, "versions": versions, "roles": np.array(plan.roles)}
+        stacked = {name: np.stack([model[name] for model in models]) for name in self._shapes}
+        return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
+
+    def _read_list(self, reply: Reply) -> list[Helper]:
+        """Return a client's helper list. Raises KnowledgeError where it cannot be one."""
+        helpers = from_arrays(reply.knowledge.tensors)
+        name, most = reply.client.name, self.settings.helpers
+        if self.numbers[name] not in {helper.number for helper in helpers}:
+            raise KnowledgeError(name, "numbers", "the client itself is missing")
+        if len(helpers) > most:
+            raise KnowledgeError(name, "numbers", f"has {len(helpers)} helpers, {most} are allowed")
+        return helpers
+
+
+def _pairs(table: Mapping[int, int]) -> Array:
+    """Return a table of whole numbers as an array [entries, 2]."""
+    return np.array(sorted(table.items()), np.int64).reshape(-1, 2)

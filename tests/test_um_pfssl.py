@@ -1,0 +1,505 @@
+"""UM-pFSSL as a whole: Algorithm 1 at a client, who is sent what, and what a server remembers."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small
+from flwr.common import parameters_to_ndarrays
+
+from benchmarks.model_pool import Pool, settings, traffic
+from clients.node import read_node
+from fedhet import models
+from fedhet.config import resolve
+from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.helpers import Helper, to_arrays
+from fedhet.knowledge import Knowledge, decode, grouped
+from fedhet.seeding import seeded
+from fedhet.training import batches
+from fedhet.uncertainty import predictive
+
+MODEL = "cnn2-dropout"
+
+
+def um(**changes):
+    named = {"helpers": 3, "replace": 1, "refresh": 2, "search-rounds": 30}
+    named |= {"warm-up": 1, "passes": 4}
+    own = {f"um-pfssl.{name}": changes.pop(name.replace("-", "_"), v) for name, v in named.items()}
+    return small("um-pfssl", **{"models": MODEL, "clients": 5, "rounds": 6, **changes, **own})
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def weights(seed):
+    state = models.build(MODEL, (1, 8, 8), 10, seed=seed).state_dict()
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def opened(tmp_path, **changes):
+    config = um(**changes)
+    node = read_node({"partition-id": 0, "num-partitions": 5}, config.run, str(tmp_path))
+    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client._restore("run", before=1)
+    return client
+
+
+def message(own=0, train=True, rows=()):
+    """What the server says: rows of (number, version, role, seed of the weights)."""
+    scalars = {"own": own, "train": train}
+    if not rows:
+        return Knowledge(scalars=scalars)
+    numbers, versions, roles, seeds = np.array(rows, np.int64).T
+    sent = [weights(seed) for seed in seeds]
+    stacked = {name: np.stack([model[name] for model in sent]) for name in sent[0]}
+    tensors = {"numbers": numbers, "versions": versions, "roles": roles}
+    return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
+
+
+CANDIDATE, FILL, REFRESH = 0, 1, 2
+
+
+# A client.
+
+
+def masks(client, state, number, version):
+    """A helper's predictions (Eq. 9), which tests/test_uncertainty.py checks."""
+    model = models.build(MODEL, (1, 8, 8), 10, seed=0)
+    model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
+    with seeded(client.run.seed, client.info.name, "masks", number, version):
+        return model, predictive(model, client.unlabelled.x, client.settings.passes)
+
+
+def reference_relation(client, state, number, version, kind="en+ta"):
+    """Eqs. 2, 10 and 12 to 14, sample by sample."""
+    model, predictions = masks(client, state, number, version)
+    entropies = [-sum(p * np.log(p) for p in row if p > 0) for row in predictions.double().numpy()]
+    sure = 1 - np.mean(entropies) / np.log(10)
+    model.eval()
+    with torch.no_grad():
+        right = [int(model(x[None]).argmax()) == y for x, y in zip(client.x, client.y, strict=True)]
+    mu = len(client.y) / (len(client.y) + len(client.unlabelled))
+    return {"en": sure, "ta": np.mean(right), "en+ta": (1 - mu) * sure + mu * np.mean(right)}[kind]
+
+
+def quiet(model):
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+
+
+@pytest.mark.parametrize("kind", ["en+ta", "en", "ta"])
+def test_a_sampled_client_follows_algorithm_1(tmp_path, kind):
+    sgd = {"optimizer": "sgd", "lr": 0.02}  # Adam blows rounding up where gradients are tiny
+    client = opened(tmp_path, local_epochs=2, **sgd, **{"um-pfssl.relation": kind})
+    client.train(1, message(train=False))  # the warm-up
+    quiet(client.models["private"])  # else the masks of training, which are the engine's, count
+    start = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
+    states = {0: start, 3: weights(7), 4: weights(8)}
+    answer = client.train(2, message(rows=[(3, 1, FILL, 7), (4, 1, FILL, 8)]))
+
+    relations = {j: reference_relation(client, s, j, 1, kind) for j, s in states.items()}
+    mean = {
+        name: sum(relations[j] * states[j][name].astype(np.float64) for j in states)
+        / sum(relations.values())
+        for name in start
+    }
+    predictions = {j: masks(client, s, j, 1)[1].double().numpy() for j, s in states.items()}
+    pseudo = []
+    for i in range(len(client.unlabelled)):
+        h = {j: -sum(p * np.log(p) for p in rows[i] if p > 0) for j, rows in predictions.items()}
+        pseudo.append(predictions[min(h, key=h.get)][i])
+
+    model = models.build(MODEL, (1, 8, 8), 10, seed=0)
+    model.load_state_dict(
+        {
+            name: torch.tensor(np.rint(value) if "num_batches" in name else value)
+            for name, value in mean.items()
+        }
+    )
+    descent = torch.optim.SGD(model.train().parameters(), lr=0.02, momentum=0.9)
+    x = torch.cat([client.x, client.unlabelled.x])
+    order = client.generator(2, "batches")
+    quiet(model)
+    for _ in range(2):
+        for index in batches(len(x), client.run.batch_size, order):
+            losses = []
+            for i, own in zip(index.tolist(), model(x[index]).log_softmax(1), strict=True):
+                if i < len(client.y):
+                    losses.append(-own[client.y[i]])
+                else:
+                    target = torch.tensor(pseudo[i - len(client.y)]).clamp(min=1e-7).log()
+                    losses.append((own.exp() * (own - target)).sum())
+            descent.zero_grad()
+            (sum(losses) / len(losses)).backward()
+            descent.step()
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-3, atol=5e-4)
+    error = np.mean(np.argmax(pseudo, 1) != client.unlabelled.y.numpy())
+    assert answer.scalars["pseudo_error"] == pytest.approx(error)
+    listed = dict(zip(answer.tensors["numbers"], answer.tensors["relations"], strict=True))
+    assert listed[3] == pytest.approx(relations[3], abs=1e-5)
+    assert listed[4] == pytest.approx(relations[4], abs=1e-5)
+    assert listed[0] == pytest.approx(
+        reference_relation(client, answer.group("weights"), 0, 2, kind), abs=1e-5
+    )
+
+
+def listed(answer):
+    return dict(zip(*(answer.tensors[k].tolist() for k in ("numbers", "versions")), strict=True))
+
+
+def test_the_warm_up_sees_labelled_samples_alone(tmp_path):
+    client = opened(tmp_path, warm_up=2)
+    client.unlabelled.x.fill_(torch.nan)  # would make the weights NaN too
+    quiet(client.models["private"])
+    answer = client.train(1, message(train=False))
+    model = models.build(MODEL, (1, 8, 8), 10, seed=0).train()
+    quiet(model)
+    adam = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+    order = client.generator(1, "warm-up")
+    for _ in range(2):
+        for index in batches(len(client.y), client.run.batch_size, order):
+            loss = torch.nn.functional.cross_entropy(model(client.x[index]), client.y[index])
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def test_who_only_searches_keeps_its_model(tmp_path):
+    client = opened(tmp_path)
+    client.train(1, message(train=False))
+    client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
+    before = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
+    told = message(train=False, rows=[(2, 2, REFRESH, 9), (4, 2, CANDIDATE, 10)])
+    assert not client.trains(told)
+    answer = client.train(3, told)
+    assert not answer.group("weights")
+    assert "pseudo_error" not in answer.scalars
+    assert all(torch.equal(t, before[n]) for n, t in client.models["private"].state_dict().items())
+    assert client.facts["trained"] == 2
+    assert listed(answer)[0] == 2
+    assert listed(answer).get(2, 2) == 2  # the newer version, if it is still a helper
+
+
+def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
+    client = opened(tmp_path)
+    client.train(1, message(train=False))
+    first = client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
+    client._save(2, 0)
+    again = opened(tmp_path)
+    second = again.train(3, message(train=False))
+    for name in ("numbers", "versions", "relations"):
+        np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
+
+
+def test_a_helper_whose_model_is_lost_is_left_out(tmp_path):
+    client = opened(tmp_path)
+    client.train(1, message(train=False))
+    client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
+    client._shelf._path((1, 1)).unlink()
+    assert set(listed(client.train(3, message()))) == {0, 2}
+
+
+def test_models_of_past_lists_go(tmp_path):
+    client = opened(tmp_path, replace=2)
+    client.train(1, message(train=False))
+    for round in range(2, 12):
+        rows = [(number, round, CANDIDATE if round > 2 else FILL, round) for number in (1, 2)]
+        client.train(round, message(rows=rows if round == 2 else [(1, round, REFRESH, round)]))
+    assert len(client._shelf.contents()) <= 5
+
+
+def test_a_message_of_an_unknown_role_is_refused(tmp_path):
+    client = opened(tmp_path)
+    with pytest.raises(KnowledgeError, match="roles: holds 3, the greatest is 2"):
+        client.train(1, message(rows=[(1, 1, 3, 5)]))
+
+
+# The protocol.
+
+
+class Wire:
+    """Plays rounds with real clients, and notes every model that is sent."""
+
+    def __init__(self, config, directory):
+        self.server = Server(config, directory)
+        self.strategy = self.server.strategy
+        self.sent = []
+        """(round, client's number, model's number, version, role)."""
+
+    def ask(self, round):
+        asked = self.server.ask(round)
+        for courier, _ in asked:
+            courier.make = self.noting(round, courier.make)
+        return asked
+
+    def noting(self, round, make):
+        def noted():
+            payload = make()
+            told = decode(parameters_to_ndarrays(payload), "server")[1]
+            own = told.scalars["own"]
+            if "numbers" in told.tensors:
+                columns = (told.tensors[k].tolist() for k in ("numbers", "versions", "roles"))
+                self.sent += [(round, own, *row) for row in zip(*columns, strict=True)]
+            self.messages = getattr(self, "messages", {})
+            self.messages[round, own] = payload.tensors
+            return payload
+
+        return noted
+
+    def play(self, round, without=()):
+        asked = self.ask(round)
+        answers = self.server.answers([pair for pair in asked if pair[0].name not in without])
+        self.strategy.aggregate_fit(round, answers, [])
+        self.server.close(round)
+        return {courier.name for courier, _ in asked}
+
+
+def test_the_protocol_of_a_small_federation(tmp_path):
+    config = um(clients=6, fraction=0.34, search_rounds=6)
+    wire = Wire(config, tmp_path / "run")
+    names = sorted(wire.strategy.members)
+    assert wire.play(1) == set(names)  # the warm-up, of all
+    assert not wire.sent
+    trained = {1: set(names)}
+    for round in range(2, 9):
+        asked = wire.play(round)
+        trained[round] = {name for name in asked if wire.strategy.trains(name)}
+        assert len(trained[round]) == 2
+    numbers = wire.strategy.numbers
+    uploads = {n: [r for r in trained if name in trained[r]] for name, n in numbers.items()}
+    for round, own, number, version, role in wire.sent:
+        assert number != own
+        assert version == max(r for r in uploads[number] if r < round)  # the latest there was
+        if role == FILL:
+            assert round == next(r for r in uploads[own] if r > 1)  # the first that was sampled
+        if role == CANDIDATE:
+            assert round - 1 < 6
+        if role == REFRESH:
+            assert (round - 1) % 2 == 0
+    assert {role for *_, role in wire.sent} == {CANDIDATE, FILL, REFRESH}
+    received = [(own, number, version) for _, own, number, version, _ in wire.sent]
+    assert len(set(received)) == len(received)  # each version once
+    for name, helpers in wire.strategy.lists.items():
+        assert len(helpers) <= 3
+        assert [h.number for h in helpers].count(numbers[name]) == 1
+    for name, version in ((n, max(u)) for n, u in uploads.items()):
+        assert wire.strategy.versions[name] == version
+    assert len(wire.strategy.pool.contents()) <= 3 * 6
+
+
+def test_who_was_away_catches_up(tmp_path):
+    config = um(clients=4, search_rounds=0, replace=0, refresh=4, rounds=8)
+    wire = Wire(config, tmp_path / "run")
+    for round in (1, 2, 3, 4):
+        wire.play(round)
+    away = "client-1"
+    wire.play(5, without={away})  # t = 4: the others are updated
+    assert {own for r, own, *_, role in wire.sent if r == 5 and role == REFRESH} == {0, 2, 3}
+    held = {h.number: h.version for h in wire.strategy.lists[away]}
+    wire.play(6)
+    caught_up = [row for row in wire.sent if row[0] == 6]
+    assert {(own, role) for _, own, _, _, role in caught_up} == {(1, REFRESH)}
+    assert {number: version for _, _, number, version, _ in caught_up} == {
+        number: 5 for number in held if number != 1
+    }
+    wire.play(7)
+    assert not [row for row in wire.sent if row[0] == 7]
+
+
+def test_nothing_new_is_not_sent(tmp_path):
+    """An update is due, but no helper has trained since: nobody is asked for that."""
+    config = um(clients=4, fraction=0.25, search_rounds=0, refresh=1, rounds=8, helpers=2)
+    wire = Wire(config, tmp_path / "run")
+    for round in range(1, 8):
+        asked = wire.play(round)
+        for name in asked:
+            number = wire.strategy.numbers[name]
+            got = [row for row in wire.sent if row[:2] == (round, number)]
+            assert got or wire.strategy.trains(name)
+
+
+def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
+    config = um(clients=4, fraction=0.5, rounds=6)
+    wire = Wire(config, tmp_path / "one")
+    for round in (1, 2, 3):
+        wire.play(round)
+    saved = {name: value.copy() for name, value in wire.strategy.saved().items()}
+    assert all(isinstance(value, np.ndarray) for value in saved.values())
+    assert sum(value.nbytes for value in saved.values()) < 10_000  # the books, not the models
+    other = Wire(config, tmp_path / "two")
+    for folder in ("pool", "state"):
+        shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
+    other.strategy.run_name = wire.strategy.run_name
+    other.strategy.restore(saved)
+    for round in (4, 5):
+        assert wire.play(round) == other.play(round)
+    assert wire.strategy.lists == other.strategy.lists
+    for key in wire.messages.keys() & other.messages.keys():
+        assert wire.messages[key] == other.messages[key]
+    assert {key[0] for key in other.messages} == {4, 5}
+    assert str(wire.strategy.saved()) == str(other.strategy.saved())
+
+
+def test_a_searching_client_is_not_measured_anew(tmp_path):
+    config = um(clients=6, fraction=0.17)
+    wire = Wire(config, tmp_path / "run")
+    for round in (1, 2, 3):
+        wire.play(round)
+    asked = wire.ask(4)
+    searching = [courier.name for courier, _ in asked if not wire.strategy.trains(courier.name)]
+    assert searching
+    for courier, ins in asked:
+        assert ins.config["evaluate"] == wire.strategy.trains(courier.name)
+    answers = wire.server.answers(asked)
+    for courier, result in answers:
+        measured = any(name.startswith("accuracy") for name in result.metrics)
+        assert measured == (courier.name not in searching)
+    wire.strategy.aggregate_fit(4, answers, [])
+    assert not wire.strategy._stale
+
+
+def test_a_list_that_cannot_be_is_ignored(tmp_path):
+    wire = Wire(um(clients=4), tmp_path / "run")
+    notices = []
+    wire.server.log.notice = notices.append
+    wire.play(1)
+    wire.play(2)
+    before = dict(wire.strategy.lists)
+    asked = wire.ask(3)
+    answers = wire.server.answers(asked)
+    name = wire.strategy.members["client-2"].info
+    forged = to_arrays([Helper(n, 1, 0.5) for n in (0, 1, 3)])
+    reply = type("Forged", (), {"client": name, "knowledge": Knowledge(forged)})()
+    with pytest.raises(KnowledgeError, match="the client itself is missing"):
+        wire.strategy._read_list(reply)
+    long = to_arrays([Helper(n, 1, 0.5) for n in (0, 1, 2, 3)])
+    reply.knowledge = Knowledge(long)
+    with pytest.raises(KnowledgeError, match="has 4 helpers, 3 are allowed"):
+        wire.strategy._read_list(reply)
+    wire.strategy._read_list = lambda reply: (_ for _ in ()).throw(KnowledgeError("x", "y", "z"))
+    wire.strategy.aggregate_fit(3, answers, [])
+    assert wire.strategy.lists == before
+    assert any("helper list stays as it was" in notice for notice in notices)
+
+
+def test_replies_wait_on_disk(tmp_path):
+    wire = Wire(um(clients=3), tmp_path / "run")
+    answers = wire.server.answers(wire.ask(1))
+    assert all(not result.parameters.tensors for _, result in answers)
+    assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
+    wire.strategy.aggregate_fit(1, answers, [])
+    assert not list((tmp_path / "run" / "inbox").iterdir())
+    assert wire.strategy.pool.contents() == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
+    with pytest.raises(FedhetError, match=r"'models' = 'cnn2-dropout,mlp'.*they have cnn2-drop"):
+        Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
+    with pytest.raises(FedhetError, match=r"'models' = 'cnn2' is not allowed: .*with dropout"):
+        Server(um(models="cnn2"), tmp_path / "b")
+
+
+# A run.
+
+
+def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
+    config = um(clients=6, rounds=8, fraction=0.34, max_samples=240, search_rounds=7)
+    summary = run(config, tmp_path / "run")
+    method = [record["method"] for record in records(tmp_path / "run")]
+    size = sum(array.nbytes for array in weights(0).values())
+    own, steps = config.server, config.run.rounds - 1
+    bound = 6 * own.helpers * steps / own.refresh + own.search_rounds * own.replace * 6
+    bound += 0.34 * 6 * steps
+    sent = (summary["bytes_up"] + summary["bytes_down"]) / size
+    assert 0.3 * bound < sent < bound
+    assert sum(figures["models_sent"] for figures in method) < sent
+    assert 0 <= method[-1]["pseudo_error"] <= 1
+    assert summary["headline"] == "personal"
+    assert set(summary["accuracy"]["personal"]) == {"private"}
+
+
+def test_without_a_warm_up_the_pool_starts_empty(tmp_path):
+    wire = Wire(um(clients=3, warm_up=0, fraction=0.34), tmp_path / "run")
+    assert len(wire.play(1)) == 1
+    assert not wire.sent
+    wire.play(2)
+    assert len(wire.strategy.versions) <= 2
+
+
+def test_the_servers_half_with_stubs_keeps_to_the_bounds():
+    sent, bound, greedy = traffic("cnn2-dropout", clients=20, rounds=25)
+    assert 0.2 * bound < sent <= bound
+    assert sent < greedy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_papers_setting_sends_a_fifth_of_the_greedy_cost():
+    sent, bound, greedy = traffic("cnn2-dropout", clients=100, rounds=200)
+    assert sent <= bound
+    assert sent <= 0.2 * greedy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_clients(tmp_path):
+    config = resolve(
+        {
+            "method": "um-pfssl",
+            "backend": "inline",
+            "clients": 100,
+            "partition": "iid",
+            "models": MODEL,
+            "rounds": 6,
+            "fraction": 0.1,
+            "local-epochs": 1,
+            "um-pfssl.warm-up": 1,
+            "min-samples": 5,
+        }
+    )
+    summary = run(config, tmp_path / "run")
+    assert len(summary["accuracy"]["personal"]["private"]["per_client"]) == 100
+    assert len(records(tmp_path / "run")[0]["asked"]) == 100
+
+
+def test_no_more_is_in_flight_than_allowed(tmp_path):
+    import threading
+
+    config = settings("cnn2-dropout", 12, 3)
+    pool = Pool(config, tmp_path / "run")
+    pool.play(1)
+    lock, there, most = threading.Lock(), 0, 0
+    for stub in pool.stubs:
+
+        def counted(ins, timeout, group_id, fit=stub.fit):
+            nonlocal there, most
+            with lock:
+                there += 1
+                most = max(most, there)
+            result = fit(ins, timeout, group_id)
+            with lock:
+                there -= 1
+            return result
+
+        stub.fit = counted
+    pool.play(2)
+    assert 1 <= most <= pool.log.workers == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_gives_the_same(tmp_path):
+    found = []
+    for backend in ("ray", "inline"):
+        config = um(clients=4, rounds=4, fraction=0.5, backend=backend)
+        run(config, tmp_path / backend)
+        kept = ("accuracy", "loss", "method", "bytes_up", "bytes_down", "asked", "failed")
+        found.append([{k: each[k] for k in kept} for each in records(tmp_path / backend)])
+    assert found[0] == found[1]
