@@ -191,7 +191,7 @@ def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
     client = opened(tmp_path)
     client.train(1, message(train=False))
     first = client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
-    client._save(2, 0)
+    client._save(2)
     again = opened(tmp_path)
     second = again.train(3, message(train=False))
     for name in ("numbers", "versions", "relations"):
