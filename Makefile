@@ -54,6 +54,8 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.conformal_step
+	$(BIN)/python -m benchmarks.cvae_share
+	$(BIN)/python -m benchmarks.voting
 
 clean:           ## what the build and the runs left, but not .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

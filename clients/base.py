@@ -16,21 +16,22 @@ import torch
 from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from clients.node import Node
 from fedhet.config import data_spec
 from fedhet.contract import Array, Contract, Shapes
-from fedhet.data import Split, public_set, refuse_overlap
+from fedhet.data import GENERATED, Split, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect, group
 from fedhet.metrics import Measured, peak_memory_mb, write_measures
-from fedhet.models import HetModel, build
+from fedhet.models import HetModel, Refitted, Within, build, build_any
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings import MethodSettings, Settings
 from fedhet.state import ClientStore
-from fedhet.training import LossOfBatch, Optimization, evaluate, optimization, train_epoch
+from fedhet.training import LossOfBatch, Optimization, Score, evaluate, optimization, train_epoch
 
 KEPT = "kept"
 """Under this name, which no model has, a client's state holds what is not of a model."""
@@ -47,6 +48,8 @@ class HetClient(NumPyClient):
     settings_type: ClassVar[type[MethodSettings]] = MethodSettings
     sends: ClassVar[Contract] = Contract()
     """The fields of what `train` returns."""
+    any_model: ClassVar[bool] = False
+    """Does the method train its model by `fit_private` alone, so that it needs no gradients?"""
 
     def __init__(
         self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
@@ -67,11 +70,15 @@ class HetClient(NumPyClient):
         self.tests: dict[str, Split] = {"personal": data.test}
         if data.common is not None:
             self.tests["common"] = data.common
+        self.space = torch.tensor(data.space, device=self.compute.device)
+        """The classes [P], ascending, that this client tells apart."""
         self.models: dict[str, HetModel] = {}
-        self.facts: dict[str, int | float | str] = {}
-        """Small things that a method keeps over rounds."""
+        self.refitted: Refitted | None = None
+        """The private model where it is one without gradients; `models` has none then."""
         self.kept: dict[str, Tensor] = {}
         """Tensors that a method keeps over rounds beside its models."""
+        self.facts: dict[str, int | float | str] = {}
+        """Small things that a method keeps over rounds."""
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
         self._store: ClientStore | None = None
@@ -92,7 +99,18 @@ class HetClient(NumPyClient):
 
     def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the models to be measured, by kind; `knowledge` is what the server said last."""
-        return {"private": self.models["private"]}
+        return {"private": self.private}
+
+    def remembered(self) -> dict[tuple[str, str], float]:
+        """Return accuracies that are not to be measured anew, by (protocol, kind)."""
+        return {}
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return x [N, ...] and y [N] that a model without gradients was last fitted on.
+
+        Nothing else of it is kept: from a saved state it is fitted again, and is the same.
+        """
+        return self.x, self.y
 
     def dims(self) -> dict[str, int]:
         """Return the run's sizes by the letters of the contract; C is the number of classes."""
@@ -119,6 +137,45 @@ class HetClient(NumPyClient):
             feature_dim=feature_dim,
         )
 
+    @property
+    def private(self) -> nn.Module:
+        """Return the private model, of whichever kind, within the client's label space."""
+        if self.refitted is not None:
+            return self.refitted
+        model = self.models["private"]
+        if len(self.space) == self.info.classes:
+            return model
+        outside = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
+        outside[self.space] = False
+        return Within(model, outside)
+
+    def fit_private(
+        self, x: Tensor, y: Tensor, *, epochs: int, batch_size: int, generator: torch.Generator
+    ) -> None:
+        """Train the private model on x [N, ...] and y [N] by cross-entropy.
+
+        A network goes on from where it stands; a model without gradients is fitted anew.
+        """
+        if self.refitted is not None:
+            self.refitted.fit(x, y)
+            return
+        model = self.private.train()
+
+        def loss_of(part: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(model(part).float(), labels)
+
+        optimizing = self.optimization(model.parameters())
+        for _ in range(epochs):
+            self.loss = train_epoch(
+                x,
+                y,
+                loss_of,
+                optimizing,
+                batch_size=batch_size,
+                generator=generator,
+                compute=self.compute,
+            )
+
     def public_set(self, *, labelled: bool) -> Split:
         """Return the data that no client owns, scaled; `labelled` if its labels are to be used.
 
@@ -126,10 +183,20 @@ class HetClient(NumPyClient):
         """
         classes = self.info.classes if labelled else None
         public = public_set(data_spec(self.run), self.info.shape, classes)
-        if self.run.public_dataset:
+        if self.run.public_dataset not in ("", GENERATED):
             for split in (Split(self.x, self.y), self.tests["personal"]):
                 refuse_overlap(public, split, self.info.name)
         return public
+
+    def scores(self, judged: Mapping[str, nn.Module]) -> dict[tuple[str, str], Score]:
+        """Measure models, by kind, on every test split that the client has."""
+        return {
+            (protocol, kind): evaluate(
+                model, split.x, split.y, self.compute, self.run.eval_batch_size
+            )
+            for protocol, split in self.tests.items()
+            for kind, model in judged.items()
+        }
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
         """Return a fresh optimiser over all of `parameters`."""
@@ -182,8 +249,9 @@ class HetClient(NumPyClient):
             self._check(knowledge)
             self._restore(envelope.run, before=envelope.round)
             answer, seconds = self._train(envelope, knowledge)
-            judged = self.judged(knowledge) if config.get("evaluate", True) else {}
-            measured, _ = self._measure(judged, seconds)
+            measured = self._unmeasured(seconds)
+            if config.get("evaluate", True):
+                measured, _ = self._measure(self.judged(knowledge), seconds)
             reply = Envelope(envelope.run, envelope.method, envelope.round, self.info.name)
             arrays = encode(reply, answer)
         except FedhetError as error:
@@ -258,13 +326,25 @@ class HetClient(NumPyClient):
         self._latest = _version_of(store, rounds[-1]) if rounds else 0
         if store == self._store and version == self._version:
             return
-        self.models = self.setup()
-        self.facts, self.kept = {}, {}
+        self.models, self.facts, self.kept = {}, {}, {}
+        self.refitted = self._without_gradients()
+        if self.refitted is None:
+            self.models = self.setup()
         if last is not None:
             self._load(store, last)
         for model in self.models.values():
             self.compute.place(model)
+        if self.refitted is not None and self.participations:
+            self.refitted.fit_later(*self.training_set())
         self._store, self._version = store, version
+
+    def _without_gradients(self) -> Refitted | None:
+        """Return a new private model if it is one without gradients, and the method takes such."""
+        if not type(self).any_model:
+            return None
+        info = self.info
+        built = build_any(self.node.model, info.shape, info.classes, seed=self.run.seed)
+        return built if isinstance(built, Refitted) else None
 
     def _load(self, store: ClientStore, round: int) -> None:
         tensors, facts = store.load(round, torch.device("cpu"))
@@ -279,7 +359,7 @@ class HetClient(NumPyClient):
                 model.load_state_dict(group(tensors, kind))
             except RuntimeError as error:
                 raise StateError(f"{path} does not fit the model {kind}: {error}") from None
-        self.kept = group(tensors, KEPT)
+        self.kept = {k: v.to(self.compute.device) for k, v in group(tensors, KEPT).items()}
         self.facts = {k: v for k, v in facts.items() if k not in {*self._identity(), "version"}}
 
     def _save(self, round: int) -> None:
@@ -305,20 +385,17 @@ class HetClient(NumPyClient):
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
         return {"method": self.run.method, "model": self.node.model, "task": task}
 
+    def _unmeasured(self, train_seconds: float) -> Measured:
+        return Measured({}, self.loss, train_seconds, 0.0, peak_memory_mb())
+
     def _measure(
         self, judged: Mapping[str, nn.Module], train_seconds: float
     ) -> tuple[Measured, float]:
         """Return what there is to report, and the private model's loss on its own test split."""
         started = time.perf_counter()
-        scores = {
-            (protocol, kind): evaluate(
-                model, split.x, split.y, self.compute, self.run.eval_batch_size
-            )
-            for protocol, split in self.tests.items()
-            for kind, model in judged.items()
-        }
+        scores = self.scores(judged)
         seconds = time.perf_counter() - started
-        reached = {key: score.accuracy for key, score in scores.items()}
+        reached = {key: score.accuracy for key, score in scores.items()} | self.remembered()
         own = scores.get(("personal", "private"))
         loss = own.loss if own is not None and math.isfinite(own.loss) else 0.0
         return Measured(reached, self.loss, train_seconds, seconds, peak_memory_mb()), loss

@@ -67,9 +67,22 @@ class FeloClient(HetClient):
             adopt(self.models["private"], weights)
         teacher = None
         if self.participations > 0:
-            teacher = read_teacher(knowledge, self.info.classes, self.y)
+            teacher = self.read_teacher(round, knowledge)
         means = self._learn(round, teacher)
         return self._answer(means)
+
+    def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
+        """Return the server's entries, laid out by class, or None where it has none."""
+        parts = knowledge.tensors
+        if "classes" not in parts:
+            return None
+        return Teacher.of(
+            parts["classes"],
+            parts["features"],
+            parts["logits"],
+            self.info.classes,
+            self.compute.device,
+        )
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
         """Train the local epochs on Eq. 1; return the class means seen during the last one."""
@@ -97,11 +110,3 @@ class FeloClient(HetClient):
         if self.settings.share_weights:
             tensors |= grouped("weights", to_arrays(self.models["private"]))
         return Knowledge(tensors)
-
-
-def read_teacher(knowledge: Knowledge, classes: int, like: Tensor) -> Teacher | None:
-    """Return the server's class means on the device of `like`, or None where it has none."""
-    if "classes" not in knowledge.tensors:
-        return None
-    parts = knowledge.tensors
-    return Teacher.of(parts["classes"], parts["features"], parts["logits"], classes, like.device)

@@ -99,6 +99,10 @@ class Teacher:
     log_probabilities: Tensor
     known: Tensor
 
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return what the features of samples of these classes are drawn to: [N] -> [N, D]."""
+        return self.features[labels]
+
     @classmethod
     def of(
         cls,
@@ -108,12 +112,12 @@ class Teacher:
         classes: int,
         device: torch.device,
     ) -> Teacher:
-        """Lay out entries for the classes `present` [P], features [P, D], logits [P, C].
+        """Lay out entries for the classes `present` [P], features [P, ...], logits [P, C].
 
         Rows of the other classes are zero and not known.
         """
         rows = torch.tensor(present, dtype=torch.long)
-        all_features = torch.zeros(classes, features.shape[1])
+        all_features = torch.zeros(classes, *features.shape[1:])
         all_logits = torch.zeros(classes, logits.shape[1])
         known = torch.zeros(classes, dtype=torch.bool)
         all_features[rows] = torch.tensor(features)
@@ -121,3 +125,32 @@ class Teacher:
         known[rows] = True
         log_probabilities = all_logits.log_softmax(1)
         return cls(all_features.to(device), log_probabilities.to(device), known.to(device))
+
+
+@dataclass(frozen=True)
+class VariedTeacher(Teacher):
+    """A teacher with several features a class, [C, S, D], as Velo's server can send.
+
+    Section 3.1.3 pairs each sample with the entry of its class; here each sample of each batch is
+    paired with one of the S, drawn anew with equal chances (ours).
+    """
+
+    generator: torch.Generator
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return one of its class's features for each sample: [N] -> [N, D]."""
+        # Drawn on the processor, so that every device has the same draws; the copy does not wait.
+        pick = torch.randint(self.features.shape[1], labels.shape, generator=self.generator)
+        return self.features[labels, pick.to(labels.device, non_blocking=True)]
+
+
+def newest(classes: Array, most: int) -> Array:
+    """Return the rows of the last `most` entries of each class, ascending.
+
+    classes [N], in the order in which they came.
+    """
+    backwards = classes[::-1]
+    by_class = np.argsort(backwards, kind="stable")
+    ordered = backwards[by_class]
+    age = np.arange(len(classes)) - np.searchsorted(ordered, ordered)
+    return np.sort(len(classes) - 1 - by_class[age < most])

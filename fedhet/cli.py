@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhet import __version__, data, models, report
+from fedhet import __version__, certs, data, models, report
 from fedhet.config import (
     Config,
     data_spec,
@@ -27,7 +28,9 @@ from fedhet.config import (
     read_toml,
     resolve,
 )
+from fedhet.connection import Connection, submit
 from fedhet.contract import Contract
+from fedhet.deploy import deploy_local, site_name
 from fedhet.display import LineDisplay, LiveDisplay
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.registry import find_method, method_names
@@ -35,6 +38,7 @@ from fedhet.runlog import Watcher
 from fedhet.server_app import run_directory
 from fedhet.settings import Settings, allowed
 from fedhet.simulate import simulate
+from fedhet.sweep import folder_name, read_sweep
 
 PIPED_WIDTH = 130
 
@@ -195,6 +199,157 @@ def _display() -> Iterator[Watcher]:
         yield live
 
 
+@app.command("deploy-local")
+def deploy_local_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Annotated[str | None, _setting("dataset")] = None,
+    clients: Annotated[str | None, _setting("clients", "INT")] = None,
+    models: Annotated[str | None, _setting("models")] = None,
+    rounds: Annotated[str | None, _setting("rounds", "INT")] = None,
+    seed: Annotated[str | None, _setting("seed", "INT")] = None,
+    set_: Set = None,
+    out: Annotated[str | None, _setting("out", "DIR")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep keys, logs and the sites' state in DIR."),
+    ] = None,
+) -> None:
+    """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
+    flags = {
+        "dataset": dataset,
+        "clients": clients,
+        "models": models,
+        "rounds": rounds,
+        "seed": seed,
+        "out": out,
+    }
+    chosen = resolve(_gather(method, preset, config, flags, set_ or []))
+    directory = run_directory(chosen)
+    deploy_local(chosen, directory, keep, _say)
+    report.write_figures(report.load_run(directory))
+    report.write_report(directory)
+    console.print(report.final_table(report.load_run(directory)))
+    _say_where(directory / "report.html")
+
+
+Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
+Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The CA's certificate.")]
+
+
+@app.command("register")
+def register_command(
+    keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Nodes' public keys.")],
+    server: Server,
+    ca: Authority,
+) -> None:
+    """Make nodes known to a deployed server; a file's name is the node's."""
+    with _connected(server, ca) as connection:
+        for key in keys:
+            new = connection.register(key)
+            _say(f"{key.name.removesuffix('.pub')} is {'now' if new else 'already'} registered")
+
+
+@app.command("submit")
+def submit_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    server: Server,
+    ca: Authority,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Annotated[str | None, _setting("dataset")] = None,
+    clients: Annotated[str | None, _setting("clients", "INT")] = None,
+    models: Annotated[str | None, _setting("models")] = None,
+    rounds: Annotated[str | None, _setting("rounds", "INT")] = None,
+    seed: Annotated[str | None, _setting("seed", "INT")] = None,
+    set_: Set = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="At the server.")] = None,
+) -> None:
+    """Run a federation on a deployed server and its nodes; follow it to its end."""
+    flags = {
+        "dataset": dataset,
+        "clients": clients,
+        "models": models,
+        "rounds": rounds,
+        "seed": seed,
+        "out": out,
+    }
+    chosen = resolve(_gather(method, preset, config, flags, set_ or []))
+    with _connected(server, ca) as connection:
+        submit(chosen, connection, _say)
+
+
+@contextlib.contextmanager
+def _connected(server: str, ca: Path) -> Iterator[Connection]:
+    with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
+        connection = Connection(Path(home), server, ca)
+        connection.prepare()
+        yield connection
+
+
+@app.command("certs")
+def certs_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address of the server, as nodes reach it; repeatable."),
+    ] = None,
+    node: Annotated[list[str] | None, typer.Option(help="A node's name; repeatable.")] = None,
+    nodes: Annotated[int, typer.Option(min=0, help="So many nodes: site-0, site-1, …")] = 0,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Until they expire.")] = 365,
+) -> None:
+    """Make a development CA, a server certificate and a key pair a node; keep what is there."""
+    names = [*(site_name(k) for k in range(nodes)), *(node or [])]
+    written = certs.make(directory, host or [], names, days)
+    for path in written:
+        _say(f"wrote {path}")
+    if not written:
+        _say(f"{directory} has them all already")
+
+
+@app.command("sweep")
+def sweep_command(
+    method: Annotated[str, typer.Argument(help="The method; `fedhet methods` lists them.")],
+    over: Annotated[
+        str, typer.Argument(metavar="KEY=VALUES", help="START:STOP:STEP, both ends in, or a,b,c.")
+    ],
+    preset: Preset = None,
+    config: ConfigFile = None,
+    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
+    figures: Annotated[
+        str, typer.Option(help="The method's figures to draw beside the accuracy; the first.")
+    ] = "",
+    set_: Set = None,
+    backend: Annotated[str | None, _setting("backend")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
+        "runs/sweep"
+    ),
+) -> None:
+    """Run one setting at several values; end with a table and a figure over them."""
+    name, swept = read_sweep(over)
+    values = _gather(method, preset, config, {"backend": backend}, set_ or [])
+    plan = {
+        value: {
+            out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}
+            for seed in _read_seeds(seeds)
+        }
+        for value in swept
+    }
+    # All of them are checked before the first is run.
+    configs = {
+        directory: resolve({**chosen, "out": str(directory.resolve())})
+        for runs in plan.values()
+        for directory, chosen in runs.items()
+    }
+    for directory, chosen in configs.items():
+        _run(chosen, directory.resolve())
+    found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
+    figure = report.write_sweep(found, out, figures)
+    console.print(report.sweep_table(found, figures))
+    console.print(f"figure: {figure}", highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command("compare")
 def compare_command(
     directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
@@ -264,7 +419,8 @@ def _show_method(name: str) -> None:
 def models_command() -> None:
     """List the models that a pool may name."""
     table = _table("model", "family", "what it is", "source")
-    for info in models.describe():
+    known: list[models.ModelInfo | models.ClassicalInfo] = list(models.describe())
+    for info in [*known, *models.describe_classical()]:
         table.add_row(info.name, info.family, escape(info.line), escape(info.source))
     console.print(table)
     console.print(
@@ -384,4 +540,8 @@ def _table(*columns: str) -> Table:
 
 
 def _say_where(page: Path) -> None:
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"report: {page}")
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

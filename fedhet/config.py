@@ -18,7 +18,16 @@ from fedhet.data import DataSpec
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
 from fedhet.registry import Method, find_method, method_names
-from fedhet.settings import MethodSettings, Scalar, Settings, build, parse_text, refused, unknown
+from fedhet.settings import (
+    MethodSettings,
+    Scalar,
+    Settings,
+    build,
+    parse_text,
+    refused,
+    span,
+    unknown,
+)
 
 PRESETS = resources.files("fedhet") / "presets"
 PLACE = frozenset({"out", "resume"})
@@ -76,13 +85,25 @@ def resolve(values: Mapping[str, object]) -> Config:
     if run.attack != "none" and not poisonable(method.client_sends):
         rule = f"none with {method.name}, whose clients send neither logits nor weights"
         raise refused("attack", run.attack, rule)
+    _check_gradients(run, method)
     prefix = f"{method.name}."
-    return Config(
-        run,
-        method,
-        build(method.server_settings, _of(method.server_settings, own), prefix),
-        build(method.client_settings, _of(method.client_settings, own), prefix),
-    )
+    server = build(method.server_settings, _of(method.server_settings, own), prefix)
+    client = build(method.client_settings, _of(method.client_settings, own), prefix)
+    return Config(_with_rounds(run, method.fixed_rounds(server)), method, server, client)
+
+
+def _with_rounds(run: Settings, fixed: int | None) -> Settings:
+    """Return the settings with the rounds that the method takes, if it fixes them.
+
+    Raises SettingsError where 'rounds' says otherwise; its default says nothing, since Flower's
+    run config lists every setting.
+    """
+    if fixed is None or run.rounds == fixed:
+        return run
+    if run.rounds != Settings().rounds:
+        rule = f"{fixed}, which follows from the settings of {run.method}"
+        raise refused("rounds", run.rounds, rule)
+    return run.model_copy(update={"rounds": fixed})
 
 
 @lru_cache(maxsize=8)
@@ -101,7 +122,8 @@ def check(config: Config) -> None:
         rule = f"0, or the {len(dataset.classes)} classes of {config.run.dataset}"
         raise refused("num-classes", config.run.num_classes, rule)
     for name in dict.fromkeys(pool(config.run)):
-        models.shapes(name, dataset.shape, len(dataset.classes))
+        any_model = config.method.any_model
+        models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
 
 
 def absolute(config: Config) -> Config:
@@ -139,6 +161,10 @@ def data_spec(settings: Settings) -> DataSpec:
         public_dataset=settings.public_dataset,
         public_fraction=_public_fraction(settings),
         public_samples=settings.public_samples,
+        superclasses=settings.superclasses,
+        label_space=span(settings.label_space),
+        subclasses=span(settings.subclasses),
+        samples_per_class=settings.samples_per_class,
     )
 
 
@@ -241,13 +267,23 @@ def _text(name: str, value: object) -> str:
     return value
 
 
+def _check_gradients(settings: Settings, method: Method) -> None:
+    for name in pool(settings):
+        if name in models.WITHOUT_GRADIENTS and not method.any_model:
+            able = ", ".join(m for m in method_names() if find_method(m).any_model)
+            raise SettingsError(
+                f"setting 'models' = {settings.models!r} is not allowed: {name} has no gradients, "
+                f"which {method.name} trains by; methods for models of any kind: {able}"
+            )
+
+
 def _check_names(settings: Settings) -> None:
     try:
         models.deal(pool(settings), settings.clients, settings.seed, settings.deal)
     except FedhetError as error:
         raise SettingsError(f"setting 'models' = {settings.models!r}: {error}") from None
     _check_dataset("dataset", settings.dataset)
-    if settings.public_dataset:
+    if settings.public_dataset not in ("", data.GENERATED):
         _check_dataset("public-dataset", settings.public_dataset)
 
 

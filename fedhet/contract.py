@@ -25,7 +25,8 @@ class TensorField:
     """One named tensor.
 
     An axis is a number or a letter. Letters that the run fixes (C classes, D feature width) must
-    have the run's size; any other letter must have one size throughout the message.
+    have the run's size; any other letter must have one size throughout the message. The dtype
+    "uint" is the smallest unsigned integer below the size that `ids` or `numbers` names.
     """
 
     name: str
@@ -35,6 +36,8 @@ class TensorField:
     required: bool = True
     ids: str = ""
     """Letter of the axis that the values number: each in [0, size), none twice."""
+    numbers: str = ""
+    """Letter of a size that the values stay below; they may repeat."""
     low: float | None = None
     """Least value allowed."""
     needs: tuple[str, ...] = ()
@@ -85,6 +88,10 @@ class Contract:
 
     fields: tuple[Field, ...] = ()
 
+    def replacing(self, field: Field) -> Contract:
+        """Return this contract with `field` in the place of the one of its name."""
+        return Contract(tuple(field if old.name == field.name else old for old in self.fields))
+
     def check(
         self,
         sender: str,
@@ -122,6 +129,11 @@ class Contract:
             group, slash, _ = name.partition("/")
             if name not in tensor_names and not (slash and group in groups):
                 raise _undeclared(sender, name, tensor_names | groups)
+
+
+def smallest_uint(size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned integer type for the values 0 to size - 1."""
+    return np.min_scalar_type(max(size, 1) - 1)
 
 
 def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
@@ -162,8 +174,11 @@ def _check_tensor(
             raise KnowledgeError(sender, field.name, "missing")
         return
     value = tensors[field.name]
-    if value.dtype != np.dtype(field.dtype):
-        raise KnowledgeError(sender, field.name, f"is {value.dtype}, must be {field.dtype}")
+    dtype = field.dtype
+    if dtype == "uint":
+        dtype = smallest_uint(sizes[field.ids or field.numbers]).name
+    if value.dtype != np.dtype(dtype):
+        raise KnowledgeError(sender, field.name, f"is {value.dtype}, must be {dtype}")
     if value.ndim != len(field.axes):
         fault = f"has shape {list(value.shape)}, must be {field.describe()}"
         raise KnowledgeError(sender, field.name, fault)
@@ -175,6 +190,8 @@ def _check_tensor(
             raise KnowledgeError(sender, field.name, fault)
     check_finite(sender, field.name, value)
     _check_low(sender, field.name, value, field.low)
+    if field.numbers:
+        _check_below(sender, field.name, value, sizes[field.numbers])
     if field.ids:
         _check_ids(sender, field, value, sizes[field.ids])
     for name in field.needs:
@@ -183,14 +200,16 @@ def _check_tensor(
 
 
 def _check_ids(sender: str, field: TensorField, value: Array, size: int) -> None:
-    flat = value.ravel()
-    outside = flat[(flat < 0) | (flat >= size)]
-    if outside.size:
-        fault = f"holds {outside[0]}, must be from 0 to {size - 1}"
-        raise KnowledgeError(sender, field.name, fault)
-    ids, counts = np.unique(flat, return_counts=True)
+    _check_below(sender, field.name, value, size)
+    ids, counts = np.unique(value, return_counts=True)
     if (counts > 1).any():
         raise KnowledgeError(sender, field.name, f"holds {ids[counts > 1][0]} more than once")
+
+
+def _check_below(sender: str, name: str, value: Array, size: int) -> None:
+    outside = value[(value < 0) | (value >= size)]
+    if outside.size:
+        raise KnowledgeError(sender, name, f"holds {outside[0]}, must be from 0 to {size - 1}")
 
 
 def _check_weights(

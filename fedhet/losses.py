@@ -14,7 +14,7 @@ def class_feature_loss(features: Tensor, labels: Tensor, teacher: Teacher) -> Te
 
     The mean over the D components; 0 where the teacher has no entry for the class.
     """
-    error = (features.float() - teacher.features[labels]).square().mean(1)
+    error = (features.float() - teacher.targets(labels)).square().mean(1)
     return error * teacher.known[labels]
 
 

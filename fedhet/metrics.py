@@ -19,7 +19,8 @@ Accuracy = dict[str, dict[str, dict[str, float]]]
 PROTOCOLS = ("personal", "common")
 MOST = 1e15
 """The largest loss, time or size that a client may report; sums and squares of it are finite."""
-KINDS = ("private", "proxy", "global", "server")
+KINDS = ("private", "local", "proxy", "global", "server")
+"""`local`: the private model as it was after training alone, before anything was learned."""
 
 
 def metric_name(protocol: str, kind: str) -> str:
@@ -51,6 +52,24 @@ def summarise(
     return found
 
 
+def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return, by protocol, each client's private over its local accuracy: `spread`, and the best.
+
+    Of the clients that reported both; one that was never right alone has no ratio.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for protocol, kinds in sorted(accuracy.items()):
+        before, after = kinds.get("local", {}), kinds.get("private", {})
+        ratios = {
+            name: after[name] / before[name]
+            for name in (before.keys() & after.keys()) - set(without)
+            if before[name] > 0
+        }
+        if ratios:
+            found[protocol] = {"best": max(ratios.values()), **spread(ratios)}
+    return found
+
+
 @dataclass
 class Seconds:
     """Where time went. `train` and `evaluate` are sums over clients; the others are wall time."""
@@ -76,6 +95,7 @@ class RoundRecord:
     answered: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    relative: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
     bytes_up: int = 0
     bytes_down: int = 0

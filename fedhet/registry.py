@@ -50,6 +50,15 @@ class Method:
         return bool(self.strategy.needs_public)
 
     @property
+    def any_model(self) -> bool:
+        """Tell whether its clients may have models without gradients."""
+        return bool(self.client.any_model)
+
+    def fixed_rounds(self, settings: MethodSettings) -> int | None:
+        """Return the rounds that the method takes by its own server settings; None: any."""
+        return self.strategy.fixed_rounds(settings)  # type: ignore[no-any-return]
+
+    @property
     def server_settings(self) -> type[MethodSettings]:
         """Return the settings that the server half reads."""
         return self.strategy.settings_type  # type: ignore[no-any-return]

@@ -164,6 +164,8 @@ class RunLog:
 
     def _summary(self) -> dict[str, Any]:
         run = self.config.run
+        last = self._history[-1] if self._history else RoundRecord(0)
+        relative = {"relative": last.relative} if last.relative else {}
         seconds = vars(self._seconds) | {"total": time.perf_counter() - self._started}
         return {
             "method": self.config.method.name,
@@ -173,7 +175,8 @@ class RunLog:
             "clients": len(self.models),
             "models": self.models,
             "headline": self._headline(),
-            "accuracy": self._history[-1].accuracy if self._history else {},
+            "accuracy": last.accuracy,
+            **relative,
             "history": [_brief(record) for record in self._history],
             "bytes_up": sum(record.bytes_up for record in self._history),
             "bytes_down": sum(record.bytes_down for record in self._history),
@@ -194,6 +197,10 @@ class RunLog:
                 for statistic in ("mean", "std", "worst"):
                     tag = f"accuracy-{protocol}-{kind}/{statistic}"
                     self._board.add_scalar(tag, values[statistic], record.round)
+        for protocol, values in record.relative.items():
+            for statistic in ("mean", "best", "worst"):
+                tag = f"relative-{protocol}/{statistic}"
+                self._board.add_scalar(tag, values[statistic], record.round)
         if record.loss:
             self._board.add_scalar("loss/mean", record.loss["mean"], record.round)
         self._board.add_scalar("bytes/up", record.bytes_up, record.round)

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from fedhet.errors import SettingsError, nearest
@@ -47,7 +54,27 @@ class MethodSettings(Schema):
     """What one half of a method lets a user choose."""
 
 
+def span(text: str) -> tuple[int, int]:
+    """Return the ends of a range such as "6-8"; of "7", 7 and 7; of "all", 0 and 0."""
+    low, _, high = text.partition("-")
+    return (0, 0) if text == "all" else (int(low), int(high or low))
+
+
+def _is_span(text: str) -> str:
+    parts = text.split("-")
+    whole = len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts)
+    if text != "all" and not (whole and 1 <= int(parts[0]) <= int(parts[-1])):
+        raise ValueError("it takes a number, or a range such as 6-8, from 1")
+    return text
+
+
+def _is_number_span(text: str) -> str:
+    return _is_span("" if text == "all" else text)
+
+
 # The vocabulary: ranges that several settings share.
+Span = Annotated[str, AfterValidator(_is_number_span)]
+SpanOrAll = Annotated[str, AfterValidator(_is_span)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -64,17 +91,31 @@ class Settings(Schema):
 
     dataset: str = Field(
         "digits",
-        description="digits, mnist, fashion-mnist, cifar10, cifar100, imagefolder:DIR or npz:DIR",
+        description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
+        "imagefolder:DIR or npz:DIR",
     )
     data_dir: str = Field("data", description="where torchvision's datasets lie")
     download: bool = Field(False, description="may a missing dataset be downloaded?")
     clients: Count = Field(10, description="number of clients")
-    partition: Literal["dirichlet", "iid", "shards", "classes"] = Field(
+    partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
         "dirichlet", description="how the training set is dealt to the clients"
     )
     alpha: Positive = Field(0.5, description="Dirichlet's concentration; smaller is more skewed")
     shards: Count = Field(2, description="shards a client, for partition = shards")
     classes_per_client: Count = Field(2, description="classes a client, for partition = classes")
+    superclasses: str = Field(
+        "",
+        description="classes joined into superclasses, as a+b,c+d, or cifar100; empty = not joined",
+    )
+    label_space: Span = Field(
+        "6-8", description="classes a client draws, for partition = superclasses"
+    )
+    subclasses: SpanOrAll = Field(
+        "all", description="subclasses that a client holds of each, such as 1-2; all is IID"
+    )
+    samples_per_class: Count = Field(
+        50, description="samples a client holds of each, for partition = superclasses"
+    )
     min_samples: Count = Field(10, description="least samples a client may be dealt")
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="share of a client's samples kept as its own test split"
@@ -90,7 +131,8 @@ class Settings(Schema):
     )
     public_dataset: str = Field(
         "",
-        description="data that no client owns, named as 'dataset' is; empty = public-fraction",
+        description="data that no client owns, named as 'dataset' is, or generated (tables); "
+        "empty = public-fraction",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -98,7 +140,7 @@ class Settings(Schema):
         "0.2 for a method that needs it and has no public-dataset",
     )
     public_samples: CountOrNone = Field(
-        0, description="use a seeded subset of public-dataset of this size; 0 = all"
+        0, description="a seeded subset of public-dataset, or rows to generate; 0 = all"
     )
     num_classes: CountOrNone = Field(
         0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"

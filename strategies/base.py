@@ -44,7 +44,15 @@ from fedhet.knowledge import (
     payload_bytes,
     read_arrays,
 )
-from fedhet.metrics import Accuracy, Measured, RoundRecord, read_measures, spread, summarise
+from fedhet.metrics import (
+    Accuracy,
+    Measured,
+    RoundRecord,
+    read_measures,
+    relative,
+    spread,
+    summarise,
+)
 from fedhet.runlog import RunLog
 from fedhet.seeding import numpy_rng
 from fedhet.settings import MethodSettings, Settings
@@ -104,6 +112,11 @@ class HetStrategy(Strategy):
 
     # What a method writes.
 
+    @classmethod
+    def fixed_rounds(cls, settings: MethodSettings) -> int | None:
+        """Return the rounds that the method takes by its settings; None: as `rounds` says."""
+        return None
+
     def init(self) -> None:
         """Prepare the server's state; the members are known."""
 
@@ -114,6 +127,9 @@ class HetStrategy(Strategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take in the replies, sorted by client; return the method's own figures of the round."""
         raise NotImplementedError
+
+    def check_reply(self, round: int, client: ClientInfo, knowledge: Knowledge) -> None:
+        """Raise KnowledgeError for what is wrong with a reply that keeps the contract."""
 
     def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return what `client` needs to know to be judged after `round`.
@@ -327,6 +343,7 @@ class HetStrategy(Strategy):
         expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
         info = self.members[name].info
         self._check(info, knowledge)
+        self.check_reply(round, info, knowledge)
         measured = read_measures(name, result.metrics)
         self._note(name, measured)
         return Reply(info, knowledge, info.samples)
@@ -391,6 +408,7 @@ class HetStrategy(Strategy):
         if self._evaluates(record.round):
             self._measure_own()
             record.accuracy = summarise(self._accuracy, without=self._stale)
+            record.relative = relative(self._accuracy, without=self._stale)
         record.loss = spread(self._losses) if self._losses else {}
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting

@@ -120,12 +120,17 @@ class FeloStrategy(HetStrategy):
         heard = [self.means[name] for name in sorted(self.means)]
         return average(heard, by_samples=self.settings.weighting == "samples")
 
+    def entries(self) -> dict[str, Array]:
+        """Return the classes with an entry, and the features and logits of each; someone is heard.
+
+        A method that extends Felo has another source of features here.
+        """
+        mean = self.average()
+        return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
+
     def _teach(self, model: str) -> Knowledge:
-        tensors: dict[str, Array] = grouped("weights", self.weights.get(model, {}))
-        if self.means:
-            mean = self.average()
-            tensors |= {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
-        return Knowledge(tensors)
+        weights = grouped("weights", self.weights.get(model, {}))
+        return Knowledge(weights | (self.entries() if self.means else {}))
 
 
 def read_means(knowledge: Knowledge) -> ClassMeans:

@@ -13,7 +13,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError
 from fedhet.identity import ClientInfo, read_properties
-from fedhet.models import names
+from fedhet.models import is_registered
 
 Task = tuple[int, tuple[int, ...]]
 """Classes, and the shape of a sample."""
@@ -100,7 +100,7 @@ class Roster:
                 f"its data has {info.classes} classes of shape {info.shape}, "
                 f"the others' {classes} of shape {shape}"
             )
-        if info.model not in self._pool and info.model not in names():
+        if info.model not in self._pool and not is_registered(info.model):
             # What a client names is never imported here, unless the run's own pool names it too.
             return f"its model {info.model!r} is neither registered nor in the run's pool"
         return ""

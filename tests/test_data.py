@@ -34,8 +34,12 @@ from fedhet.data import (
     site_data,
     validate,
 )
-from fedhet.data.spec import PARTITIONS, stratified
+from fedhet.data import spec as data_spec
+from fedhet.data.spec import stratified
 from fedhet.errors import DataError, FedhetError, SettingsError
+
+PARTITIONS = tuple(kind for kind in data_spec.PARTITIONS if kind != "superclasses")
+"""Those that deal every row; the other is tested in test_superclass.py."""
 
 DIGITS = DataSpec(clients=8)
 

@@ -37,7 +37,7 @@ def opened(config, directory, partition=1):
     node_config = {"partition-id": partition, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
     made = config.method.client(config.run, config.client, config.method.server_sends, node)
-    made._restore("run")
+    made._restore("run", before=1)
     return made
 
 

@@ -112,7 +112,8 @@ def test_fedhet_knows_no_method_but_by_name():
 
 
 def test_the_mathematics_imports_neither_flower_nor_the_wire():
-    for name in ("losses", "classwise", "averaging", "selective", "training", "seeding"):
+    rooms = ("averaging", "classwise", "cvae", "losses", "seeding", "selective", "training")
+    for name in (*rooms, "voting"):
         text = (ROOT / "fedhet" / f"{name}.py").read_text()
         assert not re.search(
             r"^\s*(?:from|import) (flwr|strategies|clients|fedhet\.knowledge)", text, re.M

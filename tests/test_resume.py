@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from federation import SMALL, records, run, small, without_times
 
 from fedhet.checkpoint import Checkpoints
 from fedhet.config import Config, resolve
 from fedhet.errors import StateError
 from fedhet.registry import method_names
-from tests.federation import SMALL, records, run, small, without_times
 
 PYTHON = [sys.executable, "-m", "fedhet"]
 

@@ -1,12 +1,13 @@
 """Data: the datasets by name, their division over clients, and a real site's own folder."""
 
 from fedhet.data.datasets import common_test, dataset_names, load
-from fedhet.data.partition import client_name, label_counts, partition
-from fedhet.data.public import public_set, refuse_overlap
+from fedhet.data.partition import client_name, label_counts, label_space, partition
+from fedhet.data.public import GENERATED, public_set, refuse_overlap
 from fedhet.data.site import ClientData, client_data, site_data, validate
 from fedhet.data.spec import Dataset, DataSpec, Split, scaled
 
 __all__ = [
+    "GENERATED",
     "ClientData",
     "DataSpec",
     "Dataset",
@@ -16,6 +17,7 @@ __all__ = [
     "common_test",
     "dataset_names",
     "label_counts",
+    "label_space",
     "load",
     "partition",
     "public_set",

@@ -15,6 +15,8 @@ import torch
 from fedhet.data.arrays import read_clients
 from fedhet.data.folder import read_tree
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
+from fedhet.data.superclass import joined
+from fedhet.data.tables import read_adult, read_breast_cancer
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
 
@@ -46,6 +48,7 @@ def load(spec: DataSpec) -> Dataset:
         max_samples=spec.max_samples,
         max_test_samples=spec.max_test_samples,
         public_fraction=spec.public_fraction,
+        superclasses=spec.superclasses,
         seed=spec.seed if spec.max_samples or spec.public_fraction else unused.seed,
     )
     with LOCK:
@@ -64,6 +67,8 @@ def _load(spec: DataSpec) -> Dataset:
     dataset = _reader(spec.dataset)(spec)
     if len(dataset.classes) < 2:
         raise DataError(f"{spec.dataset}: has {len(dataset.classes)} class, at least 2 are needed")
+    if spec.superclasses:
+        dataset = joined(dataset, spec.superclasses)
     dataset = _keep_public(dataset, spec)
     test = dataset.test
     if test is None or not 0 < spec.max_test_samples < len(test):
@@ -85,7 +90,13 @@ def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
     count = max(1, round(spec.public_fraction * len(labels)))
     public = stratified(labels, count, numpy_rng(spec.seed, "public"))
     owned = np.setdiff1d(np.arange(len(labels)), public)
-    return replace(dataset, train=dataset.train.take(owned), public=dataset.train.take(public))
+    kinds = dataset.subclasses
+    return replace(
+        dataset,
+        train=dataset.train.take(owned),
+        public=dataset.train.take(public),
+        subclasses=kinds[owned] if kinds is not None else None,
+    )
 
 
 @lru_cache(maxsize=2)
@@ -161,11 +172,25 @@ def _subset(train: Split, spec: DataSpec) -> Split:
     return train.take(stratified(train.y.numpy(), spec.max_samples, rng))
 
 
+def _breast_cancer(spec: DataSpec) -> Dataset:
+    return _cut_train(read_breast_cancer(spec), spec)
+
+
+def _adult(folder: str, spec: DataSpec) -> Dataset:
+    return _cut_train(read_adult(folder, spec), spec)
+
+
+def _cut_train(dataset: Dataset, spec: DataSpec) -> Dataset:
+    return replace(dataset, train=_subset(dataset.train, spec))
+
+
 _BY_NAME: dict[str, Callable[[DataSpec], Dataset]] = {
     "digits": _digits,
+    "breast-cancer": _breast_cancer,
     **dict.fromkeys(_TORCHVISION, _torchvision),
 }
 _BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
+    "adult": ("DIR", _adult),
     "imagefolder": ("PATH", read_tree),
     "npz": ("DIR", read_clients),
 }

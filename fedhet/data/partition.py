@@ -11,6 +11,7 @@ import numpy as np
 
 from fedhet.data.datasets import load
 from fedhet.data.spec import DataSpec, Index, check, global_random_kept
+from fedhet.data.superclass import Deal, deal
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng
 
@@ -33,6 +34,14 @@ def partition(spec: DataSpec) -> tuple[Index, ...]:
     """
     with _LOCK:
         return _partition(spec)
+
+
+def label_space(spec: DataSpec, index: int) -> tuple[int, ...]:
+    """Return the classes that client `index` tells apart, ascending: all, or those it drew."""
+    if spec.partition == "superclasses" and load(spec).parts is None:
+        with _LOCK:
+            return _deal(spec).spaces[index]
+    return tuple(range(len(load(spec).classes)))
 
 
 def split_rows(spec: DataSpec, index: int) -> tuple[Index, Index]:
@@ -77,9 +86,16 @@ def _partition(spec: DataSpec) -> tuple[Index, ...]:
     dataset = load(spec)
     if dataset.parts is not None:
         return _given(spec, dataset.parts)
+    if spec.partition == "superclasses":
+        return _deal(spec).rows
     labels = dataset.train.y.numpy()
     _check_possible(spec, len(labels), len(np.unique(labels)))
     return _best_draw(spec, labels)
+
+
+@lru_cache(maxsize=4)
+def _deal(spec: DataSpec) -> Deal:
+    return deal(load(spec), spec)
 
 
 def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:

@@ -8,7 +8,11 @@ from functools import lru_cache
 
 from fedhet.data.datasets import LOCK, load
 from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.tables import generated
 from fedhet.errors import DataError, SettingsError
+
+GENERATED = "generated"
+"""The `public-dataset` whose rows are drawn column by column from the training set's values."""
 
 
 def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
@@ -53,6 +57,10 @@ def _digest(split: Split, row: int) -> bytes:
 @lru_cache(maxsize=2)
 def _public(spec: DataSpec) -> Dataset:
     """Return a dataset whose `train` is the public set, scaled."""
+    if spec.public_dataset == GENERATED:
+        dataset = load(spec)
+        rows = generated(dataset, spec.public_samples, spec.seed)
+        return replace(dataset, train=rows, test=None, subclasses=None)
     if spec.public_dataset:
         dataset = load(_of_public(spec))
         return replace(dataset, train=dataset.train.scaled(), test=None)

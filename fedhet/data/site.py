@@ -11,8 +11,8 @@ import torch
 from fedhet.data.arrays import read_npz, same_kind
 from fedhet.data.datasets import common_test, load
 from fedhet.data.folder import class_folders, decode, listing
-from fedhet.data.partition import client_name, hold_out, split_rows
-from fedhet.data.public import public_set, refuse_overlap
+from fedhet.data.partition import client_name, hold_out, label_space, split_rows
+from fedhet.data.public import GENERATED, public_set, refuse_overlap
 from fedhet.data.spec import DataSpec, Split, check, global_random_kept
 from fedhet.errors import DataError
 
@@ -23,7 +23,8 @@ _KEPT_CLIENTS = 32  # decoded clients that one process keeps
 class ClientData:
     """A client's data as the models take it: x float32, images in [-1, 1].
 
-    `test` is the client's own (protocol "personal"), `common` the shared test set, if any.
+    `test` is the client's own (protocol "personal"), `common` the shared test set, if any: its
+    rows of the client's label space. `space` is that: the classes, ascending, that it tells apart.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ClientData:
     test: Split
     common: Split | None
     classes: tuple[str, ...]
+    space: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +46,17 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     dataset = load(spec)
     train, test = (dataset.train.take(rows).scaled() for rows in split_rows(spec, index))
     name = client_name(index, spec.clients)
-    return ClientData(name, train, test, common_test(spec), dataset.classes)
+    space = label_space(spec, index)
+    common = _within_space(common_test(spec), space, len(dataset.classes))
+    return ClientData(name, train, test, common, dataset.classes, space)
+
+
+def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:
+    """Return the rows of the label space: the set itself where that is all classes."""
+    if test is None or len(space) == classes:
+        return test
+    rows = torch.isin(test.y, torch.tensor(space)).nonzero().flatten()
+    return test.take(rows) if len(rows) else None
 
 
 def validate(spec: DataSpec) -> None:
@@ -55,7 +67,7 @@ def validate(spec: DataSpec) -> None:
         split_rows(spec, index)
     if spec.public_dataset or spec.public_fraction:
         public = public_set(spec, load(spec).shape, None)
-        if spec.public_dataset:
+        if spec.public_dataset not in ("", GENERATED):
             refuse_overlap(public, load(spec).train.scaled(), spec.dataset)
 
 
@@ -91,7 +103,9 @@ def site_data(folder: str, *, spec: DataSpec, classes: int, name: str) -> Client
             "are needed"
         )
     names = names or tuple(map(str, range(classes)))
-    return ClientData(name, train.scaled(), test.scaled(), None, names)
+    # A site's task is what it has samples of; the run's classes may be more.
+    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    return ClientData(name, train.scaled(), test.scaled(), None, names, space)
 
 
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:

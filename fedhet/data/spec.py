@@ -17,7 +17,7 @@ from fedhet.errors import SettingsError, nearest
 
 Index = npt.NDArray[np.int64]
 
-PARTITIONS = ("iid", "dirichlet", "shards", "classes")
+PARTITIONS = ("iid", "dirichlet", "shards", "classes", "superclasses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,10 @@ class Dataset:
     parts: tuple[tuple[int, int], ...] | None = None
     public: Split | None = None
     """The share of the training set that was kept from the clients, if any was."""
+    columns: tuple[int, ...] = ()
+    """Of a table: how many features each of its columns is, in order; (): one each."""
+    subclasses: Index | None = None
+    """The training set's own labels [N], where `superclasses` has replaced them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,6 +88,10 @@ class DataSpec:
     public_dataset: str = ""  # data that no client owns; "" = a share of the training set
     public_fraction: float = 0.0  # that share; it is no longer in the training set
     public_samples: int = 0  # a class-stratified subset of public_dataset; 0 = all
+    superclasses: str = ""  # classes joined, as "a+b,c+d", or a known grouping; "" = as they are
+    label_space: tuple[int, int] = (6, 8)  # partition = superclasses: a client's classes, from, to
+    subclasses: tuple[int, int] = (0, 0)  # and a client's subclasses of each; (0, 0) = all
+    samples_per_class: int = 50
 
 
 def check(spec: DataSpec) -> None:
@@ -103,6 +111,7 @@ def check(spec: DataSpec) -> None:
         ("max_samples", spec.max_samples >= 0, "at least 0 (0 = all)"),
         ("public_fraction", 0 <= spec.public_fraction < 1, "at least 0 and below 1"),
         ("public_samples", spec.public_samples >= 0, "at least 0 (0 = all)"),
+        ("samples_per_class", spec.samples_per_class >= 1, "at least 1"),
         ("max_test_samples", spec.max_test_samples >= 0, "at least 0 (0 = all)"),
     )
     for name, holds, allowed in rules:

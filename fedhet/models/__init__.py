@@ -1,9 +1,39 @@
 """Models by name: an extractor and a classifier for any input shape and number of classes."""
 
+from fedhet.models.classical import ClassicalInfo, Classifier, Refitted
 from fedhet.models.het import HetModel
 from fedhet.models.info import ModelInfo
 from fedhet.models.pool import deal
-from fedhet.models.registry import build, describe, names, shapes
+from fedhet.models.registry import (
+    WITHOUT_GRADIENTS,
+    build,
+    build_any,
+    check,
+    describe,
+    describe_classical,
+    is_registered,
+    names,
+    shapes,
+)
 from fedhet.models.setting import ModelName
+from fedhet.models.space import Within
 
-__all__ = ["HetModel", "ModelInfo", "ModelName", "build", "deal", "describe", "names", "shapes"]
+__all__ = [
+    "WITHOUT_GRADIENTS",
+    "ClassicalInfo",
+    "Classifier",
+    "HetModel",
+    "ModelInfo",
+    "ModelName",
+    "Refitted",
+    "Within",
+    "build",
+    "build_any",
+    "check",
+    "deal",
+    "describe",
+    "describe_classical",
+    "is_registered",
+    "names",
+    "shapes",
+]

@@ -1,7 +1,8 @@
 """A user's own model, named by where it is: "package.module:function".
 
 The function is called with (shape, classes) and returns a HetModel, or two modules: an extractor
-[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C].
+[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]; or, for a method that takes any model, an
+object with `fit` and `predict`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fedhet.errors import ModelError, nearest
+from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import Shape
 
@@ -42,13 +44,9 @@ def find_own(name: str) -> Callable[..., Any]:
 
 def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
     """Call the user's function, check what it returns, and adapt its width."""
-    function = find_own(name)
-    try:
-        made = function(shape, classes)
-    except Exception as error:
-        raise ModelError(
-            f"model '{name}' failed for shape {shape}, classes {classes}: {_reason(error)}"
-        ) from error
+    made = make_own(name, shape, classes)
+    if is_classifier(made):
+        raise ModelError(no_gradients(name))
     extractor, classifier = _halves(name, made)
     width = _checked_width(name, extractor, classifier, shape, classes)
     if feature_dim not in (None, width):
@@ -63,6 +61,27 @@ def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None)
     if made.feature_dim != width:
         raise ModelError(f"model '{name}' says feature_dim {made.feature_dim}, has {width}")
     return made
+
+
+def make_own(name: str, shape: Shape, classes: int) -> Any:
+    """Call the user's function."""
+    function = find_own(name)
+    try:
+        return function(shape, classes)
+    except Exception as error:
+        raise ModelError(
+            f"model '{name}' failed for shape {shape}, classes {classes}: {_reason(error)}"
+        ) from error
+
+
+def is_classifier(made: object) -> bool:
+    """Tell whether what a function returned is to be fitted, not trained by gradients."""
+    return isinstance(made, Classifier) and not isinstance(made, nn.Module)
+
+
+def no_gradients(name: str) -> str:
+    """Return what to say of a model that a method cannot train."""
+    return f"model '{name}' has no gradients, which this method trains by"
 
 
 def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:

@@ -9,31 +9,52 @@ import torch
 
 from fedhet.errors import ModelError, nearest
 from fedhet.models import resnet, small, vision
+from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import ModelInfo, Shape
-from fedhet.models.own import assemble_own, find_own, is_own
-from fedhet.seeding import seeded
+from fedhet.models.own import (
+    assemble_own,
+    find_own,
+    is_classifier,
+    is_own,
+    make_own,
+    no_gradients,
+)
+from fedhet.seeding import derive, seeded
 
 MODELS = MappingProxyType(
     {info.name: info for info in (*small.MODELS, *resnet.MODELS, *vision.MODELS)}
 )
+WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 
 
 def names() -> list[str]:
-    """Return every registered name, family by family."""
+    """Return every registered network's name, family by family."""
     return list(MODELS)
 
 
+def is_registered(name: str) -> bool:
+    """Tell whether `name` is a registered model, a network or not."""
+    return name in MODELS or name in WITHOUT_GRADIENTS
+
+
+def describe_classical() -> list[ClassicalInfo]:
+    """Return what `fedhet models` prints of every model without gradients."""
+    return list(WITHOUT_GRADIENTS.values())
+
+
 def describe() -> list[ModelInfo]:
-    """Return what `fedhet models` prints of every registered model."""
+    """Return what `fedhet models` prints of every registered network."""
     return list(MODELS.values())
 
 
 def find(name: str) -> ModelInfo:
-    """Return the registered model, or raise ModelError with the nearest name."""
+    """Return the registered network, or raise ModelError with the nearest name."""
     if name in MODELS:
         return MODELS[name]
-    hint = nearest(name, MODELS)
+    if name in WITHOUT_GRADIENTS:
+        raise ModelError(no_gradients(name))
+    hint = nearest(name, [*MODELS, *WITHOUT_GRADIENTS])
     raise ModelError(
         f"unknown model '{name}'{f'{hint} ' if hint else '; '}`fedhet models` lists all"
     )
@@ -43,8 +64,34 @@ def check_name(name: str) -> None:
     """Raise ModelError where `name` is neither registered nor a function that can be imported."""
     if is_own(name):
         find_own(name)
-    else:
+    elif name not in WITHOUT_GRADIENTS:
         find(name)
+
+
+def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
+    """Raise ModelError unless the model can be built; one without gradients, if `any_model`."""
+    if any_model and _is_classical(name, tuple(shape), classes):
+        return
+    shapes(name, shape, classes)
+
+
+def build_any(name: str, shape: Shape, classes: int, *, seed: int) -> HetModel | Refitted:
+    """Return the model of that name, a network or not; its draws depend on seed and name alone."""
+    shape, own_seed = tuple(shape), derive(seed, "model", name)
+    if not _is_classical(name, shape, classes):
+        return build(name, shape, classes, seed=seed)
+    if is_own(name):
+        return Refitted(name, lambda: make_own(name, shape, classes), classes, own_seed)
+    info = WITHOUT_GRADIENTS[name]
+    return Refitted(name, lambda: info.make(own_seed % 2**32), classes, own_seed)
+
+
+@lru_cache(maxsize=1024)
+def _is_classical(name: str, shape: Shape, classes: int) -> bool:
+    if not is_own(name):
+        return name in WITHOUT_GRADIENTS
+    with seeded(0, "kind", name):
+        return is_classifier(make_own(name, shape, classes))
 
 
 def build(

@@ -1,17 +1,15 @@
-"""ResNets: torchvision's, of any depth, and the bottleneck ones of FedGEMS for small images."""
+"""ResNets: torchvision's, of any depth, and the bottleneck ones of FedGEMS for small images.
+
+torchvision is imported where a model is built (see vision.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
-from torchvision.models.resnet import (  # type: ignore[import-untyped, unused-ignore]
-    BasicBlock,
-    Bottleneck,
-    ResNet,
-)
 
 from fedhet.models.info import ModelInfo, Shape
 from fedhet.models.stem import first_conv, he_init, is_small
@@ -47,12 +45,18 @@ GEMS = {
 }
 
 
-def vision_resnet(shape: Shape, block: Any, layers: Sequence[int]) -> nn.Module:
+Block = Literal["basic", "bottleneck"]
+
+
+def vision_resnet(shape: Shape, block: Block, layers: Sequence[int]) -> nn.Module:
     """Return torchvision's ResNet of `block`s without its head: [N, C, H, W] -> [N, 512 or 2048].
 
     Small images: a first conv of 3x3 with stride 1, and no max-pool.
     """
-    net: nn.Module = ResNet(block, list(layers), num_classes=1)
+    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+    kind: Any = BasicBlock if block == "basic" else Bottleneck
+    net: nn.Module = ResNet(kind, list(layers), num_classes=1)
     net.conv1 = first_conv(net.conv1, shape)  # type: ignore[arg-type]
     if is_small(shape):
         net.maxpool = nn.Identity()
@@ -62,6 +66,8 @@ def vision_resnet(shape: Shape, block: Any, layers: Sequence[int]) -> nn.Module:
 
 def gems_stage(inputs: int, planes: int, blocks: int, stride: int) -> nn.Module:
     """Return bottleneck blocks: [N, inputs, H, W] -> [N, 4 * planes, H / stride, W / stride]."""
+    from torchvision.models.resnet import Bottleneck
+
     outputs = 4 * planes
     shortcut = nn.Sequential(
         nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
@@ -83,9 +89,8 @@ def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:
     return net
 
 
-def _vision(depth: int, block: Any, layers: Sequence[int]) -> ModelInfo:
-    kind = "basic" if block is BasicBlock else "bottleneck"
-    line = f"{kind} blocks {'-'.join(map(str, layers))}"
+def _vision(depth: int, block: Block, layers: Sequence[int]) -> ModelInfo:
+    line = f"{block} blocks {'-'.join(map(str, layers))}"
     source = "torchvision" if depth in TORCHVISION_DEPTHS else "Felo; layout ours"
     build = partial(vision_resnet, block=block, layers=layers)
     return ModelInfo(f"resnet{depth}", "resnet", line, source, 8, build)
@@ -98,7 +103,7 @@ def _gems(depth: str, layers: Sequence[int], where: str) -> ModelInfo:
 
 
 MODELS = (
-    *(_vision(depth, BasicBlock, layers) for depth, layers in BASIC.items()),
-    *(_vision(depth, Bottleneck, layers) for depth, layers in BOTTLENECK.items()),
+    *(_vision(depth, "basic", layers) for depth, layers in BASIC.items()),
+    *(_vision(depth, "bottleneck", layers) for depth, layers in BOTTLENECK.items()),
     *(_gems(depth, layers, where) for depth, (layers, where) in GEMS.items()),
 )

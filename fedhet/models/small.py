@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 from torch import Tensor, nn
@@ -51,6 +52,20 @@ def lenet5(shape: Shape) -> nn.Module:
         *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
         *(nn.Linear(16 * height * width, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
     )
+
+
+def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
+    """Return one of CoFED's networks: conv layers, the first two pooled: [N, C, H, W] -> [N, last].
+
+    The paper gives the widths; the batch norms, max-pools and the mean over the image that ends it
+    are those of the authors' published code.
+    """
+    inputs = (shape[0], *widths[:-1])
+    layers = [
+        conv_bn(i, o, pool=place < 2)
+        for place, (i, o) in enumerate(zip(inputs, widths, strict=True))
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 class Residual(nn.Module):
@@ -107,6 +122,27 @@ def _mlp3(shape: Shape) -> nn.Module:
     return mlp(shape, (256, 128, 64))
 
 
+# CoFED, Table 1: filters of 3 x 3 in each layer.
+COFED = (
+    (24, 40),
+    (24, 32, 56),
+    (20, 32),
+    (24, 40, 56),
+    (20, 32, 80),
+    (24, 32, 80),
+    (32, 32),
+    (40, 56),
+    (32, 48),
+    (48, 56, 96),
+)
+
+
+def _cofed(number: int, widths: Sequence[int]) -> ModelInfo:
+    line = f"{len(widths)} conv layers, {'-'.join(map(str, widths))}"
+    build = partial(cofed_cnn, widths=widths)
+    return ModelInfo(f"cofed-cnn{number}", "cnn", line, f"CoFED, Table 1, model {number}", 4, build)
+
+
 MODELS = (
     ModelInfo("mlp", "mlp", "1 hidden layer: 128", "ours", None, _mlp),
     ModelInfo("mlp2", "mlp", "2 hidden layers: 256-128", "ours", None, _mlp2),
@@ -118,4 +154,5 @@ MODELS = (
     ModelInfo(
         "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9
     ),
+    *(_cofed(number, widths) for number, widths in enumerate(COFED, 1)),
 )

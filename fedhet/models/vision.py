@@ -2,6 +2,8 @@
 
 Each loses its last linear layer: what is left, dropout included, is the extractor. For small
 images (`stem.is_small`) the first convolution and the next strided layer keep the image's size.
+torchvision is imported where a model is built: it takes as long as torch, and every message of a
+deployed run starts a process.
 """
 
 from __future__ import annotations
@@ -11,16 +13,14 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torchvision import models as tv  # type: ignore[import-untyped, unused-ignore]
-from torchvision.models import vgg as tv_vgg  # type: ignore[import-untyped, unused-ignore]
 
 from fedhet.models.info import ModelInfo, Shape
 from fedhet.models.stem import first_conv, he_init, is_small, unstride
 
 
-def shufflenet(shape: Shape, make: Callable[..., Any]) -> nn.Module:
+def shufflenet(shape: Shape, name: str) -> nn.Module:
     """Return a ShuffleNet-V2 without its head: [N, C, H, W] -> [N, 1024]."""
-    net: nn.Module = make(weights=None, num_classes=1)
+    net: nn.Module = _torchvision(name)
     stem: Any = net.conv1
     stem[0] = first_conv(stem[0], shape)
     if is_small(shape):
@@ -29,12 +29,12 @@ def shufflenet(shape: Shape, make: Callable[..., Any]) -> nn.Module:
     return net
 
 
-def inverted(shape: Shape, make: Callable[..., Any]) -> nn.Module:
+def inverted(shape: Shape, name: str) -> nn.Module:
     """Return a MobileNet or EfficientNet without its last linear: [N, C, H, W] -> [N, D].
 
     Small images: besides the first conv, the first strided stage keeps its size.
     """
-    net: Any = make(weights=None, num_classes=1)
+    net: Any = _torchvision(name)
     net.features[0][0] = first_conv(net.features[0][0], shape)
     if is_small(shape):
         unstride(net.features)
@@ -48,6 +48,8 @@ def vgg(shape: Shape, layout: str) -> nn.Module:
 
     Small images: no hidden linear layers, [N, 512], and no max-pool that would leave nothing.
     """
+    from torchvision.models import vgg as tv_vgg
+
     layers: Any = tv_vgg.make_layers(tv_vgg.cfgs[layout], batch_norm=True)
     layers[0] = first_conv(layers[0], shape, small_stem=False)
     if is_small(shape):
@@ -58,6 +60,13 @@ def vgg(shape: Shape, layout: str) -> nn.Module:
     net.classifier = net.classifier[:-1]
     module: nn.Module = net
     return module
+
+
+def _torchvision(name: str) -> Any:
+    """Return torchvision's model of that name, untrained."""
+    from torchvision import models
+
+    return models.get_model(name, weights=None, num_classes=1)
 
 
 def _without_late_pools(layers: nn.Sequential, side: int) -> nn.Sequential:
@@ -85,30 +94,30 @@ MODELS = (
         "shufflenet-v2",
         "shufflenet",
         "ShuffleNet-V2, width 1.0",
-        partial(shufflenet, make=tv.shufflenet_v2_x1_0),
+        partial(shufflenet, name="shufflenet_v2_x1_0"),
     ),
     _info(
         "shufflenet-v2-x0.5",
         "shufflenet",
         "ShuffleNet-V2, width 0.5",
-        partial(shufflenet, make=tv.shufflenet_v2_x0_5),
+        partial(shufflenet, name="shufflenet_v2_x0_5"),
     ),
     _info(
         "mobilenet-v2",
         "mobilenet",
         "MobileNet-V2, width 1.0",
-        partial(inverted, make=tv.mobilenet_v2),
+        partial(inverted, name="mobilenet_v2"),
     ),
     _info(
         "mobilenet-v3-small",
         "mobilenet",
         "MobileNet-V3 small",
-        partial(inverted, make=tv.mobilenet_v3_small),
+        partial(inverted, name="mobilenet_v3_small"),
     ),
     _info(
         "efficientnet-b0",
         "efficientnet",
         "EfficientNet-B0",
-        partial(inverted, make=tv.efficientnet_b0),
+        partial(inverted, name="efficientnet_b0"),
     ),
 )

@@ -45,7 +45,7 @@ def write_figures(run: Run) -> list[Path]:
 def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
     found = [accuracy(run, run.protocols) if run.protocols else None, traffic(run), time(run)]
-    found += [loss(run), labels(run), clients(run)]
+    found += [loss(run), labels(run), clients(run), relative(run)]
     return [drawing for drawing in found if drawing]
 
 
@@ -283,8 +283,20 @@ def clients(run: Run) -> Drawing | None:
     if not known:
         return None
     few = len(known) <= NAMED
-    draw = partial(_client_rows if few else _client_models, run=run, scores=known)
+    draw = partial(
+        _client_rows if few else _client_models, run=run, scores=known, title=_client_title(run)
+    )
     return Drawing("clients", WIDTH, _tall(len(known)), draw, "last accuracy by client")
+
+
+def relative(run: Run) -> Drawing | None:
+    """Each client's accuracy over that of its model after training alone, by model."""
+    if run.relative is None:
+        return None
+    protocol, ratio = run.relative
+    title = f"Accuracy relative to training alone, {PROTOCOLS.get(protocol, protocol)}"
+    draw = partial(_client_models, run=run, scores=ratio.per_client, title=title)
+    return Drawing("relative", WIDTH, HEIGHT, draw, "relative accuracy by client")
 
 
 def _client_title(run: Run) -> str:
@@ -300,7 +312,7 @@ def _pool(run: Run, names: Sequence[str]) -> dict[str, list[str]]:
     return dict(sorted(pool.items()))
 
 
-def _client_rows(figure: Figure, run: Run, scores: Mapping[str, float]) -> None:
+def _client_rows(figure: Figure, run: Run, scores: Mapping[str, float], title: str) -> None:
     ax = figure.subplots()
     ordered = sorted(scores, key=lambda name: scores[name])
     rows = {name: row for row, name in enumerate(ordered)}
@@ -317,10 +329,10 @@ def _client_rows(figure: Figure, run: Run, scores: Mapping[str, float]) -> None:
     ax.grid(visible=True, axis="x")
     ax.grid(visible=False, axis="y")
     ax.set_xlabel(f"accuracy (line: mean {mean:.3f})")
-    style.head(ax, _client_title(run))
+    style.head(ax, title)
 
 
-def _client_models(figure: Figure, run: Run, scores: Mapping[str, float]) -> None:
+def _client_models(figure: Figure, run: Run, scores: Mapping[str, float], title: str) -> None:
     ax = figure.subplots()
     pool = _pool(run, list(scores))
     for column, (_, names) in enumerate(pool.items()):
@@ -337,7 +349,7 @@ def _client_models(figure: Figure, run: Run, scores: Mapping[str, float]) -> Non
     ax.set_xlim(-0.6, len(pool) - 0.2)
     ax.set_xlabel("model  (a mark: a client; bar: mean)")
     style.ticks(ax)
-    style.head(ax, _client_title(run))
+    style.head(ax, title)
 
 
 def _swarm(values: Numbers, reach: float = 0.3) -> Numbers:

@@ -22,7 +22,7 @@ from fedhet.errors import StateError
 from fedhet.report.units import natural
 
 PROTOCOLS = {"common": "common test set", "personal": "own test split"}
-KINDS = ("private", "proxy", "global", "server")
+KINDS = ("private", "local", "proxy", "global", "server")
 STAGES = ("train", "evaluate", "server", "overhead")
 NAN = float("nan")
 
@@ -62,6 +62,18 @@ class Score(Part):
         return min(known, key=lambda name: (known[name], natural(name)), default="")
 
 
+class Ratio(Score):
+    """Each client's accuracy over that of its model after training alone."""
+
+    best: Number = NAN
+
+    @property
+    def best_client(self) -> str:
+        """The name of the client that gained most, or ""."""
+        known = {name: value for name, value in self.per_client.items() if math.isfinite(value)}
+        return min(known, key=lambda name: (-known[name], natural(name)), default="")
+
+
 Accuracy = dict[str, dict[str, Score]]
 """Protocol to kind of model to its scores."""
 
@@ -81,6 +93,7 @@ class Record(Part):
     answered: tuple[str, ...] = ()
     failed: dict[str, str] = {}
     accuracy: Accuracy = {}
+    relative: dict[str, Ratio] = {}
     loss: Loss = Loss()
     bytes_up: int = 0
     bytes_down: int = 0
@@ -229,6 +242,12 @@ class Run:
     def columns(self) -> tuple[tuple[str, str], ...]:
         """Every (protocol, kind) of the last round, the headline first."""
         return tuple((name, kind) for name in self.protocols for kind in self.kinds(name))
+
+    @property
+    def relative(self) -> tuple[str, Ratio] | None:
+        """The protocol, the headline one if it can be, and the last ratios to training alone."""
+        found = self.last_evaluated.relative if self.last_evaluated else {}
+        return next(((name, found[name]) for name in self.protocols if name in found), None)
 
     def last(self, protocol: str, kind: str) -> Score:
         """Return the last round's scores; empty ones where there are none."""

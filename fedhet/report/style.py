@@ -36,7 +36,7 @@ SERIES = (
 )  # fmt: skip
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
-KIND_COLOURS = dict(zip(("private", "proxy", "global", "server"), SERIES, strict=False))
+KIND_COLOURS = dict(zip(("private", "proxy", "global", "server", "local"), SERIES, strict=False))
 STAGE_COLOURS = {
     "train": SERIES[0], "evaluate": SERIES[5], "server": SERIES[4], "overhead": "#a9b1ba",
 }  # fmt: skip

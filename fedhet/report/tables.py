@@ -84,6 +84,8 @@ def final_table(run: Run) -> Table:
     state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
     title = f"{run.method} on {run.dataset}: {state}"
     table = _table(cells, Text(printable(title)))
+    if run.relative:
+        table.caption, table.caption_justify = Text(printable(relative_line(run))), "left"
     best, hidden, rest = _ends(cells, run.columns)
     _add(table, best)
     if hidden:
@@ -92,6 +94,19 @@ def final_table(run: Run) -> Table:
         table.add_section()
         _add(table, rest)
     return table
+
+
+def relative_line(run: Run) -> str:
+    """Return in words what the clients gained over training alone; "" where nothing tells."""
+    if run.relative is None:
+        return ""
+    protocol, ratio = run.relative
+    best, worst = (
+        f"{score(value)} ({name})"
+        for value, name in ((ratio.best, ratio.best_client), (ratio.worst, ratio.worst_client))
+    )
+    mean = score(ratio.mean)
+    return f"relative to training alone, {protocol}: mean {mean}, best {best}, worst {worst}"
 
 
 def _table(cells: Cells, title: Text) -> Table:

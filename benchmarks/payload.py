@@ -1,0 +1,101 @@
+"""A payload of 500 MB both ways over gRPC with TLS: MB/s, and peak memory over its size.
+
+python -m benchmarks.payload [MB]
+
+A real deployment on loopback, one site, Felo with its weights; the model is one wide layer, and
+it is trained on one batch. The second round carries the weights down and up. Time is a round's
+less training and evaluation; it includes serialising, validation, averaging, and the states that
+both sides write to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+from torch import nn
+
+from fedhet.config import resolve
+from fedhet.connection import submit
+from fedhet.deploy import LocalDeployment
+
+MB = 1_000_000
+WIDTH = 1000
+
+
+def wide(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
+    """Return extractor and classifier with FEDHET_BENCH_MB megabytes of weights."""
+    inputs = 1
+    for side in shape:
+        inputs *= side
+    hidden = int(float(os.environ["FEDHET_BENCH_MB"]) * MB / 4 / WIDTH) - inputs
+    extractor = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, WIDTH),
+        nn.Linear(WIDTH, hidden),
+        nn.AdaptiveAvgPool1d(64),
+    )
+    return extractor, nn.Linear(64, classes)
+
+
+def main() -> None:
+    """Run the deployment and print the figures."""
+    size = sys.argv[1] if len(sys.argv) > 1 else "500"
+    root = str(Path(__file__).parent.parent)
+    os.environ |= {"FEDHET_BENCH_MB": size, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        config = resolve(
+            {
+                "method": "felo",
+                "models": "benchmarks.payload:wide",
+                "clients": 1,
+                "rounds": 3,
+                "local-epochs": 1,
+                "max-samples": 40,
+                "max-test-samples": 20,
+                "batch-size": 32,
+                "optimizer": "sgd",
+                "out": str(out),
+            }
+        )
+        peaks: dict[str, float] = {}
+        over = threading.Event()
+        with LocalDeployment(Path(folder) / "deployment", nodes=1) as deployment:
+            watch = threading.Thread(target=_watch, args=(peaks, over))
+            watch.start()
+            submit(config, deployment.connection, print)
+            over.set()
+            watch.join()
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for record in records[1:]:
+        seconds = record["seconds"]
+        moving = seconds["total"] - seconds["train"] - seconds["evaluate"]
+        down, up = record["bytes_down"] / MB, record["bytes_up"] / MB
+        print(
+            f"round {record['round']}: {down:.0f} MB down, {up:.0f} MB up in {moving:.1f} s: "
+            f"{(down + up) / moving:.0f} MB/s"
+        )
+    for name, peak in sorted(peaks.items()):
+        print(f"{name}: peak {peak / MB:.0f} MB, {peak / MB / down:.1f} x the payload")
+
+
+def _watch(peaks: dict[str, float], over: threading.Event) -> None:
+    """Note the peak memory of the processes of Flower's that hold the payload."""
+    while not over.wait(0.1):
+        for process in psutil.process_iter(["name", "memory_info"]):
+            name = process.info["name"] or ""
+            memory = process.info["memory_info"]
+            if name.startswith(("flwr-", "flower-")) and memory is not None:
+                peaks[name] = max(peaks.get(name, 0.0), float(memory.rss))
+        time.sleep(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""CoFED, client half: local training, predictions on the public set, update training.
+
+Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
+Federated Multitask Learning.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from clients.base import HetClient
+from fedhet.contract import Contract, TensorField, smallest_uint
+from fedhet.knowledge import Knowledge
+from fedhet.metrics import PROTOCOLS
+from fedhet.settings import Count, CountOrNone, MethodSettings
+from fedhet.training import logits_of
+
+
+class CofedClientSettings(MethodSettings):
+    """What CoFED's clients read."""
+
+    update_epochs: CountOrNone = Field(
+        0, description="epochs of a network's update training; 0 = local-epochs"
+    )
+    update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
+
+
+class CofedClient(HetClient):
+    """Trains alone, says what it takes the public data for, and learns from what all say.
+
+    Nothing of its model or training leaves it: whatever can `fit` and `predict` may take part.
+    """
+
+    any_model = True
+    settings_type = CofedClientSettings
+    settings: CofedClientSettings
+    sends = Contract(
+        (
+            TensorField(
+                "predictions",
+                "uint",
+                ("N",),
+                "each public instance's class, in the smallest type",
+                required=False,
+                numbers="C",
+                needs=("space",),
+            ),
+            TensorField(
+                "space",
+                "uint",
+                ("P",),
+                "the label space: the classes that it tells apart",
+                required=False,
+                ids="C",
+                needs=("predictions",),
+            ),
+        )
+    )
+
+    @cached_property
+    def public(self) -> Tensor:
+        """The public samples [N, ...], on the device; their labels are left aside."""
+        return self.compute.images(self.public_set(labelled=False).x)
+
+    def dims(self) -> dict[str, int]:
+        """Return C classes, L = C + 1 with none, N public instances."""
+        return super().dims() | {"L": self.info.classes + 1, "N": len(self.public)}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run steps 1, 4 and 2 of Section 4.1, those that are due.
+
+        A first participation trains on its own data (step 1). Pseudolabels, if there are any,
+        make the update training (step 4). Then, if asked, it predicts the public set (step 2).
+        """
+        if self.participations == 0:
+            self._train_locally(round)
+        if "labels" in knowledge.tensors:
+            self.kept["labels"] = torch.from_numpy(knowledge.tensors["labels"].astype(np.int64))
+            self._update(round)
+        return self._predictions() if knowledge.scalars["predict"] else Knowledge()
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return the own data, joined with R_i once there is one."""
+        if "labels" not in self.kept:
+            return self.x, self.y
+        labels = self.kept["labels"].to(self.compute.device)
+        given = (labels < self.info.classes).nonzero().flatten()
+        return torch.cat([self.x, self.public[given]]), torch.cat([self.y, labels[given]])
+
+    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model once it is another than that of local training."""
+        return super().judged(knowledge) if "labels" in self.kept else {}
+
+    def remembered(self) -> dict[tuple[str, str], float]:
+        """Return what the model reached by local training, which is what it has until an update."""
+        kinds = ("local",) if "labels" in self.kept else ("local", "private")
+        return {
+            (protocol, kind): float(self.facts[f"local.{protocol}"])
+            for protocol in PROTOCOLS
+            for kind in kinds
+            if f"local.{protocol}" in self.facts
+        }
+
+    def _train_locally(self, round: int) -> None:
+        """Train on the own data, and measure what relative accuracy is relative to."""
+        self.fit_private(
+            self.x,
+            self.y,
+            epochs=self.run.local_epochs,
+            batch_size=self.run.batch_size,
+            generator=self.generator(round, "batches"),
+        )
+        for (protocol, _), score in self.scores({"local": self.private}).items():
+            self.facts[f"local.{protocol}"] = score.accuracy
+
+    def _update(self, round: int) -> None:
+        self.fit_private(
+            *self.training_set(),
+            epochs=self.settings.update_epochs or self.run.local_epochs,
+            batch_size=self.settings.update_batch_size,
+            generator=self.generator(round, "update"),
+        )
+
+    def _predictions(self) -> Knowledge:
+        logits = logits_of(self.private, self.public, self.compute, self.run.eval_batch_size)
+        dtype = smallest_uint(self.info.classes)
+        predictions = logits.argmax(1).cpu().numpy().astype(dtype)
+        return Knowledge(
+            {"predictions": predictions, "space": self.space.cpu().numpy().astype(dtype)}
+        )

@@ -1,0 +1,40 @@
+"""Velo, client half: "Client processes" of Algorithm 2, which are Felo's.
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from clients.felo import FeloClient, FeloClientSettings
+from fedhet.classwise import Teacher, VariedTeacher
+from fedhet.knowledge import Knowledge
+from fedhet.settings import Count
+
+
+class VeloClientSettings(FeloClientSettings):
+    """What Velo's clients read."""
+
+    samples_per_class: Count = Field(
+        1, description="synthetic features of each class that are sent a round, S"
+    )
+
+
+class VeloClient(FeloClient):
+    """Trains on Eq. 1 with one of the server's synthetic features of its class for each sample."""
+
+    settings_type = VeloClientSettings
+    settings: VeloClientSettings
+
+    def dims(self) -> dict[str, int]:
+        """Return C, D and the features that come of each class, S."""
+        return super().dims() | {"S": self.settings.samples_per_class}
+
+    def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
+        """Return the server's entries, S features a class, or None where it has none."""
+        teacher = super().read_teacher(round, knowledge)
+        if teacher is None:
+            return None
+        return VariedTeacher(**vars(teacher), generator=self.generator(round, "features"))

@@ -1,0 +1,126 @@
+"""The conditional variational auto-encoder of Velo's server.
+
+Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2;
+Sohn et al., Learning Structured Output Representation using Deep Conditional Generative Models.
+Features s are [N, D], their classes y [N], latent variables z [N, Z].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.devices import CPU
+from fedhet.training import Optimization, train_epoch
+
+
+class Cvae(nn.Module):
+    """Four dense layers, two that encode and two that decode; the class enters both as one-hot."""
+
+    def __init__(self, width: int, classes: int, latent: int, hidden: int) -> None:
+        super().__init__()
+        self.classes, self.latent = classes, latent
+        self.encoder = _two_layers(width + classes, hidden, 2 * latent)
+        self.decoder = _two_layers(latent + classes, hidden, width)
+
+    def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log variance, both [N, Z], of q(z | s, y)."""
+        mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
+        return mean, log_variance
+
+    def decode(self, latent: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean of p(s | z, y), [N, D]."""
+        decoded: Tensor = self.decoder(self._join(latent, labels))
+        return decoded
+
+    def _join(self, values: Tensor, labels: Tensor) -> Tensor:
+        return torch.cat([values, F.one_hot(labels, self.classes).to(values.dtype)], dim=1)
+
+
+def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def reparameterise(mean: Tensor, log_variance: Tensor, noise: Tensor) -> Tensor:
+    """Return z = g(s, y, noise) of Eq. 2: mean and log variance [N, Z], noise N(0, I) like them."""
+    return mean + noise * torch.exp(log_variance / 2)
+
+
+def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
+    """Return KL(q(z | s, y) || N(0, I)) per feature, [N]: the first term of Eq. 2, negated."""
+    return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1)
+
+
+def log_likelihood(features: Tensor, decoded: Tensor, deviation: float) -> Tensor:
+    """Return log p(s | z, y) per feature, [N]: a Gaussian of that standard deviation (ours)."""
+    error = ((features - decoded) / deviation).square().sum(1)
+    return -0.5 * error - features.shape[1] * (math.log(deviation) + 0.5 * math.log(2 * math.pi))
+
+
+def cvae_loss(
+    model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
+) -> Tensor:
+    """Return the negative of Eq. 2, a scalar, the mean over features.
+
+    Printed is the lower bound of log p(s | y), which training raises. `noise` [N, Z] is one draw a
+    feature: L = 1.
+    """
+    mean, log_variance = model.encode(features, labels)
+    decoded = model.decode(reparameterise(mean, log_variance, noise), labels)
+    bound = log_likelihood(features, decoded, deviation) - divergence(mean, log_variance)
+    return -bound.mean()
+
+
+def train_cvae(
+    model: Cvae,
+    features: Tensor,
+    labels: Tensor,
+    *,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    deviation: float,
+    generator: torch.Generator,
+) -> float:
+    """Train by Adam on the negative of Eq. 2; return its mean over the last epoch.
+
+    Order and noise come from `generator` alone. Raises DataError for fewer than two features.
+    """
+    adam = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+    optimizing = Optimization(adam, torch.amp.GradScaler("cpu", enabled=False))
+
+    def loss_of(s: Tensor, y: Tensor) -> Tensor:
+        noise = torch.randn(len(y), model.latent, generator=generator)
+        return cvae_loss(model, s, y, noise, deviation)
+
+    loss = math.nan
+    for _ in range(epochs):
+        loss = train_epoch(
+            features,
+            labels,
+            loss_of,
+            optimizing,
+            batch_size=batch_size,
+            generator=generator,
+            compute=CPU,
+        )
+    return loss
+
+
+@torch.no_grad()
+def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` synthetic features of each class in `labels` [P], [P, count, D].
+
+    Means of the decoder p(s | z, y) for z drawn from N(0, I).
+    """
+    rows = labels.repeat_interleave(count)
+    latent = torch.randn(len(rows), model.latent, generator=generator)
+    return model.decode(latent, rows).reshape(len(labels), count, -1)
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Tell whether no weight of `model` is NaN or infinite."""
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())

@@ -1,0 +1,179 @@
+"""Tasks that differ: classes joined into superclasses, and clients that hold some of these.
+
+CoFED, Sections 4.7 and 5.2: a participant's label space is a few superclasses. IID, it holds
+samples of all subclasses of each; non-IID, of one or two, and is judged on all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fedhet.data.spec import Dataset, DataSpec, Index, Split
+from fedhet.errors import DataError, SettingsError, nearest
+from fedhet.seeding import numpy_rng
+
+# Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.
+CIFAR100 = """
+beaver+dolphin+otter+seal+whale, aquarium_fish+flatfish+ray+shark+trout,
+orchid+poppy+rose+sunflower+tulip, bottle+bowl+can+cup+plate,
+apple+mushroom+orange+pear+sweet_pepper, clock+keyboard+lamp+telephone+television,
+bed+chair+couch+table+wardrobe, bee+beetle+butterfly+caterpillar+cockroach,
+bear+leopard+lion+tiger+wolf, bridge+castle+house+road+skyscraper,
+cloud+forest+mountain+plain+sea, camel+cattle+chimpanzee+elephant+kangaroo,
+fox+porcupine+possum+raccoon+skunk, crab+lobster+snail+spider+worm,
+baby+boy+girl+man+woman, crocodile+dinosaur+lizard+snake+turtle,
+hamster+mouse+rabbit+shrew+squirrel, maple_tree+oak_tree+palm_tree+pine_tree+willow_tree,
+bicycle+bus+motorcycle+pickup_truck+train, lawn_mower+rocket+streetcar+tank+tractor
+"""
+CIFAR100_NAMES = (
+    "aquatic_mammals",
+    "fish",
+    "flowers",
+    "food_containers",
+    "fruit_and_vegetables",
+    "household_electrical_devices",
+    "household_furniture",
+    "insects",
+    "large_carnivores",
+    "large_man-made_outdoor_things",
+    "large_natural_outdoor_scenes",
+    "large_omnivores_and_herbivores",
+    "medium_mammals",
+    "non-insect_invertebrates",
+    "people",
+    "reptiles",
+    "small_mammals",
+    "trees",
+    "vehicles_1",
+    "vehicles_2",
+)
+GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
+_DRAWS = 50
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Each client's rows of the training set, sorted, and its label space, ascending."""
+
+    rows: tuple[Index, ...]
+    spaces: tuple[tuple[int, ...], ...]
+
+
+def parse(superclasses: str) -> dict[str, tuple[str, ...]]:
+    """Return each superclass's classes: of a known grouping, or of "a+b,c+d" as it stands."""
+    text, names = GROUPINGS.get(superclasses, (superclasses, ()))
+    groups = [tuple(n.strip() for n in part.split("+")) for part in text.split(",") if part.strip()]
+    return dict(zip(names or ("+".join(group) for group in groups), groups, strict=True))
+
+
+def joined(dataset: Dataset, superclasses: str) -> Dataset:
+    """Return the dataset with superclasses as its classes; `subclasses` keeps its own labels.
+
+    Raises SettingsError unless every class of the dataset is in one superclass.
+    """
+    groups = parse(superclasses)
+    listed = [name for group in groups.values() for name in group]
+    for name in listed:
+        if name not in dataset.classes:
+            close = nearest(name, dataset.classes)
+            raise SettingsError(f"superclasses: {dataset.name} has no class {name!r}{close}")
+        if listed.count(name) > 1:
+            raise SettingsError(f"superclasses: the class {name!r} is in two of them")
+    if left := [name for name in dataset.classes if name not in listed]:
+        raise SettingsError(
+            f"superclasses: {', '.join(left[:5])} of {dataset.name} must be in one of them too"
+        )
+    super_of = torch.zeros(len(dataset.classes), dtype=torch.int64)
+    for number, group in enumerate(groups.values()):
+        super_of[[dataset.classes.index(name) for name in group]] = number
+
+    def relabelled(split: Split) -> Split:
+        return Split(split.x, super_of[split.y])
+
+    return replace(
+        dataset,
+        train=relabelled(dataset.train),
+        test=relabelled(dataset.test) if dataset.test is not None else None,
+        classes=tuple(groups),
+        subclasses=dataset.train.y.numpy(),
+    )
+
+
+def deal(dataset: Dataset, spec: DataSpec) -> Deal:
+    """Return who holds what: of each drawn class so many samples; no row has two owners.
+
+    Raises DataError where the training set is too small for it.
+    """
+    spaces = label_spaces(spec, len(dataset.classes))
+    labels = dataset.train.y.numpy()
+    kinds = dataset.subclasses if dataset.subclasses is not None else labels
+    owned: list[list[Index]] = [[] for _ in spaces]
+    for label in range(len(dataset.classes)):
+        holders = [client for client, space in enumerate(spaces) if label in space]
+        rows = np.flatnonzero(labels == label)
+        parts = _share(label, rows, kinds[rows], len(holders), spec)
+        for client, part in zip(holders, parts, strict=True):
+            owned[client].append(part)
+    return Deal(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
+
+
+def label_spaces(spec: DataSpec, classes: int) -> tuple[tuple[int, ...], ...]:
+    """Return each client's label space: `label-space` of the classes, drawn without order."""
+    low, high = spec.label_space
+    if high > classes:
+        raise DataError(
+            f"label-space = '{low}-{high}': must be at most the {classes} classes of "
+            f"{spec.dataset}{'' if spec.superclasses else ' (no superclasses are given)'}"
+        )
+    spaces = []
+    for client in range(spec.clients):
+        rng = numpy_rng(spec.seed, "label-space", client)
+        size = int(rng.integers(low, high + 1))
+        spaces.append(tuple(sorted(rng.permutation(classes)[:size].tolist())))
+    return tuple(spaces)
+
+
+def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) -> list[Index]:
+    """Return each holder's rows of one class, evenly of the subclasses it is given."""
+    present = np.unique(kinds)
+    for attempt in range(_DRAWS):
+        rng = numpy_rng(spec.seed, "superclass", label, attempt)
+        left = {int(k): rng.permutation(rows[kinds == k]) for k in present}
+        shared: list[Index] = []
+        for _ in range(holders):
+            taken = _take(left, _subclasses(present, spec, rng), spec.samples_per_class)
+            if taken is None:
+                break
+            shared.append(taken)
+        if len(shared) == holders:
+            return shared
+    raise DataError(
+        f"partition = 'superclasses': {holders} clients with samples-per-class = "
+        f"{spec.samples_per_class} do not find enough of {len(rows)} samples of a class; lower "
+        "samples-per-class, clients or label-space"
+    )
+
+
+def _subclasses(present: Index, spec: DataSpec, rng: np.random.Generator) -> Index:
+    """Return a holder's subclasses of a class: all (IID), or `subclasses` of them."""
+    low, high = spec.subclasses
+    if high == 0:
+        return rng.permutation(present)
+    size = min(int(rng.integers(low, high + 1)), len(present))
+    return rng.permutation(present)[:size]
+
+
+def _take(left: dict[int, Index], kinds: Index, count: int) -> Index | None:
+    """Take `count` rows, evenly of `kinds`, out of what is left; None where there are too few."""
+    if not len(kinds):
+        return None
+    sizes = [len(part) for part in np.array_split(np.arange(count), len(kinds))]
+    if any(len(left[int(kind)]) < size for kind, size in zip(kinds, sizes, strict=True)):
+        return None
+    taken = [left[int(kind)][:size] for kind, size in zip(kinds, sizes, strict=True)]
+    for kind, size in zip(kinds, sizes, strict=True):
+        left[int(kind)] = left[int(kind)][size:]
+    return np.concatenate(taken)

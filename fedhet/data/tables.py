@@ -1,0 +1,167 @@
+"""Tabular data: breast cancer, which ships in scikit-learn, Adult from its files, generated rows.
+
+A table becomes numbers by scikit-learn's own encoders, fitted on the whole training set: a
+categorical column a feature per category, a number centred and scaled. `Dataset.columns` says
+which features are one column.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.errors import DataError, SettingsError
+from fedhet.seeding import numpy_rng
+
+_FIXED_SEED = 0  # of what must not depend on the run: the common test sets
+_BREAST_TEST_FRACTION = 0.2
+_OPENML_TEST_FRACTION = 1 / 3
+_OPENML_ADULT = 1590
+_ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)  # of the 14 columns in adult.names
+_ADULT_COLUMNS = 15  # the last is the class
+
+Rows = npt.NDArray[np.str_]
+
+
+def read_breast_cancer(spec: DataSpec) -> Dataset:
+    """Return the 569 rows of 30 numbers that ship in scikit-learn; a fixed fifth is for tests."""
+    from sklearn.datasets import load_breast_cancer
+    from sklearn.preprocessing import StandardScaler
+
+    bunch = load_breast_cancer()
+    labels = np.asarray(bunch.target, np.int64)
+    train, test = _cut(labels, _BREAST_TEST_FRACTION, "breast-cancer")
+    scaler = StandardScaler().fit(bunch.data[train])
+    x = torch.from_numpy(scaler.transform(bunch.data).astype(np.float32))
+    every, classes = Split(x, torch.from_numpy(labels)), tuple(map(str, bunch.target_names))
+    widths = (1,) * x.shape[1]
+    return Dataset(spec.dataset, every.take(train), every.take(test), classes, columns=widths)
+
+
+def read_adult(folder: str, spec: DataSpec) -> Dataset:
+    """Read UCI's Adult: DIR/adult.data and adult.test, plain or .gz, as they are published.
+
+    Where they are not there and `download` allows it, OpenML's copy, kept in DIR; a fixed third
+    of it is the common test set.
+    """
+    root = Path(folder).expanduser()
+    found = [_file(root, name) for name in ("adult.data", "adult.test")]
+    if found[0] is not None and found[1] is not None:
+        train, test = (_read_rows(path) for path in found if path is not None)
+    elif spec.download:
+        rows = _openml_rows(root)
+        train, test = (rows[part] for part in _cut_rows(rows))
+    else:
+        raise DataError(
+            f"dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "
+            f"{root.resolve()}; put UCI's files there, or allow --set download=true"
+        )
+    return _encoded(spec.dataset, train, test)
+
+
+def generated(dataset: Dataset, size: int, seed: int) -> Split:
+    """Return rows [size, F] whose every column holds a value drawn from that column's values.
+
+    As in Section 5.7 of CoFED: each value is valid and as frequent as in the training set, columns
+    are drawn apart from each other. The labels mean nothing. Raises SettingsError for images.
+    """
+    if len(dataset.shape) != 1:
+        raise SettingsError(
+            "public-dataset = 'generated' is for tables, whose samples have shape [F]; those of "
+            f"{dataset.name!r} have {list(dataset.shape)}"
+        )
+    if size < 1:
+        raise SettingsError(
+            "public-samples = 0: must be at least 1 with public-dataset = 'generated'"
+        )
+    x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
+    columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
+    drawn = [column[torch.from_numpy(rng.integers(0, len(x), size))] for column in columns]
+    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64))
+
+
+def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:
+    """Return training and test rows, the same whatever the run's seed."""
+    test = stratified(labels, round(share * len(labels)), numpy_rng(_FIXED_SEED, use, "common"))
+    return [np.setdiff1d(np.arange(len(labels)), test), test]
+
+
+def _cut_rows(rows: Rows) -> list[npt.NDArray[np.int64]]:
+    return _cut(np.unique(rows[:, -1], return_inverse=True)[1], _OPENML_TEST_FRACTION, "adult")
+
+
+def _file(root: Path, name: str) -> Path | None:
+    found = [path for path in (root / name, root / f"{name}.gz") if path.is_file()]
+    return found[0] if found else None
+
+
+def _read_rows(path: Path) -> Rows:
+    """Return the rows of one file as text [N, 15]; a '?' is a category of its own."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file, skipinitialspace=True))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: not a readable table ({error})") from error
+    # adult.test opens with a line of one field; both files end in an empty one.
+    rows = [line for line in lines if len(line) > 1]
+    for number, row in enumerate(rows, 1):
+        if len(row) != _ADULT_COLUMNS:
+            raise DataError(f"{path}: row {number} has {len(row)} columns, Adult has 15")
+    if not rows:
+        raise DataError(f"{path}: holds no rows")
+    table: Rows = np.array(rows, dtype=np.str_)
+    table[:, -1] = np.char.rstrip(table[:, -1], ".")
+    return table
+
+
+def _openml_rows(root: Path) -> Rows:
+    """Return OpenML's copy of Adult, all rows as text; scikit-learn keeps it in `root`."""
+    from sklearn.datasets import fetch_openml
+
+    try:
+        frame: Any = fetch_openml(
+            data_id=_OPENML_ADULT, data_home=str(root), as_frame=True, parser="auto"
+        ).frame
+    except Exception as error:  # urllib's, openml's own, a broken archive
+        raise DataError(f"Adult cannot be downloaded from OpenML: {error}") from error
+    if frame.shape[1] != _ADULT_COLUMNS:
+        raise DataError(f"OpenML's Adult has {frame.shape[1]} columns, 15 are expected")
+    return np.array(frame.astype(object).where(frame.notna(), "?").astype(str), dtype=np.str_)
+
+
+def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
+    """Return the rows as float32: numbers first, then a feature for every category."""
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    numbers = list(_ADULT_NUMBERS)
+    words = [c for c in range(_ADULT_COLUMNS - 1) if c not in _ADULT_NUMBERS]
+    scaler = StandardScaler().fit(_floats(name, train, numbers))
+    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False, dtype=np.float32)
+    encoder.fit(train[:, words])
+    classes = tuple(map(str, np.unique(train[:, -1])))
+    if odd := sorted(set(map(str, test[:, -1])) - set(classes)):
+        raise DataError(f"{name}: the test set has the class {odd[0]!r}, training has {classes}")
+
+    def split(rows: Rows) -> Split:
+        values = scaler.transform(_floats(name, rows, numbers)).astype(np.float32)
+        x = np.concatenate([values, encoder.transform(rows[:, words])], axis=1)
+        return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
+
+    widths = (*(1 for _ in numbers), *(len(found) for found in encoder.categories_))
+    return Dataset(name, split(train), split(test), classes, columns=widths)
+
+
+def _floats(name: str, rows: Rows, columns: Sequence[int]) -> npt.NDArray[np.float64]:
+    try:
+        return rows[:, columns].astype(np.float64)
+    except ValueError as error:
+        raise DataError(f"{name}: a column of numbers holds a word ({error})") from error

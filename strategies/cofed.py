@@ -1,0 +1,149 @@
+"""CoFED, server half: pseudolabels by vote, Algorithm 1.
+
+Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
+Federated Multitask Learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedhet.contract import Array, Contract, ScalarField, TensorField, smallest_uint
+from fedhet.errors import KnowledgeError
+from fedhet.identity import ClientInfo
+from fedhet.knowledge import Knowledge, grouped, groups
+from fedhet.settings import Count, MethodSettings
+from fedhet.voting import Vote, aggregate, conflicts, for_space
+from strategies.base import HetStrategy, Reply
+
+
+class CofedServerSettings(MethodSettings):
+    """What CoFED's server reads."""
+
+    threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.3, description="alpha of Eq. 18: a class takes an instance by more than this share"
+    )
+    credibility: Literal["equal", "samples"] = Field(
+        "equal", description="a participant's weight in the vote: 1, or its training samples"
+    )
+    iterations: Count = Field(
+        1, description="times of predicting, voting and update training; rounds are one more"
+    )
+
+
+class CofedStrategy(HetStrategy):
+    """Collects predictions on the public set, votes, and gives each client what suits its task."""
+
+    title = "pseudolabels on public data by vote; tasks and models of any kind"
+    paper = "Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)"
+    headline = "common"
+    needs_public = True
+    settings_type = CofedServerSettings
+    settings: CofedServerSettings
+    sends = Contract(
+        (
+            ScalarField("predict", bool, "is the public set to be predicted after training?"),
+            TensorField(
+                "labels",
+                "uint",
+                ("N",),
+                "each public instance's pseudolabel in R_i, C for none",
+                required=False,
+                numbers="L",
+            ),
+        )
+    )
+
+    @classmethod
+    def fixed_rounds(cls, settings: MethodSettings) -> int:
+        """Return one round of local training, and one of update training an iteration."""
+        assert isinstance(settings, CofedServerSettings)
+        return settings.iterations + 1
+
+    def init(self) -> None:
+        """Start without votes."""
+        self.instances = len(self.public_set(labelled=False))
+        self.votes: dict[str, Vote] = {}
+        """What each participant said last."""
+        self.joined = aggregate([], self.classes, self.settings.threshold)
+        """Which instances are in which P_k, [C, N]."""
+
+    def dims(self) -> dict[str, int]:
+        """Return C classes, L = C + 1 with none, N public instances."""
+        return super().dims() | {"L": self.classes + 1, "N": self.instances}
+
+    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send R_i to those who voted (step 3, Eq. 19); ask for predictions unless it is the last.
+
+        Whoever has not voted has no label space that the server knows of, and trains alone.
+        """
+        predict = {"predict": round <= self.settings.iterations}
+        if client.name not in self.votes:
+            return Knowledge(scalars=predict)
+        return Knowledge({"labels": self._labels(self.votes[client.name].space)}, predict)
+
+    def check_reply(self, round: int, client: ClientInfo, knowledge: Knowledge) -> None:
+        """Raise KnowledgeError for a vote that is missing, or outside its own label space."""
+        if round > self.settings.iterations:
+            return
+        if "predictions" not in knowledge.tensors:
+            raise KnowledgeError(client.name, "predictions", "missing")
+        said, space = knowledge.tensors["predictions"], knowledge.tensors["space"]
+        if not np.isin(said, space).all():
+            odd = said[~np.isin(said, space)][0]
+            raise KnowledgeError(client.name, "predictions", f"holds {odd}, not in its label space")
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Take the votes in and count them (Algorithm 1)."""
+        if round > self.settings.iterations:
+            return {}
+        for reply in replies:
+            said = reply.knowledge.tensors
+            space = np.sort(said["space"]).astype(np.int64)
+            self.votes[reply.client.name] = Vote(said["predictions"], space, self._weight(reply))
+        self._vote()
+        return self._figures()
+
+    def saved(self) -> dict[str, Array]:
+        """Return the votes."""
+        kept: dict[str, Array] = {}
+        for client, vote in self.votes.items():
+            parts = {"predictions": vote.predictions, "space": vote.space}
+            kept |= grouped(f"votes/{client}", parts | {"weight": np.array(vote.weight)})
+        return kept
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned, and count again."""
+        self.votes = {
+            name: Vote(kept["predictions"], kept["space"], float(kept["weight"]))
+            for name, kept in groups(saved, "votes").items()
+        }
+        self._vote()
+
+    def _vote(self) -> None:
+        heard = [self.votes[name] for name in sorted(self.votes)]
+        self.joined = aggregate(heard, self.classes, self.settings.threshold)
+
+    def _weight(self, reply: Reply) -> float:
+        return float(reply.samples) if self.settings.credibility == "samples" else 1.0
+
+    def _labels(self, space: Array) -> Array:
+        labels = np.full(self.instances, self.classes, smallest_uint(self.classes + 1))
+        kept, classes = for_space(self.joined, space)
+        labels[kept] = classes
+        return labels
+
+    def _figures(self) -> dict[str, float]:
+        """Return pseudolabels in all (Fig. 7) and per class, and a client's mean share of them."""
+        sizes = self.joined.sum(1)
+        spaces = [vote.space for vote in self.votes.values()]
+        figures = {
+            "pseudolabels": float(sizes.sum()),
+            "received": float(np.mean([len(for_space(self.joined, s)[0]) for s in spaces])),
+            "conflicts": float(np.mean([conflicts(self.joined, s) for s in spaces])),
+        }
+        return figures | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

@@ -1,0 +1,152 @@
+"""Velo, server half: Algorithm 2, "Server process". Felo, with synthetic features for the means.
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fedhet.classwise import newest
+from fedhet.contract import Array, TensorField
+from fedhet.cvae import Cvae, all_finite, synthesise, train_cvae
+from fedhet.knowledge import group, grouped
+from fedhet.seeding import numpy_rng, seeded, torch_generator
+from fedhet.settings import Count, Positive
+from strategies.base import SERVER, Reply
+from strategies.felo import FeloServerSettings, FeloStrategy
+
+
+class VeloServerSettings(FeloServerSettings):
+    """What Velo's server reads."""
+
+    interval: Count = Field(1, description="rounds between trainings of the CVAE")
+    samples_per_class: Count = Field(
+        1, description="synthetic features of each class that are sent a round, S"
+    )
+    memory: Count = Field(
+        20, description="features of each class that the server keeps, oldest out first"
+    )
+    latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
+    hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
+    deviation: Positive = Field(
+        1.0, description="standard deviation of the CVAE's Gaussian reconstruction"
+    )
+    epochs: Count = Field(50, description="epochs of the CVAE a training")
+    cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
+    cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
+
+
+class VeloStrategy(FeloStrategy):
+    """Trains a CVAE on the clients' features and sends what it decodes; the rest is Felo's."""
+
+    title = "Felo with synthetic features, from a conditional VAE on the server"
+    settings_type = VeloServerSettings
+    settings: VeloServerSettings
+    sends = FeloStrategy.sends.replacing(
+        TensorField(
+            "features",
+            "float32",
+            ("P", "S", "D"),
+            "synthetic features of each; the average S times where the CVAE has not learned it",
+            required=False,
+            needs=("classes",),
+        )
+    )
+
+    def init(self) -> None:
+        """Start from a new CVAE that has learned no class, and without features."""
+        super().init()
+        sizes = self.settings
+        with seeded(self.run.seed, SERVER, "cvae"):
+            self.cvae = Cvae(sizes.feature_dim, self.classes, sizes.latent_dim, sizes.hidden_dim)
+        self.features = np.zeros((0, sizes.feature_dim), np.float32)
+        """The server feature dataset [N, D], in order of arrival."""
+        self.labels = np.zeros(0, np.int64)
+        """The classes of `features`, [N]."""
+        self.learned = np.zeros(0, np.int64)
+        """The classes [P] that the CVAE has been trained on."""
+        self.synthetic = np.zeros((0, sizes.samples_per_class, sizes.feature_dim), np.float32)
+        """This round's features of the classes in `learned`, [P, S, D]."""
+
+    def dims(self) -> dict[str, int]:
+        """Return C, D and the features that are sent of each class, S."""
+        return super().dims() | {"S": self.settings.samples_per_class}
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Run lines 3 to 7: keep the features, train the CVAE if it is time, decode."""
+        figures = dict(super().aggregate(round, replies))
+        self._keep(round, replies)
+        figures["features_kept"] = float(len(self.labels))
+        if round % self.settings.interval == 0 and len(self.labels) > 1:
+            figures |= self._train(round)
+        if len(self.learned):
+            self._synthesise(round)
+        return figures
+
+    def entries(self) -> dict[str, Array]:
+        """Return Felo's entries with synthetic features wherever the CVAE knows the class."""
+        entries = super().entries()
+        features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
+        _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
+        features[rows] = self.synthetic[found]
+        return entries | {"features": features}
+
+    def saved(self) -> dict[str, Array]:
+        """Return Felo's state, the feature dataset, the CVAE and what was decoded last."""
+        weights = {name: tensor.numpy().copy() for name, tensor in self.cvae.state_dict().items()}
+        own = {name: getattr(self, name) for name in ("features", "labels", "learned", "synthetic")}
+        return super().saved() | grouped("velo", own) | grouped("cvae", weights)
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Take back what `saved` returned."""
+        super().restore(saved)
+        for name, value in group(saved, "velo").items():
+            setattr(self, name, value)
+        weights = group(saved, "cvae")
+        self.cvae.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+
+    def _keep(self, round: int, replies: Sequence[Reply]) -> None:
+        """Add the replies' features to the dataset (line 4), and let the oldest go."""
+        features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
+        labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
+        # Within a round all are of one age: where not all can stay, chance decides, not the names.
+        order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
+        features = np.concatenate([self.features, features[order]])
+        labels = np.concatenate([self.labels, labels[order]])
+        rows = newest(labels, self.settings.memory)
+        self.features, self.labels = features[rows], labels[rows]
+
+    def _train(self, round: int) -> dict[str, float]:
+        """Go on training the CVAE (line 5); return its loss, or nothing where it diverged."""
+        # As the clients do: sums must not depend on how many threads the server happens to have.
+        torch.set_num_threads(self.run.threads)
+        before = copy.deepcopy(self.cvae)
+        loss = train_cvae(
+            self.cvae,
+            torch.tensor(self.features),
+            torch.tensor(self.labels),
+            epochs=self.settings.epochs,
+            batch_size=self.settings.cvae_batch_size,
+            lr=self.settings.cvae_lr,
+            deviation=self.settings.deviation,
+            generator=torch_generator(self.run.seed, SERVER, round, "cvae"),
+        )
+        if not all_finite(self.cvae):
+            self.cvae = before
+            self.log.notice(f"the CVAE diverged in round {round}: the one of before stands")
+            return {}
+        self.learned = np.union1d(self.learned, self.labels)
+        return {"cvae_loss": loss}
+
+    def _synthesise(self, round: int) -> None:
+        """Decode this round's features of every class that the CVAE knows (line 7)."""
+        generator = torch_generator(self.run.seed, SERVER, round, "synthetic")
+        count = self.settings.samples_per_class
+        self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()

@@ -1,0 +1,128 @@
+"""Keys and certificates: what TLS and Flower make of them, and that none is ever replaced."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from typer.testing import CliRunner
+
+from fedhet import certs
+from fedhet.cli import app
+from fedhet.errors import FedhetError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certs") / "new"
+    return folder, certs.make(folder, ["fed.example.org", "10.0.0.7"], ["site-0", "site-1"], 30)
+
+
+def handshake(server_folder, authority, hostname):
+    """Do a TLS handshake over a socket; return what the client says of it."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(
+        server_folder / certs.SERVER_CERTIFICATE, server_folder / certs.SERVER_KEY
+    )
+    client = ssl.create_default_context(cafile=authority)
+    near, far = socket.socketpair()
+
+    def serve():
+        try:
+            server.wrap_socket(far, server_side=True).close()
+        except (ssl.SSLError, OSError):
+            far.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.wrap_socket(near, server_hostname=hostname) as secured:
+            return secured.version()
+    finally:
+        near.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "fed.example.org", "10.0.0.7"])
+def test_the_server_is_trusted_under_its_names(made, host):
+    folder, _ = made
+    assert handshake(folder, folder / certs.CA_CERTIFICATE, host) == "TLSv1.3"
+
+
+def test_another_name_is_not(made):
+    folder, _ = made
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        handshake(folder, folder / certs.CA_CERTIFICATE, "evil.example.org")
+
+
+def test_another_authority_does_not_vouch_for_it(made, tmp_path):
+    folder, _ = made
+    certs.make(tmp_path, [], [], 30)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(folder, tmp_path / certs.CA_CERTIFICATE, "localhost")
+
+
+def test_a_node_has_a_pair_of_its_own(made):
+    folder, _ = made
+    publics = set()
+    for name in ("site-0", "site-1"):
+        private = load_ssh_private_key((folder / certs.NODES / name).read_bytes(), None)
+        public = load_ssh_public_key((folder / certs.NODES / f"{name}.pub").read_bytes())
+        assert isinstance(private.curve, ec.SECP384R1)
+        assert private.public_key() == public
+        publics.add(public.public_numbers())
+    assert len(publics) == 2
+
+
+def test_only_their_owner_reads_private_keys(made):
+    folder, written = made
+    for path in written:
+        public = path.suffix in {".crt", ".pem", ".pub"}
+        assert path.stat().st_mode & 0o777 == (0o644 if public else 0o600), path
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_there_is_kept_and_what_is_missing_is_added(tmp_path):
+    first = certs.make(tmp_path, [], ["site-0"], 30)
+    before = {path: path.read_bytes() for path in first}
+    added = certs.make(tmp_path, [], ["site-0", "site-1"], 30)
+    assert [path.name for path in added] == ["site-1", "site-1.pub"]
+    assert {path: path.read_bytes() for path in first} == before
+    assert certs.make(tmp_path, [], ["site-1"], 30) == []
+
+
+def test_an_existing_server_certificate_is_not_made_anew(tmp_path):
+    certs.make(tmp_path, [], [], 30)
+    with pytest.raises(FedhetError, match=r"server.pem exists and is kept: remove it"):
+        certs.make(tmp_path, ["fed.example.org"], [], 30)
+
+
+def test_a_foreign_authority_signs_for_itself(tmp_path):
+    certs.make(tmp_path, [], [], 30)
+    (tmp_path / certs.SERVER_CERTIFICATE).unlink()
+    (tmp_path / certs.CA_KEY).write_text("not a key")
+    with pytest.raises(FedhetError, match=r"cannot sign a server certificate with .*ca\.key"):
+        certs.make(tmp_path, [], [], 30)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "message"),
+    [
+        ([], ["../x"], r"'\.\./x' cannot name a node"),
+        (["höst"], [], "'höst' is neither an address"),
+    ],
+)
+def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
+    with pytest.raises(FedhetError, match=message):
+        certs.make(tmp_path, hosts, nodes, 30)
+
+
+def test_the_command(tmp_path):
+    done = CliRunner().invoke(app, ["certs", str(tmp_path), "--nodes", "2", "--node", "lab"])
+    assert done.exit_code == 0
+    names = {path.name for path in (tmp_path / certs.NODES).iterdir()}
+    assert names == {"site-0", "site-0.pub", "site-1", "site-1.pub", "lab", "lab.pub"}

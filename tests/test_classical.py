@@ -1,0 +1,200 @@
+"""Models without gradients: one small interface, whoever wrote what is behind it."""
+
+import textwrap
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from federation import run, small
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import SplineTransformer, StandardScaler
+from sklearn.svm import SVC
+from sklearn.tree import DecisionTreeClassifier
+
+from fedhet import models
+from fedhet.config import check, resolve
+from fedhet.errors import ModelError, SettingsError
+from fedhet.models import Refitted
+from fedhet.seeding import derive
+from fedhet.training import evaluate
+
+NAMES = [info.name for info in models.describe_classical()]
+
+# The example of the README.
+NEAREST_MEAN = """
+    import numpy as np
+
+    class NearestMean:
+        def fit(self, x, y):
+            self.labels = np.unique(y)
+            self.means = np.stack([x[y == label].mean(0) for label in self.labels])
+
+        def predict(self, x):
+            distances = ((x[:, None] - self.means) ** 2).sum(2)
+            return self.labels[distances.argmin(1)]
+
+    def nearest_mean(shape, classes):
+        return NearestMean()
+"""
+
+
+def drawn(seed=0, samples=120, classes=3, shape=(2, 2)):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(samples) % classes
+    x = torch.randn(samples, *shape, generator=generator)
+    return x + y.reshape(-1, *(1 for _ in shape)), y
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Write a user's module and return the name of a model in it."""
+
+    def write(name, body, function):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return f"{name}:{function}"
+
+    return write
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_learns_and_is_judged_as_any_model(name):
+    x, y = drawn()
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    assert isinstance(model, Refitted)
+    model.fit(x, y)
+    predicted = model.predict(x)
+    assert predicted.dtype == torch.int64
+    logits = model(x)
+    assert logits.shape == (120, 3)
+    assert torch.equal(logits.argmax(1), predicted)
+    reached = (predicted == y).float().mean().item()
+    assert reached > 0.75
+    from fedhet.devices import CPU
+
+    assert evaluate(model, x, y, CPU).accuracy == pytest.approx(reached)
+    assert not list(model.parameters())
+    assert not model.state_dict()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_data_gives_the_same_model(name):
+    (x, y), (new, _) = drawn(), drawn(1)
+    one, other = (models.build_any(name, (2, 2), 3, seed=0) for _ in range(2))
+    one.fit(x, y)
+    other.fit(*drawn(2))
+    np.random.default_rng().normal()
+    np.random.seed(5)
+    other.fit_later(x, y)
+    assert torch.equal(one.predict(new), other.predict(new))
+
+
+def test_they_are_scikit_learns():
+    x, y = drawn()
+    flat, seed = x.flatten(1).numpy(), derive(0, "model", "sk-tree") % 2**32
+    tree = DecisionTreeClassifier(random_state=seed).fit(flat, y.numpy())
+    assert fitted("sk-tree", x, y).tolist() == tree.predict(flat).tolist()
+    scaled = StandardScaler().fit_transform(flat)
+    assert fitted("sk-svm", x, y).tolist() == SVC().fit(scaled, y.numpy()).predict(scaled).tolist()
+    splines = SplineTransformer(n_knots=4, include_bias=False).fit_transform(scaled)
+    additive = LogisticRegression(max_iter=300).fit(splines, y.numpy())
+    assert fitted("sk-gam", x, y).tolist() == additive.predict(splines).tolist()
+
+
+def fitted(name, x, y):
+    model = models.build_any(name, tuple(x.shape[1:]), 3, seed=0)
+    model.fit(x, y)
+    return model.predict(x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_single_class_and_constant_features_are_no_error(name):
+    x, y = drawn()
+    assert fitted(name, x, torch.full_like(y, 2)).unique().tolist() == [2]
+    x[:, 0, 0] = 1.0
+    assert len(fitted(name, x, y).unique()) > 1
+
+
+def test_nothing_is_said_and_nothing_global_is_left():
+    before = np.random.get_state()[1].copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fitted("sk-mlp", *drawn(samples=30))
+    assert np.array_equal(before, np.random.get_state()[1])
+
+
+def test_a_new_model_knows_nothing():
+    assert models.build_any("sk-tree", (4,), 3, seed=0).predict(torch.zeros(2, 4)).tolist() == [
+        0,
+        0,
+    ]
+
+
+def test_a_users_own_model(own):
+    name = own("nearest", NEAREST_MEAN, "nearest_mean")
+    x, y = drawn()
+    means = torch.stack([x[y == label].flatten(1).mean(0) for label in range(3)])
+    expected = torch.cdist(x.flatten(1), means).argmin(1)
+    assert fitted(name, x, y).tolist() == expected.tolist()
+
+
+def test_a_users_own_model_in_a_federation(own, tmp_path):
+    name = own("nearest2", NEAREST_MEAN, "nearest_mean")
+    for method in ("local", "cofed"):
+        summary = run(small(method, models=f"{name},mlp", rounds=2), tmp_path / method)
+        mine = {k: a for k, a in summary["models"].items() if a == name}
+        reached = summary["accuracy"]["personal"]["private"]["per_client"]
+        assert len(mine) == 2
+        assert all(reached[client] > 0.3 for client in mine)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return np.zeros((len(x), 2), int)", r"predicts int64 \[120, 2\], must be whole"),
+        ("return np.zeros(len(x))", r"predicts float64 \[120\], must be whole numbers \[120\]"),
+        ("return np.full(len(x), 3)", r"predicts 3 to 3, classes are 0 to 2"),
+        ("raise KeyError('lost')", r"cannot predict: 'lost'"),
+    ],
+)
+def test_what_is_no_class_is_refused(own, body, fault):
+    text = f"""
+    import numpy as np
+    class Odd:
+        def fit(self, x, y): pass
+        def predict(self, x): {body}
+    def odd(shape, classes): return Odd()
+    """
+    name = own(f"odd{abs(hash(body))}", text, "odd")
+    with pytest.raises(ModelError, match=f"model '{name}' {fault}"):
+        fitted(name, *drawn())
+
+
+def test_a_fit_that_fails_names_the_model(own):
+    text = """
+    class Odd:
+        def fit(self, x, y): raise ValueError("too few")
+        def predict(self, x): return x
+    def odd(shape, classes): return Odd()
+    """
+    name = own("unfit", text, "odd")
+    with pytest.raises(ModelError, match=f"model '{name}' cannot be fitted: too few"):
+        fitted(name, *drawn())
+
+
+@pytest.mark.parametrize("method", ["felo", "fedtype"])
+def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
+    with pytest.raises(SettingsError, match=rf"sk-svm has no gradients, which {method}.*cofed"):
+        resolve({"method": method, "models": "mlp,sk-svm"})
+    name = own("nearest3", NEAREST_MEAN, "nearest_mean")
+    with pytest.raises(ModelError, match=f"model '{name}' has no gradients"):
+        check(resolve({"method": method, "models": f"mlp,{name}"}))
+    with pytest.raises(ModelError, match="model 'sk-svm' has no gradients"):
+        models.build("sk-svm", (4,), 2, seed=0)
+    check(resolve({"method": "local", "models": f"mlp,sk-svm,{name}"}))
+
+
+def test_a_mistyped_name_finds_its_nearest():
+    with pytest.raises(SettingsError, match="did you mean 'sk-tree'"):
+        resolve({"method": "local", "models": "sk-tre"})

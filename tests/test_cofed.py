@@ -1,0 +1,395 @@
+"""CoFED: what travels, what is trained on what, what is kept, what is reported."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small, without_times
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from torch.nn import functional as F
+
+from clients.node import read_node
+from fedhet import models
+from fedhet.config import resolve
+from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.knowledge import Knowledge, decode, encode
+from fedhet.models import Within
+from fedhet.report import load_run
+from fedhet.report.tables import relative_line
+from fedhet.training import batches
+from strategies.cofed import CofedStrategy
+
+TASKS = {
+    "partition": "superclasses",
+    "superclasses": "0+1,2+3,4+5,6+7,8+9",
+    "label-space": "2-3",
+    "subclasses": "1",
+    "samples-per-class": 15,
+    "public-fraction": 0.4,
+    "max-samples": 700,
+    "models": "mlp,sk-tree",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def cofed(**changes):
+    return small("cofed", **{"rounds": 10, **TASKS, **changes})
+
+
+def opened(config, directory, index=0):
+    node_config = {"partition-id": index, "num-partitions": config.run.clients}
+    node = read_node(node_config, config.run, str(directory))
+    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client._restore("run", before=1)
+    return client
+
+
+def said(parameters):
+    return decode(parameters_to_ndarrays(parameters), "test")[1]
+
+
+def first_round(config, directory):
+    server = Server(config, directory)
+    answers = server.answers(server.ask(1))
+    server.strategy.aggregate_fit(1, answers, [])
+    server.close(1)
+    return server, answers
+
+
+# --- what travels ---------------------------------------------------------------------------
+
+
+def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path):
+    server, answers = first_round(cofed(), tmp_path / "run")
+    public = len(server.strategy.public_set(labelled=False))
+    assert public == 280
+    for _, result in answers:
+        knowledge = said(result.parameters)
+        assert set(knowledge.tensors) == {"predictions", "space"}
+        assert not knowledge.scalars
+        assert knowledge.tensors["predictions"].dtype == np.uint8
+        assert knowledge.tensors["predictions"].shape == (public,)
+        assert set(knowledge.tensors["predictions"]) <= set(knowledge.tensors["space"])
+        assert len(knowledge.tensors["space"]) in (2, 3)
+        size = sum(len(part) for part in result.parameters.tensors)
+        assert size < public + 600  # three .npy headers and the manifest
+
+
+def test_the_last_round_sends_nothing_back(tmp_path):
+    server, _ = first_round(cofed(), tmp_path / "run")
+    asked = server.ask(2)
+    assert all(said(ins.parameters).scalars == {"predict": False} for _, ins in asked)
+    for _, result in server.answers(asked):
+        assert said(result.parameters) == Knowledge()
+
+
+def vote_by_hand(votes, alpha):
+    """Algorithm 1 and Eq. 19 once more, for what came over the wire."""
+    instances = len(votes[0][0])
+    sets = {c: set() for _, space in votes for c in space}
+    for index in range(instances):
+        for c in sets:
+            total = sum(c in space for _, space in votes)
+            if sum(said[index] == c for said, _ in votes) / total > alpha:
+                sets[c].add(index)
+    return sets
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6])
+def test_each_client_is_told_the_classes_of_its_own_space(tmp_path, alpha):
+    server, answers = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
+    votes = {
+        proxy.name: [said(result.parameters).tensors[k].tolist() for k in ("predictions", "space")]
+        for proxy, result in answers
+    }
+    sets = vote_by_hand(list(votes.values()), alpha)
+    for proxy, ins in server.ask(2):
+        labels = said(ins.parameters).tensors["labels"]
+        assert labels.dtype == np.uint8
+        for index, label in enumerate(labels.tolist()):
+            mine = [c for c in votes[proxy.name][1] if index in sets[c]]
+            assert label == (mine[0] if len(mine) == 1 else 5)
+    figures = records(tmp_path / "run")[0]["method"]
+    assert figures["pseudolabels"] == sum(map(len, sets.values()))
+    assert [figures[f"class_{c}"] for c in range(5)] == [len(sets.get(c, ())) for c in range(5)]
+
+
+def reply(server, proxy, tensors):
+    envelope, _ = decode(parameters_to_ndarrays(server.asked[proxy.name]), "test")
+    arrays = encode(replace(envelope, sender=proxy.name), Knowledge(tensors))
+    measures = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 1.0}
+    return FitRes(Status(Code.OK, ""), ndarrays_to_parameters(arrays), 1, measures)
+
+
+def uint8(*values):
+    return np.array(values, np.uint8)
+
+
+GOOD = np.zeros(280, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fault"),
+    [
+        ({}, "predictions: missing"),
+        ({"predictions": GOOD}, "space: missing"),
+        ({"predictions": GOOD, "space": uint8()}, "holds 0, not in its label space"),
+        ({"predictions": GOOD, "space": uint8(1, 2)}, "holds 0, not in its label space"),
+        ({"predictions": GOOD, "space": uint8(0, 0)}, "holds 0 more than once"),
+        ({"predictions": GOOD, "space": uint8(0, 5)}, "holds 5, must be from 0 to 4"),
+        ({"predictions": GOOD + 7, "space": uint8(0)}, "holds 7, must be from 0 to 4"),
+        ({"predictions": GOOD[:9], "space": uint8(0)}, r"has shape \[9\], must be .* N = 280"),
+        ({"predictions": GOOD.astype(np.int64), "space": uint8(0)}, "is int64, must be uint8"),
+    ],
+)
+def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
+    server = Server(cofed(), tmp_path / "run")
+    asked = server.ask(1)
+    server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
+    good = {"predictions": GOOD, "space": uint8(0, 1)}
+    answers = [(asked[0][0], reply(server, asked[0][0], tensors))]
+    answers += [(proxy, reply(server, proxy, good)) for proxy, _ in asked[1:]]
+    server.strategy.aggregate_fit(1, answers, [])
+    server.close(1)
+    record = records(tmp_path / "run")[0]
+    assert list(record["failed"]) == [asked[0][0].name]
+    assert re.search(fault, record["failed"][asked[0][0].name])
+    assert set(server.strategy.votes) == {proxy.name for proxy, _ in asked[1:]}
+
+
+def test_credibility_by_samples_weighs_the_votes(tmp_path):
+    equal, _ = first_round(cofed(), tmp_path / "equal")
+    by_samples, _ = first_round(
+        cofed(**{"cofed.credibility": "samples", "label-space": "1-3"}), tmp_path / "samples"
+    )
+    assert {vote.weight for vote in equal.strategy.votes.values()} == {1.0}
+    samples = {name: m.info.samples for name, m in by_samples.strategy.members.items()}
+    assert {name: v.weight for name, v in by_samples.strategy.votes.items()} == samples
+    assert len(set(samples.values())) > 1
+
+
+# --- what a client does ---------------------------------------------------------------------
+
+
+def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
+    config = cofed(models="mlp", **{"local-epochs": 2, "cofed.update-batch-size": 40})
+    client = opened(config, tmp_path)
+    client.train(1, Knowledge(scalars={"predict": True}))
+    client.facts["participations"] = 1
+    expected = models.build("mlp", (1, 8, 8), 5, seed=0)
+    expected.load_state_dict(client.models["private"].state_dict())
+    labels = np.full(len(client.public), 5, np.uint8)
+    labels[[3, 8, 100]] = client.space[0].item()
+    labels[[4, 9]] = client.space[1].item()
+    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
+
+    given = [3, 4, 8, 9, 100]
+    x = torch.cat([client.x, client.public[given]])
+    y = torch.cat([client.y, torch.tensor(labels[given].astype(np.int64))])
+    own = client.space.tolist()
+    adam = torch.optim.Adam(expected.parameters(), lr=client.run.lr)
+    order = client.generator(2, "update")
+    for _ in range(2):
+        for index in batches(len(y), 40, order):
+            logits = expected(x[index])[:, own]
+            target = torch.tensor([own.index(label) for label in y[index].tolist()])
+            adam.zero_grad()
+            F.cross_entropy(logits, target).backward()
+            adam.step()
+    for name, tensor in expected.state_dict().items():
+        ours = client.models["private"].state_dict()[name]
+        torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
+    client = opened(cofed(models="sk-tree"), tmp_path)
+    client.train(1, Knowledge(scalars={"predict": True}))
+    client.facts["participations"] = 1
+    labels = np.full(len(client.public), 5, np.uint8)
+    labels[:40] = np.resize(client.space.numpy(), 40)
+    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
+    again = models.build_any("sk-tree", (1, 8, 8), 5, seed=0)
+    again.fit(
+        torch.cat([client.x, client.public[:40]]),
+        torch.cat([client.y, torch.from_numpy(labels[:40].astype(np.int64))]),
+    )
+    assert torch.equal(client.refitted.predict(client.public), again.predict(client.public))
+
+
+def test_other_classes_outputs_get_no_gradient():
+    model = models.build("mlp", (6,), 5, seed=0)
+    outside = torch.tensor([False, True, False, True, True])
+    within = Within(model, outside)
+    logits = within(torch.randn(8, 6))
+    assert set(logits.argmax(1).tolist()) <= {0, 2}
+    F.cross_entropy(logits, torch.tensor([0, 2] * 4)).backward()
+    assert torch.all(model.classifier.weight.grad[outside] == 0)
+    assert torch.all(model.classifier.weight.grad[~outside].abs().sum(1) > 0)
+    assert next(model.extractor.parameters()).grad.abs().sum() > 0
+
+
+def test_predictions_stay_in_the_label_space_whatever_the_network_says(tmp_path):
+    client = opened(cofed(models="mlp"), tmp_path)
+    foreign = next(c for c in range(5) if c not in client.space.tolist())
+    with torch.no_grad():
+        client.models["private"].classifier.bias[foreign] = 1e4
+    assert set(client._predictions().tensors["predictions"].tolist()) <= set(client.space.tolist())
+
+
+def test_the_public_labels_are_not_read(tmp_path, monkeypatch):
+    seen = []
+    client = opened(cofed(), tmp_path)
+    before = client.public_set
+
+    def watched(*, labelled):
+        seen.append(labelled)
+        return before(labelled=labelled)
+
+    monkeypatch.setattr(client, "public_set", watched)
+    assert len(client.public) == 280
+    assert seen == [False]
+
+
+def test_the_first_round_is_training_alone(tmp_path):
+    first = run(cofed(), tmp_path / "cofed")
+    alone = run(small("local", **{**TASKS, "rounds": 1}), tmp_path / "local")
+    before = first["accuracy"]["common"]["local"]["per_client"]
+    assert before == alone["accuracy"]["common"]["private"]["per_client"]
+
+
+def test_who_comes_late_trains_alone_first(tmp_path):
+    server = Server(cofed(), tmp_path / "run")
+    asked = server.ask(1)
+    server.strategy.aggregate_fit(1, server.answers(asked[1:]), [])
+    server.close(1)
+    late = asked[0][0].name
+    told = {proxy.name: said(ins.parameters) for proxy, ins in server.ask(2)}
+    assert not told[late].tensors
+    assert all(told[name].tensors for name in told if name != late)
+    server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+    server.close(2)
+    record = records(tmp_path / "run")[-1]
+    scores = record["accuracy"]["common"]
+    assert scores["private"]["per_client"][late] == scores["local"]["per_client"][late]
+    assert record["relative"]["common"]["per_client"][late] == 1
+
+
+# --- rounds, figures, state -----------------------------------------------------------------
+
+
+def test_rounds_follow_from_the_iterations():
+    assert resolve({"method": "cofed"}).run.rounds == 2
+    assert resolve({"method": "cofed", "cofed.iterations": 3}).run.rounds == 4
+    assert resolve({"method": "cofed", "rounds": 2}).run.rounds == 2
+    with pytest.raises(SettingsError, match=r"'rounds' = 5 .* 2, which follows from the settings"):
+        resolve({"method": "cofed", "rounds": 5})
+    assert resolve({"method": "local"}).run.rounds == 10
+
+
+def test_iterations_vote_anew(tmp_path):
+    summary = run(cofed(**{"cofed.iterations": 2}), tmp_path / "run")
+    assert summary["rounds"] == 3
+    figures = [record["method"] for record in records(tmp_path / "run")]
+    assert set(figures[0]) == set(figures[1])
+    assert figures[0] != figures[1]
+    assert figures[2] == {}
+
+
+def test_relative_accuracy_is_after_over_before(tmp_path):
+    summary = run(cofed(), tmp_path / "run")
+    first, last = records(tmp_path / "run")
+    for protocol in ("common", "personal"):
+        before = first["accuracy"][protocol]["private"]["per_client"]
+        after = last["accuracy"][protocol]["private"]["per_client"]
+        assert last["accuracy"][protocol]["local"]["per_client"] == before
+        ratios = {name: after[name] / before[name] for name in before if before[name]}
+        found = summary["relative"][protocol]
+        assert found["per_client"] == pytest.approx(ratios)
+        assert found["mean"] == pytest.approx(np.mean(list(ratios.values())))
+        assert (found["best"], found["worst"]) == (max(ratios.values()), min(ratios.values()))
+    assert set(first["relative"]["common"]["per_client"].values()) == {1.0}
+    ratios = summary["relative"]["common"]["per_client"]
+    best = max(ratios, key=ratios.get)
+    line = relative_line(load_run(tmp_path / "run"))
+    assert f"best {ratios[best]:.4f} ({best})" in line
+    assert f"worst {min(ratios.values()):.4f} (" in line
+    assert (tmp_path / "run" / "figures" / "relative.png").exists()
+    assert len(set(summary["relative"]["common"]["per_client"].values())) > 1
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
+    config = cofed(**{"cofed.iterations": 2, "cofed.credibility": "samples"})
+    server, _ = first_round(config, tmp_path / "run")
+    if at == 2:
+        server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+        server.close(2)
+    saved = {name: value.copy() for name, value in server.strategy.saved().items()}
+    expected = {p.name: said(ins.parameters) for p, ins in server.ask(at + 1)}
+    new = Server(config, tmp_path / "new")
+    new.strategy.restore(saved)
+    told = {p.name: said(ins.parameters) for p, ins in new.ask(at + 1)}
+    for name, knowledge in expected.items():
+        assert knowledge.scalars == told[name].scalars
+        assert np.array_equal(knowledge.tensors["labels"], told[name].tensors["labels"])
+    again = new.strategy.saved()
+    assert again.keys() == saved.keys()
+    assert all(np.array_equal(again[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("model", ["mlp", "sk-tree", "sk-mlp"])
+@pytest.mark.parametrize("method", ["cofed", "local"])
+def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
+    config = small(method, **{**TASKS, "rounds": 2, "models": model})
+    server = Server(config, tmp_path / "run")
+    for number in (1, 2):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.close(number)
+    accuracy = records(tmp_path / "run")[-1]["accuracy"]["common"]["private"]["per_client"]
+    client = opened(config, tmp_path / "run" / "state")
+    client._store = None
+    client._restore(server.log.run_name)
+    (score,) = (
+        v for (protocol, _), v in client.scores({"private": client.private}).items()
+        if protocol == "common"
+    )  # fmt: skip
+    assert score.accuracy == accuracy[client.info.name]
+    if method == "cofed":
+        assert client.remembered().keys() == {("common", "local"), ("personal", "local")}
+    files = list((tmp_path / "run" / "state").rglob("*"))
+    assert {path.suffix for path in files if path.is_file()} == {".safetensors"}
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    one, other = (run(cofed(), tmp_path / name) for name in ("one", "other"))
+    assert without_times(one) == without_times(other)
+
+
+@pytest.mark.slow
+def test_ray_and_inline_give_the_same_numbers(tmp_path):
+    models_ = "mlp,sk-tree,sk-svm,cnn2"
+    inline = run(cofed(models=models_), tmp_path / "inline")
+    ray = run(cofed(models=models_, backend="ray"), tmp_path / "ray")
+    assert without_times(inline) == without_times(ray)
+
+
+def test_a_vote_outside_its_space_is_named():
+    strategy = CofedStrategy.__new__(CofedStrategy)
+    strategy.settings = CofedStrategy.settings_type()
+    info = opened_info()
+    knowledge = Knowledge({"predictions": uint8(1, 4), "space": uint8(1, 2)})
+    with pytest.raises(KnowledgeError, match="client-0: predictions: holds 4, not in its label"):
+        strategy.check_reply(1, info, knowledge)
+    strategy.check_reply(2, info, Knowledge())
+
+
+def opened_info():
+    from fedhet.identity import ClientInfo
+
+    return ClientInfo("client-0", "mlp", 10, 5, (3,))

@@ -1,0 +1,325 @@
+"""The conditional VAE against Eq. 2 written out feature by feature, and on features of digits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import distributions as dist
+
+from fedhet import models
+from fedhet.classwise import Teacher, VariedTeacher, newest
+from fedhet.cvae import (
+    Cvae,
+    all_finite,
+    cvae_loss,
+    divergence,
+    log_likelihood,
+    reparameterise,
+    synthesise,
+    train_cvae,
+)
+from fedhet.data import DataSpec, load
+from fedhet.devices import CPU
+from fedhet.losses import class_feature_loss, felo_loss
+from fedhet.seeding import seeded
+from fedhet.training import Optimization, train_epoch
+from strategies.velo import VeloServerSettings
+
+WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def made(seed=0, width=WIDTH, classes=CLASSES, latent=LATENT, hidden=HIDDEN):
+    with seeded(seed, "test"):
+        return Cvae(width, classes, latent, hidden)
+
+
+def drawn(seed, samples=12):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(samples, WIDTH, generator=generator)
+    labels = torch.randint(0, CLASSES, (samples,), generator=generator)
+    return features, labels, torch.randn(samples, LATENT, generator=generator)
+
+
+def two_layers(state, name, x):
+    first = state[f"{name}.0.weight"] @ x + state[f"{name}.0.bias"]
+    return state[f"{name}.2.weight"] @ np.maximum(first, 0) + state[f"{name}.2.bias"]
+
+
+def reference_loss(model, features, labels, noise, deviation):
+    """Eq. 2 with L = 1, one feature and one component at a time, in float64."""
+    state = {k: v.double().numpy() for k, v in model.state_dict().items()}
+    bounds = []
+    for s, y, epsilon in zip(*(t.double().numpy() for t in (features, labels, noise)), strict=True):
+        one_hot = np.eye(CLASSES)[int(y)]
+        encoded = two_layers(state, "encoder", np.concatenate([s, one_hot]))
+        mean, log_variance = encoded[:LATENT], encoded[LATENT:]
+        z = mean + np.sqrt(np.exp(log_variance)) * epsilon
+        decoded = two_layers(state, "decoder", np.concatenate([z, one_hot]))
+        kl = 0.0
+        for m, v in zip(mean, np.exp(log_variance), strict=True):
+            kl += -math.log(math.sqrt(v)) + (v + m**2) / 2 - 0.5
+        log_p = 0.0
+        for value, centre in zip(s, decoded, strict=True):
+            density = math.exp(-(((value - centre) / deviation) ** 2) / 2)
+            log_p += math.log(density / (deviation * math.sqrt(2 * math.pi)))
+        bounds.append(-kl + log_p)
+    return -np.mean(bounds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.3, 3))
+def test_the_loss_is_the_negative_of_equation_2(seed, samples, deviation):
+    model, parts = made(seed), drawn(seed + 1, samples)
+    ours = cvae_loss(model, *parts, deviation).item()
+    assert ours == pytest.approx(reference_loss(model, *parts, deviation), rel=1e-4, abs=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.1, 5))
+def test_the_terms_agree_with_torchs_distributions(seed, deviation):
+    mean, _, log_variance = drawn(seed)
+    mean = mean[:, :LATENT]
+    posterior = dist.Normal(mean, log_variance.exp().sqrt())
+    kl = dist.kl_divergence(posterior, dist.Normal(0.0, 1.0)).sum(1)
+    torch.testing.assert_close(divergence(mean, log_variance), kl, rtol=1e-4, atol=1e-5)
+    features, decoded = drawn(seed + 1)[0], drawn(seed + 2)[0]
+    expected = dist.Normal(decoded, deviation).log_prob(features).sum(1)
+    ours = log_likelihood(features, decoded, deviation)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_standard_normal_posterior_costs_nothing():
+    zeros = torch.zeros(5, LATENT)
+    assert divergence(zeros, zeros).tolist() == [0.0] * 5
+
+
+def test_reparameterisation_has_the_posteriors_mean_and_variance():
+    mean, log_variance = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.0, 1.0, -3.0]])
+    noise = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0))
+    z = reparameterise(mean, log_variance, noise)
+    torch.testing.assert_close(z.mean(0), mean[0], rtol=0.02, atol=0.01)
+    torch.testing.assert_close(z.var(0), log_variance[0].exp(), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(reparameterise(mean, log_variance, torch.zeros(1, 3)), mean)
+
+
+def moved(module):
+    return sum(float(p.grad.abs().sum()) for p in module.parameters() if p.grad is not None)
+
+
+def test_gradient_flows_through_the_draw_into_mean_and_variance():
+    mean = torch.zeros(4, LATENT, requires_grad=True)
+    log_variance = torch.zeros(4, LATENT, requires_grad=True)
+    noise = drawn(0, 4)[2]
+    reparameterise(mean, log_variance, noise).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.ones(4, LATENT))
+    torch.testing.assert_close(log_variance.grad, noise / 2)
+
+
+def test_divergence_reaches_the_encoder_alone():
+    model, (features, labels, _) = made(), drawn(0)
+    divergence(*model.encode(features, labels)).sum().backward()
+    assert moved(model.encoder) > 0
+    assert moved(model.decoder) == 0
+
+
+def test_reconstruction_reaches_all_four_layers():
+    model, (features, labels, noise) = made(), drawn(0)
+    decoded = model.decode(reparameterise(*model.encode(features, labels), noise), labels)
+    log_likelihood(features, decoded, 1.0).sum().backward()
+    dense = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert [layer in [*model.encoder] for layer in dense] == [True, True, False, False]
+    assert all(moved(layer) > 0 for layer in dense)
+
+
+def trained(seed=0, **changes):
+    model, (features, labels, _) = made(), drawn(3, 40)
+    chosen = {"epochs": 30, "batch_size": 16, "lr": 0.01, "deviation": 1.0, **changes}
+    generator = torch.Generator().manual_seed(seed)
+    loss = train_cvae(model, features, labels, **chosen, generator=generator)
+    return model, loss
+
+
+def test_training_lowers_the_loss():
+    _, first = trained(epochs=1)
+    _, last = trained(epochs=60)
+    assert last < first - 0.1
+
+
+def test_training_hangs_on_its_generator_alone():
+    torch.manual_seed(1)
+    first, loss = trained(seed=5)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    again, same = trained(seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    other, _ = trained(seed=6)
+    assert loss == same
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    assert any(
+        not torch.equal(weight, other.state_dict()[name])
+        for name, weight in first.state_dict().items()
+    )
+
+
+def test_a_feature_beyond_all_measure_leaves_weights_that_are_not_finite():
+    model, (features, labels, _) = made(), drawn(3, 40)
+    features[7] = 1e30
+    assert all_finite(model)
+    generator = torch.Generator().manual_seed(0)
+    train_cvae(
+        model,
+        features,
+        labels,
+        epochs=2,
+        batch_size=40,
+        lr=0.01,
+        deviation=1.0,
+        generator=generator,
+    )
+    assert not all_finite(model)
+
+
+def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
+    model, _ = trained()
+    labels = torch.tensor([0, 3])
+    made_up = synthesise(model, labels, 5, torch.Generator().manual_seed(4))
+    assert made_up.shape == (2, 5, WIDTH)
+    assert not made_up.requires_grad
+    generator = torch.Generator().manual_seed(4)
+    draws = torch.randn(10, LATENT, generator=generator)
+    state = {k: v.double().numpy() for k, v in model.state_dict().items()}
+    for row in range(10):
+        one_hot = np.eye(CLASSES)[int(labels[row // 5])]
+        expected = two_layers(state, "decoder", np.concatenate([draws[row], one_hot]))
+        np.testing.assert_allclose(made_up[row // 5, row % 5], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def features_of_digits():
+    """Features [N, 64] and classes [N] of digits in a small network that was trained on them."""
+    torch.set_num_threads(1)
+    data = load(DataSpec(dataset="digits"))
+    x, y = data.train.x, data.train.y
+    model = models.build("cnn2", tuple(x.shape[1:]), 10, seed=0, feature_dim=64)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizing = Optimization(adam, torch.amp.GradScaler("cpu", enabled=False))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        train_epoch(
+            x,
+            y,
+            lambda a, b: torch.nn.functional.cross_entropy(model(a), b),
+            optimizing,
+            batch_size=32,
+            generator=generator,
+            compute=CPU,
+        )
+    with torch.no_grad():
+        features, logits = model.eval().features_and_logits(x)
+    assert (logits.argmax(1) == y).float().mean() > 0.9
+    return features, y
+
+
+def nearest_class(points, features, labels):
+    """The class whose mean each point [N, D] is nearest to, by a loop over the classes."""
+    distances = [((points - features[labels == y].mean(0)) ** 2).sum(1) for y in range(10)]
+    return torch.stack(distances).argmin(0)
+
+
+def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_digits):
+    """As trained by default; 0.99 of the real features do, too."""
+    features, labels = features_of_digits
+    sizes = VeloServerSettings()
+    model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
+    every = torch.arange(10)
+
+    def shares():
+        """Of single synthetic features, and of their means by class."""
+        points = synthesise(model, every, 100, torch.Generator().manual_seed(1))
+        single = nearest_class(points.flatten(0, 1), features, labels)
+        means = nearest_class(points.mean(1), features, labels)
+        own = every.repeat_interleave(100)
+        return (single == own).float().mean().item(), (means == every).float().mean().item()
+
+    assert max(shares()) < 0.5
+    train_cvae(
+        model,
+        features,
+        labels,
+        epochs=sizes.epochs,
+        batch_size=sizes.cvae_batch_size,
+        lr=sizes.cvae_lr,
+        deviation=sizes.deviation,
+        generator=torch.Generator().manual_seed(0),
+    )
+    single, means = shares()
+    assert means == 1
+    assert single >= 0.99
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 6))
+def test_the_newest_of_each_class_are_kept(labels, most):
+    kept = []
+    for row, label in enumerate(labels):
+        later = [other for other in labels[row + 1 :] if other == label]
+        if len(later) < most:
+            kept.append(row)
+    assert newest(np.array(labels, np.int64), most).tolist() == kept
+
+
+def varied(seed, count):
+    rng = np.random.default_rng(seed)
+    present = np.array([0, 2, 4])
+    entries = rng.normal(size=(3, count, 7)).astype(np.float32)
+    logits = rng.normal(size=(3, 5)).astype(np.float32)
+    teacher = Teacher.of(present, entries, logits, 5, torch.device("cpu"))
+    return VariedTeacher(**vars(teacher), generator=torch.Generator().manual_seed(seed)), entries
+
+
+def test_each_sample_is_paired_with_one_feature_of_its_own_class():
+    teacher, entries = varied(0, 3)
+    labels = torch.arange(5).repeat(60)
+    found = {y: set() for y in range(5)}
+    for row, y in zip(teacher.targets(labels).numpy(), labels.tolist(), strict=True):
+        found[y].add(row.tobytes())
+    for position, y in enumerate((0, 2, 4)):
+        assert found[y] == {entry.tobytes() for entry in entries[position]}
+    for y in (1, 3):
+        assert found[y] == {np.zeros(7, np.float32).tobytes()}
+
+
+def test_the_draw_is_anew_for_each_batch():
+    teacher, _ = varied(0, 3)
+    labels = torch.zeros(100, dtype=torch.long)
+    assert not torch.equal(teacher.targets(labels), teacher.targets(labels))
+
+
+def test_a_single_feature_a_class_is_felos_loss():
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(20, 7, generator=generator)
+    logits = torch.randn(20, 5, generator=generator)
+    labels = torch.arange(20) % 5
+    teacher, _ = varied(1, 1)
+    plain = Teacher(teacher.features[:, 0], teacher.log_probabilities, teacher.known)
+    ours = felo_loss(features, logits, labels, teacher, 0.7)
+    assert ours.item() == felo_loss(features, logits, labels, plain, 0.7).item()
+
+
+def test_over_all_draws_the_feature_loss_is_the_mean_over_the_entries():
+    teacher, entries = varied(2, 4)
+    features = torch.randn(1, 7, generator=torch.Generator().manual_seed(0)).expand(40_000, 7)
+    labels = torch.full((40_000,), 2)
+    loss = class_feature_loss(features, labels, teacher)
+    expected = np.mean((features[0].numpy() - entries[1]) ** 2, axis=1)
+    assert {round(float(v), 4) for v in loss} == {round(float(v), 4) for v in expected}
+    assert loss.mean().item() == pytest.approx(expected.mean(), rel=0.02)

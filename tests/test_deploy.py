@@ -1,0 +1,166 @@
+"""A real deployment on loopback: processes, gRPC, TLS and keys; the same numbers as simulated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from federation import run, small, without_times
+
+from fedhet import certs
+from fedhet.config import resolve
+from fedhet.connection import submit
+from fedhet.deploy import LocalDeployment, free_port
+from fedhet.registry import method_names
+
+MODELS = "mlp,cnn2,cnn3"
+ORDINARY = "felo"
+
+
+class Relay:
+    """Passes TCP connections on to a port and keeps what the callers say first."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self._to = free_port(), port
+        self.heard: list[bytes] = []
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                first = caller.recv(65536)
+                self.heard.append(first)
+                server.sendall(first)
+                for a, b in ((caller, server), (server, caller)):
+                    threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        for end in (source, target):
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def until(condition, seconds=120.0):
+    """Wait until `condition` holds; return what it gives."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+    return found
+
+
+def to_the_end(deployment, config, directory):
+    """Run `config`; return its summary, and what its server said."""
+    placed = resolve({**config.flat(), "out": str(directory), "clients": deployment.nodes})
+    said: list[str] = []
+    submit(placed, deployment.connection, said.append)
+    assert (directory / "summary.json").exists(), "\n".join(said)
+    return json.loads((directory / "summary.json").read_text()), said
+
+
+def descendants(deployment):
+    """Return every process there is because of a deployment."""
+    found = []
+    for process in deployment.processes.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process, *psutil.Process(process.pid).children(recursive=True)]
+    return found
+
+
+def of_method(method: str):
+    # Simulated, all clients have one process; there and here each trains on one thread.
+    return small(method, clients=3, models=MODELS, rounds=3, join_timeout=300.0)
+
+
+METHODS = [m if m == ORDINARY else pytest.param(m, marks=pytest.mark.slow) for m in method_names()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", METHODS)
+def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
+    torch.set_num_threads(1)
+    config = of_method(method)
+    deployment = LocalDeployment(tmp_path / "deployment", nodes=3)
+    deployment.prepare()
+    deployment.start_server()
+    relay = Relay(deployment.fleet_port)
+    try:
+        for k in range(3):
+            deployment.register(k)
+            deployment.start_node(k, superlink=f"127.0.0.1:{relay.port}")
+        refused = refusals(deployment, tmp_path) if method == ORDINARY else {}
+        summary, said = to_the_end(deployment, config, tmp_path / "deployed")
+        for name, reason in refused.items():
+            log = until(lambda name=name: ended(deployment, name))
+            assert reason in log, (name, log[-2000:])
+        if refused:
+            assert "No SuperNode found with the given public key" in deployment.log_of("server")
+        assert not any("left out" in line for line in said)
+    finally:
+        started = descendants(deployment)
+        deployment.stop()
+        relay.close()
+    assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
+    check_wire(relay.heard)
+    check_state(tmp_path / "deployment" / "state", summary)
+
+
+def check_wire(heard):
+    """TLS that offers HTTP/2, which is gRPC's; nothing in the clear."""
+    hellos = [first for first in heard if first]
+    assert len(hellos) >= 3
+    for hello in hellos:
+        assert hello[:2] == b"\x16\x03", "a TLS handshake"
+        assert b"\x02h2" in hello, "ALPN offers h2"
+
+
+def check_state(root, summary):
+    """Every site keeps its own state, in its own place."""
+    kept = {path.parent.name: path.parents[2].name for path in root.rglob("round-*.safetensors")}
+    assert kept == {f"client-{k}": f"site-{k}" for k in range(3)}
+    assert set(kept) == set(summary["models"])
+
+
+def refusals(deployment, folder):
+    """Start nodes that must be refused; return what the log of each has to say."""
+    certs.make_node_key(folder / "stranger")
+    certs.make(folder / "other", [], [], days=1)
+    address = f"127.0.0.1:{deployment.fleet_port}"
+    strange = {"auth-supernode-private-key": folder / "stranger"}
+    give_up = {"max-retries": 1}
+    deployment.certs.joinpath(certs.NODES, "site-7").write_bytes((folder / "stranger").read_bytes())
+    for name, options in {
+        "site-7": give_up | strange,
+        "site-8": give_up
+        | strange
+        | {"root-certificates": folder / "other" / certs.CA_CERTIFICATE},
+        "site-9": give_up
+        | {"insecure": "", "root-certificates": None, "auth-supernode-private-key": None},
+    }.items():
+        deployment.start_node(int(name[-1]), superlink=address, **options)
+    return {
+        "site-7": "[code: 2004] Failed to activate SuperNode",
+        "site-8": "CERTIFICATE_VERIFY_FAILED",
+        "site-9": "Socket closed",
+    }
+
+
+def ended(deployment, name):
+    """Return a node's log once its process is over."""
+    process = deployment.processes[name]
+    return deployment.log_of(name) if process.poll() is not None else ""

@@ -1,0 +1,218 @@
+"""What breaks in a real deployment: processes that are killed, that hang, and that come back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from federation import records, run, small, without_times
+
+from fedhet.config import Config, resolve
+from fedhet.connection import submit
+from fedhet.deploy import LocalDeployment, site_name
+from fedhet.errors import FedhetError
+from fedhet.runlog import RunLog
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+# Flower gives a client's process up after a minute without a sign of life; a round must wait for
+# the others no longer than its own timeout.
+ROUNDS, PATIENCE = 3, 240.0
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as running:
+        yield running
+
+
+class Run:
+    """A run on a deployment, followed in a thread while the test breaks things."""
+
+    def __init__(self, deployment: LocalDeployment, directory: Path, **changes: object) -> None:
+        self.deployment, self.directory = deployment, directory
+        self.said: list[str] = []
+        self.fault: list[FedhetError] = []
+        settings = {
+            "clients": 3,
+            "models": "mlp,cnn2,cnn3",
+            "rounds": ROUNDS,
+            "local-epochs": 250,
+            "min-clients": 2,
+            "join-timeout": 300.0,
+            "round-timeout": PATIENCE,
+            **changes,
+        }
+        self.config = placed(small("felo", **settings), directory)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            submit(self.config, self.deployment.connection, self.said.append)
+        except FedhetError as error:
+            self.fault.append(error)
+
+    def end(self, seconds: float = 1200.0) -> list[dict]:
+        """Wait for the end; return the records."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), self.said
+        assert not self.fault, (self.fault, self.said)
+        return records(self.directory)
+
+    def rounds_done(self) -> int:
+        path = self.directory / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait_for_round(self, number: int) -> None:
+        """Wait until round `number` has begun."""
+        until(lambda: self.rounds_done() >= number - 1 and (number > 1 or self.said))
+
+
+def placed(config: Config, directory: Path, resume: bool = False) -> Config:
+    return resolve({**config.flat(), "out": str(directory), "resume": resume})
+
+
+def until(condition, seconds=600.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def training(deployment: LocalDeployment, index: int) -> psutil.Process:
+    """Wait until a site's client process is at work; return it."""
+
+    def at_work():
+        for process in psutil.Process(node.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and "clientapp" in process.name() and process.cpu_times().user > 5:
+                    return process
+        return None
+
+    node = deployment.processes[site_name(index)]
+    return until(at_work)
+
+
+def states(deployment: LocalDeployment, index: int) -> list[str]:
+    folder = deployment.root / "state" / site_name(index)
+    return sorted(path.name for path in folder.rglob("round-*.safetensors"))
+
+
+def kill_node(deployment: LocalDeployment, index: int) -> None:
+    """Kill -9 a node and all it has started, as a power cut would."""
+    node = deployment.processes.pop(site_name(index))
+    for process in [*psutil.Process(node.pid).children(recursive=True), node]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def bring_back(deployment: LocalDeployment, index: int) -> None:
+    """Start a node again, and again while its old session has not lapsed, as systemd would."""
+    for _ in range(30):
+        deployment.start_node(index)
+        time.sleep(8)
+        if deployment.processes[site_name(index)].poll() is None:
+            return
+        deployment.processes.pop(site_name(index))
+    raise AssertionError("it does not come back")
+
+
+def failed(record: dict) -> set[str]:
+    return set(record["failed"])
+
+
+def test_a_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
+    going = Run(deployment, tmp_path / "run")
+    going.wait_for_round(2)
+    training(deployment, 1).kill()
+    found = going.end()
+    assert len(found) == ROUNDS
+    assert failed(found[1]) == {"client-1"}
+    assert found[1]["answered"] == ["client-0", "client-2"]
+    assert any("client-1 is dropped from round 2" in line for line in going.said)
+    assert found[-1]["answered"] == ["client-0", "client-1", "client-2"]
+    # It trained on from what round 1 left it; round 2 left nothing.
+    assert "round-000002.safetensors" not in states(deployment, 1)
+    assert "round-000001.safetensors" in states(deployment, 1)
+
+
+def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path):
+    going = Run(deployment, tmp_path / "run", rounds=5)
+    going.wait_for_round(2)
+    training(deployment, 1)
+    kill_node(deployment, 1)
+    before = states(deployment, 1)
+    bring_back(deployment, 1)
+    found = going.end()
+    assert len(found) == 5
+    assert "client-1" in failed(found[1])
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
+    assert "client-1" in found[-1]["answered"]
+    assert before == ["round-000001.safetensors"]
+    assert states(deployment, 1)[-1] == "round-000005.safetensors"
+    assert not any("left out" in line and "another task" in line for line in going.said)
+
+
+def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path):
+    going = Run(deployment, tmp_path / "run", round_timeout=100.0)
+    going.wait_for_round(2)
+    hanging = training(deployment, 2)
+    hanging.suspend()
+    until(lambda: going.rounds_done() >= 2)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        hanging.resume()  # and now it answers late
+    found = going.end()
+    assert failed(found[1]) == {"client-2"}
+    assert found[1]["seconds"]["total"] < 160
+    assert found[-1]["answered"] == ["client-0", "client-1", "client-2"]
+
+
+@pytest.mark.parametrize("clients_too", [False, True], ids=["the server", "server and clients"])
+def test_a_killed_server_goes_on_as_if_nothing_had_been(deployment, tmp_path, clients_too):
+    torch.set_num_threads(1)
+    going = Run(deployment, tmp_path / "run", local_epochs=100)
+    going.wait_for_round(2)
+    training(deployment, 0)
+    server = deployment.processes.pop("server")
+    for process in [server, *psutil.Process(server.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    if clients_too:
+        for k in range(3):
+            kill_node(deployment, k)
+    deployment.start_server()
+    if clients_too:
+        for k in range(3):
+            bring_back(deployment, k)
+    said: list[str] = []
+    submit(placed(going.config, tmp_path / "run", resume=True), deployment.connection, said.append)
+    assert any("goes on after round 1 of 3" in line for line in said)
+    resumed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
+    assert without_times(resumed) == without_times(whole)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    def full(self, round, tensors, facts):
+        if round == 3:
+            raise OSError(28, "No space left on device")
+        return keep(self, round, tensors, facts)
+
+    keep = RunLog.checkpoint
+    config = small("felo", rounds=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "checkpoint", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(config, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    resumed = run(placed(config, tmp_path / "run", resume=True), tmp_path / "run")
+    assert without_times(resumed) == without_times(run(config, tmp_path / "whole"))

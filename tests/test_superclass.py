@@ -1,0 +1,167 @@
+"""Superclasses, and clients whose tasks differ."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhet.config import data_spec, resolve
+from fedhet.data import DataSpec, client_data, common_test, label_counts, load, partition, site_data
+from fedhet.data.spec import Dataset, Split
+from fedhet.data.superclass import deal, joined, label_spaces, parse
+from fedhet.errors import DataError, SettingsError
+
+PAIRS = "0+1,2+3,4+5,6+7,8+9"
+DIGITS = DataSpec(
+    clients=4,
+    partition="superclasses",
+    superclasses=PAIRS,
+    label_space=(2, 3),
+    samples_per_class=20,
+)
+WHOLE = load(DataSpec())
+
+
+def own_labels(rows):
+    return WHOLE.train.y.numpy()[rows]
+
+
+def test_superclasses_replace_the_classes():
+    dataset = load(DIGITS)
+    assert dataset.classes == ("0+1", "2+3", "4+5", "6+7", "8+9")
+    assert dataset.train.y.tolist() == [y // 2 for y in WHOLE.train.y.tolist()]
+    assert dataset.test.y.tolist() == [y // 2 for y in WHOLE.test.y.tolist()]
+    assert dataset.subclasses.tolist() == WHOLE.train.y.tolist()
+
+
+def test_cifar100s_superclasses_are_a_partition_of_a_hundred():
+    groups = parse("cifar100")
+    names = [name for group in groups.values() for name in group]
+    assert len(groups) == 20
+    assert {len(group) for group in groups.values()} == {5}
+    assert len(set(names)) == 100
+    assert set(groups["people"]) == {"baby", "boy", "girl", "man", "woman"}
+    assert set(groups["vehicles_2"]) == {"lawn_mower", "rocket", "streetcar", "tank", "tractor"}
+    assert "whale" in groups["aquatic_mammals"]
+
+
+@pytest.mark.parametrize(
+    ("grouping", "fault"),
+    [
+        ("0+1,2+3,4+5,6+7,8+x", "has no class 'x'"),
+        ("0+1,2+3,4+5,6+7,8+9+0", "the class '0' is in two"),
+        ("0+1,2+3,4+5,6+7", "8, 9 of digits must be in one of them too"),
+    ],
+)
+def test_a_grouping_must_fit(grouping, fault):
+    with pytest.raises(SettingsError, match=fault):
+        load(replace(DIGITS, superclasses=grouping))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    subclasses=st.sampled_from([(0, 0), (1, 1), (1, 2)]),
+    clients=st.integers(1, 5),
+)
+def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, clients):
+    spec = replace(DIGITS, seed=seed, subclasses=subclasses, clients=clients, samples_per_class=11)
+    dealt = deal(load(spec), spec)
+    everyone = np.concatenate(dealt.rows)
+    assert len(np.unique(everyone)) == len(everyone)
+    for rows, space in zip(dealt.rows, dealt.spaces, strict=True):
+        assert 2 <= len(space) <= 3
+        assert list(space) == sorted(set(space))
+        labels = load(spec).train.y.numpy()[rows]
+        assert np.bincount(labels, minlength=5).tolist() == [11 * (k in space) for k in range(5)]
+        for label in space:
+            counts = np.bincount(own_labels(rows[labels == label]), minlength=10)
+            held = counts[counts > 0]
+            if subclasses == (0, 0):
+                assert sorted(held) == [5, 6]
+            else:
+                assert subclasses[0] <= len(held) <= subclasses[1]
+                assert held.max() - held.min() <= 1
+
+
+def test_label_spaces_vary_in_size_and_hang_on_the_seed():
+    spec = replace(DIGITS, clients=60)
+    spaces = label_spaces(spec, 5)
+    assert {len(space) for space in spaces} == {2, 3}
+    assert len(set(spaces)) > 5
+    assert spaces == label_spaces(spec, 5) != label_spaces(replace(spec, seed=1), 5)
+    # Another number of clients leaves those who were there as they were.
+    assert label_spaces(replace(spec, clients=10), 5) == spaces[:10]
+
+
+def test_subclasses_that_run_out_are_drawn_again():
+    """Two holders of 2 x 30 of a class of 60: one draw in two gives both the same subclass."""
+    labels = torch.arange(120) % 4
+    split = Split(torch.zeros(120, 1), labels)
+    dataset = joined(Dataset("d", split, None, ("0", "1", "2", "3")), "0+1,2+3")
+    spec = DataSpec(
+        clients=2, partition="superclasses", label_space=(2, 2), subclasses=(1, 1),
+        samples_per_class=30, superclasses="0+1,2+3",
+    )  # fmt: skip
+    for seed in range(10):
+        dealt = deal(dataset, replace(spec, seed=seed))
+        kinds = [set(dataset.subclasses[rows].tolist()) for rows in dealt.rows]
+        assert kinds[0].isdisjoint(kinds[1])
+
+
+def test_too_little_data_and_too_few_classes_are_said():
+    with pytest.raises(DataError, match=r"do not find enough of .* samples of a class; lower"):
+        partition(replace(DIGITS, samples_per_class=200))
+    with pytest.raises(DataError, match="label-space = '6-8': must be at most the 5 classes"):
+        partition(replace(DIGITS, label_space=(6, 8)))
+
+
+@pytest.mark.parametrize("subclasses", [(0, 0), (1, 1)])
+def test_a_client_is_judged_on_all_subclasses_of_its_label_space(subclasses):
+    spec = replace(DIGITS, subclasses=subclasses)
+    whole = common_test(spec)
+    for index in range(spec.clients):
+        data = client_data(spec, index)
+        assert set(data.train.y.tolist()) == set(data.space)
+        expected = [y for y in whole.y.tolist() if y in data.space]
+        assert data.common.y.tolist() == expected
+        assert len(expected) < len(whole)
+        assert label_counts(spec)[data.name] == [20 * (k in data.space) for k in range(5)]
+
+
+def test_public_rows_of_the_training_set_are_nobodys():
+    spec = replace(DIGITS, public_fraction=0.3)
+    dataset = load(spec)
+    assert len(dataset.subclasses) == len(dataset.train)
+    pixels = {row.numpy().tobytes(): int(y) for row, y in zip(*vars(WHOLE.train).values())}  # noqa: B905
+    for rows in partition(spec):
+        found = [pixels[dataset.train.x[row].numpy().tobytes()] for row in rows]
+        assert found == dataset.subclasses[rows].tolist()
+
+
+def test_other_partitions_have_one_task():
+    spec = DataSpec(clients=3, superclasses=PAIRS)
+    assert client_data(spec, 0).space == (0, 1, 2, 3, 4)
+    assert client_data(spec, 0).common is common_test(spec)
+
+
+def test_a_sites_task_is_what_it_has_samples_of(tmp_path):
+    rng = np.random.default_rng(0)
+    for part, labels in (("train", [1, 4] * 4), ("test", [4, 1])):
+        x = rng.normal(size=(len(labels), 3)).astype(np.float32)
+        np.savez(tmp_path / f"{part}.npz", x=x, y=np.array(labels))
+    data = site_data(str(tmp_path), spec=DataSpec(), classes=6, name="site")
+    assert data.space == (1, 4)
+
+
+def test_the_settings_spell_it():
+    chosen = {"partition": "superclasses", "superclasses": PAIRS, "label-space": "2-3"}
+    spec = data_spec(resolve({**chosen, "subclasses": "1", "samples-per-class": 9}).run)
+    assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ((2, 3), (1, 1), 9)
+    assert data_spec(resolve({}).run).subclasses == (0, 0)
+    for name, value in (("label-space", "all"), ("label-space", "3-2"), ("subclasses", "0-1")):
+        with pytest.raises(SettingsError, match=f"'{name}' = '{value}' is not allowed: it takes a"):
+            resolve({name: value})

@@ -1,0 +1,377 @@
+"""Velo as a whole: what the server keeps and when it trains, what travels, what a client does."""
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small
+from flwr.common import parameters_to_ndarrays
+
+from clients.node import read_node
+from fedhet import models
+from fedhet.classwise import average
+from fedhet.cvae import synthesise, train_cvae
+from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.knowledge import Knowledge, decode
+from fedhet.seeding import torch_generator
+from fedhet.training import batches
+from strategies.base import Reply
+from strategies.felo import read_means
+
+WIDTH = 8
+CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3, "velo.epochs": 3}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def velo(**changes):
+    return small("velo", **{**CHEAP, "velo.share-weights": False, **changes})
+
+
+def started(directory, **changes):
+    """A strategy that knows its members, to be fed with replies that a test makes up."""
+    return Server(velo(**changes), directory / "run").strategy
+
+
+def reply(strategy, name, classes, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    classes = np.array(classes, np.int64)
+    tensors = {
+        "classes": classes,
+        "features": (scale * rng.normal(size=(len(classes), WIDTH))).astype(np.float32),
+        "logits": rng.normal(size=(len(classes), 10)).astype(np.float32),
+        "counts": np.ones(len(classes), np.int64),
+    }
+    info = strategy.members[name].info
+    return Reply(info, Knowledge(tensors), info.samples)
+
+
+def two_replies(strategy, round, classes=((0, 1, 2), (1, 2, 5))):
+    return [
+        reply(strategy, f"client-{k}", each, seed=10 * round + k) for k, each in enumerate(classes)
+    ]
+
+
+def told(strategy, round):
+    return strategy.configure(round, strategy.members["client-0"].info).tensors
+
+
+def weights(strategy):
+    return {name: tensor.clone() for name, tensor in strategy.cvae.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(np.array_equal(left[k], right[k]) for k in left)
+
+
+def test_before_anyone_is_heard_nothing_is_taught(tmp_path):
+    assert not told(started(tmp_path), 1)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_the_cvae_is_trained_every_interval_rounds(tmp_path, interval):
+    strategy = started(tmp_path, **{"velo.interval": interval})
+    for round in range(1, 7):
+        before = weights(strategy)
+        figures = strategy.aggregate(round, two_replies(strategy, round))
+        due = round % interval == 0
+        assert same(weights(strategy), before) != due
+        assert ("cvae_loss" in figures) == due
+        assert figures["features_kept"] == 6 * round
+
+
+def test_until_the_cvae_is_trained_the_means_are_sent(tmp_path):
+    strategy = started(tmp_path, **{"velo.interval": 3, "velo.samples-per-class": 2})
+    for round in (1, 2, 3):
+        replies = two_replies(strategy, round)
+        strategy.aggregate(round, replies)
+        mean = average([read_means(r.knowledge) for r in replies], by_samples=False)
+        sent = told(strategy, round + 1)
+        assert sent["classes"].tolist() == [0, 1, 2, 5]
+        assert sent["features"].shape == (4, 2, WIDTH)
+        np.testing.assert_array_equal(sent["logits"], mean.logits)
+        for s in (0, 1):
+            assert np.array_equal(sent["features"][:, s], mean.features) == (round < 3)
+
+
+def test_synthetic_features_take_the_place_of_the_means(tmp_path):
+    """Line 5 and line 7, done over by hand on the same dataset."""
+    strategy = started(tmp_path, **{"velo.samples-per-class": 4})
+    model = strategy.cvae
+    by_hand = type(model)(WIDTH, 10, 3, 16)
+    by_hand.load_state_dict(weights(strategy))
+    strategy.aggregate(1, two_replies(strategy, 1))
+    loss = train_cvae(
+        by_hand,
+        torch.tensor(strategy.features),
+        torch.tensor(strategy.labels),
+        epochs=3,
+        batch_size=256,
+        lr=0.01,
+        deviation=1.0,
+        generator=torch_generator(0, "server", 1, "cvae"),
+    )
+    assert np.isfinite(loss)
+    assert same(weights(strategy), dict(by_hand.state_dict()))
+    generator = torch_generator(0, "server", 1, "synthetic")
+    expected = synthesise(by_hand, torch.tensor([0, 1, 2, 5]), 4, generator)
+    sent = told(strategy, 2)
+    np.testing.assert_array_equal(sent["features"], expected.numpy())
+    assert len(np.unique(sent["features"].reshape(16, WIDTH), axis=0)) == 16
+
+
+def test_between_trainings_the_decoder_is_drawn_from_anew(tmp_path):
+    strategy = started(tmp_path, **{"velo.interval": 2})
+    sent = []
+    for round in (1, 2, 3):
+        strategy.aggregate(round, two_replies(strategy, 1))
+        sent.append(told(strategy, round + 1)["features"])
+    assert not np.array_equal(sent[1], sent[2])
+
+
+def test_a_class_that_is_new_since_the_last_training_has_its_mean(tmp_path):
+    strategy = started(tmp_path, **{"velo.interval": 2})
+    strategy.aggregate(1, two_replies(strategy, 1))
+    strategy.aggregate(2, two_replies(strategy, 2))
+    late = reply(strategy, "client-2", [2, 4], seed=99)
+    strategy.aggregate(3, [late])
+    sent = told(strategy, 4)
+    assert sent["classes"].tolist() == [0, 1, 2, 4, 5]
+    mean = late.knowledge.tensors["features"][1]
+    np.testing.assert_array_equal(sent["features"][3, 0], mean)
+    np.testing.assert_array_equal(sent["features"][[0, 1, 2, 4]], strategy.synthetic)
+
+
+def test_a_class_never_seen_gets_no_feature(tmp_path):
+    strategy = started(tmp_path)
+    for round in (1, 2):
+        strategy.aggregate(round, two_replies(strategy, round))
+        assert told(strategy, round + 1)["classes"].tolist() == [0, 1, 2, 5]
+
+
+def test_a_single_feature_is_not_trained_on(tmp_path):
+    strategy = started(tmp_path)
+    figures = strategy.aggregate(1, [reply(strategy, "client-0", [3])])
+    assert "cvae_loss" not in figures
+    assert told(strategy, 2)["classes"].tolist() == [3]
+
+
+def test_the_feature_dataset_is_bounded_and_the_oldest_leave_it(tmp_path):
+    strategy = started(tmp_path, **{"velo.memory": 3})
+    came = {label: [] for label in (0, 1, 2, 5)}
+    for round in range(1, 6):
+        replies = two_replies(strategy, round)
+        strategy.aggregate(round, replies)
+        for part in replies:
+            tensors = part.knowledge.tensors
+            for label, feature in zip(
+                tensors["classes"].tolist(), tensors["features"], strict=True
+            ):
+                came[label].append((round, feature.tobytes()))
+        for label, entries in came.items():
+            kept = {f.tobytes() for f in strategy.features[strategy.labels == label]}
+            assert len(kept) == min(3, len(entries))
+            oldest = min(round for round, feature in entries if feature in kept)
+            assert {feature for round, feature in entries if round > oldest} <= kept
+
+
+def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp_path):
+    strategy = started(tmp_path, **{"velo.memory": 1})
+    survivors = set()
+    for round in range(1, 30):
+        replies = [reply(strategy, f"client-{k}", [4], seed=k) for k in range(4)]
+        strategy.aggregate(round, replies)
+        first = [r.knowledge.tensors["features"][0].tobytes() for r in replies]
+        survivors.add(first.index(strategy.features[0].tobytes()))
+    assert survivors == {0, 1, 2, 3}
+
+
+def test_the_cvae_is_trained_in_as_many_threads_as_the_run_has(tmp_path):
+    strategy = started(tmp_path)
+    torch.set_num_threads(2)
+    strategy.aggregate(1, two_replies(strategy, 1))
+    assert torch.get_num_threads() == strategy.run.threads == 1
+
+
+def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
+    config = velo()
+    server = Server(config, tmp_path / "run")
+    heard = []
+    server.log.notice = heard.append
+    strategy = server.strategy
+    strategy.aggregate(1, two_replies(strategy, 1))
+    before = weights(strategy)
+    figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8], scale=1e30)])
+    assert "cvae_loss" not in figures
+    assert same(weights(strategy), before)
+    assert [text for text in heard if "CVAE diverged in round 2" in text]
+    sent = told(strategy, 3)
+    assert sent["classes"].tolist() == [0, 1, 2, 5, 8]
+    np.testing.assert_array_equal(sent["features"][:4], strategy.synthetic)
+    assert np.isfinite(sent["features"]).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"velo.interval": 2, "velo.samples-per-class": 3}])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_restored_server_goes_on_bit_for_bit(tmp_path, changes, stop):
+    changes = {**changes, "velo.memory": 2}
+    whole = started(tmp_path / "whole", **changes)
+    for round in range(1, stop + 1):
+        whole.aggregate(round, two_replies(whole, round))
+    saved = {name: value.copy() for name, value in whole.saved().items()}
+    assert all(isinstance(value, np.ndarray) for value in saved.values())
+    again = started(tmp_path / "again", **changes)
+    again.restore(saved)
+    for round in range(stop + 1, stop + 4):
+        assert same(told(again, round), told(whole, round))
+        figures = [s.aggregate(round, two_replies(s, round)) for s in (whole, again)]
+        assert figures[0] == figures[1]
+        assert same(again.saved(), whole.saved())
+
+
+def test_what_is_saved_does_not_change_afterwards(tmp_path):
+    strategy = started(tmp_path)
+    strategy.aggregate(1, two_replies(strategy, 1))
+    saved = strategy.saved()
+    copies = {name: value.copy() for name, value in saved.items()}
+    strategy.aggregate(2, two_replies(strategy, 2))
+    assert same(saved, copies)
+
+
+# --- clients --------------------------------------------------------------------------------
+
+
+def opened(config, directory):
+    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
+    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client._restore("run", before=1)
+    client.facts["participations"] = 1
+    return client
+
+
+def knowledge(count, width=64, classes=(0, 2, 3, 4, 5, 6, 7, 9)):
+    rng = np.random.default_rng(0)
+    return {
+        "classes": np.array(classes, np.int64),
+        "features": rng.normal(size=(len(classes), count, width)).astype(np.float32),
+        "logits": (2 * rng.normal(size=(len(classes), 10))).astype(np.float32),
+    }
+
+
+def transcription(client, round, taught, count):
+    """Line 14 of Algorithm 1, sample by sample; which of a class's features is drawn a batch."""
+    model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64).train()
+    adam = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+    order, chance = client.generator(round, "batches"), client.generator(round, "features")
+    rows = {y: row for row, y in enumerate(taught["classes"].tolist())}
+    for _ in range(client.run.local_epochs):
+        for index in batches(len(client.y), client.run.batch_size, order):
+            picks = torch.randint(count, (len(index),), generator=chance).tolist()
+            features, logits = model.features_and_logits(client.x[index])
+            losses = []
+            for s, p, y, pick in zip(
+                features, logits, client.y[index].tolist(), picks, strict=True
+            ):
+                loss = -torch.log(torch.softmax(p, 0)[y])
+                if y in rows:
+                    target = torch.tensor(taught["features"][rows[y]][pick])
+                    teacher = torch.softmax(torch.tensor(taught["logits"][rows[y]]), 0)
+                    loss = loss + torch.mean((s - target) ** 2)
+                    kl = teacher * (torch.log(teacher) - torch.log_softmax(p, 0))
+                    loss = loss + kl.sum()
+                losses.append(loss)
+            adam.zero_grad()
+            (sum(losses) / len(losses)).backward()
+            adam.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, count):
+    changes = {"local_epochs": 2, "models": "mlp", "velo.samples-per-class": count}
+    client = opened(small("velo", **changes), tmp_path)
+    taught = knowledge(count)
+    client.train(3, Knowledge(taught))
+    for name, expected in transcription(client, 3, taught, count).items():
+        ours = client.models["private"].state_dict()[name]
+        np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4)
+
+
+def test_with_one_feature_a_class_a_client_is_felos(tmp_path):
+    taught = knowledge(1)
+    ours = opened(small("velo", models="mlp"), tmp_path / "velo")
+    felos = opened(small("felo", models="mlp"), tmp_path / "felo")
+    one = ours.train(2, Knowledge(taught))
+    other = felos.train(2, Knowledge({**taught, "features": taught["features"][:, 0]}))
+    assert same(dict(one.tensors), dict(other.tensors))
+
+
+def test_a_first_participation_is_cross_entropy_alone(tmp_path):
+    answers = []
+    for name, taught in (("with", knowledge(1)), ("without", {})):
+        client = opened(small("velo", models="mlp"), tmp_path / name)
+        client.facts["participations"] = 0
+        answers.append(dict(client.train(1, Knowledge(taught)).tensors))
+    assert same(*answers)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, count):
+    client = opened(small("velo", models="mlp", **{"velo.samples-per-class": 2}), tmp_path)
+    client._check(Knowledge(knowledge(2)))
+    with pytest.raises(KnowledgeError, match=r"features: has shape .* with S = 2"):
+        client._check(Knowledge(knowledge(count)))
+
+
+# --- whole runs -----------------------------------------------------------------------------
+
+
+def test_a_run_with_several_features_a_class(tmp_path):
+    changes = {"rounds": 3, "velo.interval": 2, "velo.samples-per-class": 2}
+    summary = run(small("velo", **CHEAP, **changes), tmp_path / "run")
+    figures = [record["method"] for record in records(tmp_path / "run")]
+    assert [r["answered"] for r in records(tmp_path / "run")] == [list(summary["models"])] * 3
+    assert ["cvae_loss" in each for each in figures] == [False, True, False]
+    kept = [each["features_kept"] for each in figures]
+    assert kept == [kept[0], 2 * kept[0], 3 * kept[0]]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_up_to_the_first_training_velo_is_felo(tmp_path):
+    """The first round is initial training, the second has seen the means alone."""
+    sent = {}
+    for method in ("felo", "velo"):
+        changes = {"rounds": 3, "models": "cnn2,mlp"}
+        changes |= {"velo.interval": 2} if method == "velo" else {}
+        server = Server(small(method, **changes), tmp_path / method)
+        for round in (1, 2):
+            answers = server.answers(server.ask(round))
+            server.strategy.aggregate_fit(round, answers, [])
+            server.close(round)
+        ins = server.ask(3)[0][1]
+        sent[method] = decode(parameters_to_ndarrays(ins.parameters), "test")[1].tensors
+    assert sent["felo"].keys() == sent["velo"].keys()
+    for name, value in sent["felo"].items():
+        ours = sent["velo"][name]
+        if name == "features":
+            assert not np.allclose(ours[:, 0], value)
+        else:
+            np.testing.assert_array_equal(ours, value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "rule"),
+    [
+        ("interval", 0, "an integer >= 1"),
+        ("samples-per-class", 0, "an integer >= 1"),
+        ("memory", 0, "an integer >= 1"),
+        ("latent-dim", 0, "an integer >= 1"),
+        ("deviation", 0.0, "a number > 0"),
+        ("interval", 1.5, "an integer >= 1"),
+    ],
+)
+def test_a_wrong_setting_earns_one_line(setting, value, rule):
+    with pytest.raises(SettingsError, match=rf"'velo.{setting}' = {value} is not allowed.*{rule}"):
+        small("velo", **{f"velo.{setting}": value})

@@ -1,0 +1,164 @@
+"""The vote against Algorithm 1 as printed: dictionaries, sets and loops, nothing shared."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhet.voting import CELLS, Vote, aggregate, conflicts, for_space
+
+
+def algorithm_1(predictions, spaces, every, alpha, instances, weights):
+    """Lines 1 to 15; Section 4.6 adds weights where the printed version adds 1."""
+    total, sets = {}, {}
+    for c in every:
+        total[c] = 0.0
+        for i, space in enumerate(spaces):
+            if c in space:
+                total[c] += weights[i]
+        sets[c] = set()
+    for index in range(instances):
+        count = {}
+        for i in range(len(spaces)):
+            said = predictions[i][index]
+            count[said] = count.get(said, 0.0) + weights[i]
+        for c in count:
+            if count[c] / total[c] > alpha:
+                sets[c].add(index)
+    return sets
+
+
+def section_4_3(sets, space):
+    """Eq. 19, less every index that is in two of the participant's sets."""
+    received = {}
+    for c in sorted(space):
+        for index in sets[c]:
+            received.setdefault(index, []).append(c)
+    return {index: held[0] for index, held in received.items() if len(held) == 1}
+
+
+def drawn(seed):
+    """A random case: few classes and voters, so that ties, sole owners and conflicts abound."""
+    rng = np.random.default_rng(seed)
+    classes, voters = int(rng.integers(1, 7)), int(rng.integers(1, 9))
+    instances = int(rng.integers(0, 12))
+    spaces = [
+        np.sort(rng.choice(classes, rng.integers(1, classes + 1), replace=False))
+        for _ in range(voters)
+    ]
+    predictions = [rng.choice(space, instances) for space in spaces]
+    weights = {
+        0: np.ones(voters),
+        1: rng.integers(1, 1000, voters).astype(float),
+        2: rng.uniform(0.1, 3.0, voters),
+    }[int(rng.integers(0, 3))].tolist()
+    holders = int(rng.integers(1, voters + 1))
+    alpha = float(
+        rng.choice([0.0, 1.0, 0.3, 0.5, rng.uniform(), int(rng.integers(0, holders + 1)) / holders])
+    )
+    return classes, spaces, predictions, weights, alpha, instances
+
+
+def ours(classes, spaces, predictions, weights, alpha):
+    smallest = np.min_scalar_type(classes - 1)
+    votes = [
+        Vote(np.asarray(p, smallest), space, w)
+        for p, space, w in zip(predictions, spaces, weights, strict=True)
+    ]
+    return aggregate(votes, classes, alpha)
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_exactly_algorithm_1(block):
+    tied = alone = contradicted = 0
+    for seed in range(500 * block, 500 * (block + 1)):
+        classes, spaces, predictions, weights, alpha, instances = drawn(seed)
+        every = sorted({int(c) for space in spaces for c in space})
+        expected = algorithm_1(predictions, spaces, every, alpha, instances, weights)
+        joined = ours(classes, spaces, predictions, weights, alpha)
+        assert joined.shape == (classes, instances)
+        for c in range(classes):
+            assert set(np.flatnonzero(joined[c])) == expected.get(c, set()), seed
+        for space in spaces:
+            kept, labels = for_space(joined, space)
+            assert np.all(np.diff(kept) > 0)
+            received = section_4_3(expected, space)
+            assert dict(zip(kept.tolist(), labels.tolist(), strict=True)) == received
+            lost = sum(sum(i in expected[c] for c in space) > 1 for i in range(instances))
+            assert conflicts(joined, space) == lost
+            contradicted += lost
+        alone += any(sum(c in space for space in spaces) == 1 for c in every)
+        tied += is_tied(predictions, spaces, weights, alpha)
+    assert min(tied, alone, contradicted) > 20, "the cases do not test what they are for"
+
+
+def is_tied(predictions, spaces, weights, alpha):
+    """Is some class's share exactly the threshold, above 0?"""
+    for column in zip(*predictions, strict=True):
+        for c in set(column):
+            total = sum(w for w, space in zip(weights, spaces, strict=True) if c in space)
+            count = sum(w for w, said in zip(weights, column, strict=True) if said == c)
+            if alpha > 0 and count / total == alpha:
+                return True
+    return False
+
+
+def test_at_0_one_vote_is_enough_and_at_1_nothing_is():
+    votes = [Vote(np.array([0, 1]), np.array([0, 1])), Vote(np.array([0, 0]), np.array([0, 1]))]
+    assert aggregate(votes, 2, 0.0).tolist() == [[True, True], [False, True]]
+    assert not aggregate(votes, 2, 1.0).any()
+
+
+def test_a_tie_at_the_threshold_does_not_join():
+    votes = [Vote(np.array([c]), np.array([0, 1])) for c in (0, 0, 0, 1, 1, 1, 1, 1, 1, 1)]
+    assert aggregate(votes, 2, 0.3).tolist() == [[False], [True]]
+    assert aggregate(votes, 2, np.nextafter(0.3, 0)).tolist() == [[True], [True]]
+
+
+def test_a_class_with_one_owner_needs_the_owner_alone():
+    votes = [Vote(np.array([2, 0]), np.array([0, 2])), Vote(np.array([0, 0]), np.array([0, 1]))]
+    joined = aggregate(votes, 3, 0.6)
+    assert joined[2].tolist() == [True, False]
+    assert joined[1].tolist() == [False, False]
+
+
+def test_weights_decide():
+    votes = [Vote(np.array([0]), np.arange(2), 9.0), Vote(np.array([1]), np.arange(2), 1.0)]
+    assert aggregate(votes, 2, 0.5).ravel().tolist() == [True, False]
+
+
+def test_contradictions_concern_those_who_own_both_classes():
+    joined = np.array([[True, True], [True, False], [False, False]])
+    assert [part.tolist() for part in for_space(joined, np.array([0, 1]))] == [[1], [0]]
+    assert [part.tolist() for part in for_space(joined, np.array([1, 2]))] == [[0], [1]]
+    assert conflicts(joined, np.array([0, 1])) == 1
+    assert conflicts(joined, np.array([1, 2])) == 0
+
+
+def test_nobody_votes():
+    assert aggregate([], 3, 0.3).shape == (3, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), order=st.randoms(use_true_random=False))
+def test_the_order_of_equal_voters_changes_nothing(seed, order):
+    classes, spaces, predictions, _, alpha, _ = drawn(seed)
+    places = list(range(len(spaces)))
+    order.shuffle(places)
+    one = ours(classes, spaces, predictions, [1.0] * len(spaces), alpha)
+    other = ours(
+        classes, [spaces[k] for k in places], [predictions[k] for k in places],
+        [1.0] * len(spaces), alpha,
+    )  # fmt: skip
+    assert np.array_equal(one, other)
+
+
+def test_blocks_do_not_show():
+    """More instances than a block holds, the last one not full."""
+    rng = np.random.default_rng(0)
+    classes, instances = 300, 2 * (CELLS // 300) + 7
+    spaces = [np.arange(classes)] * 3
+    predictions = [rng.integers(0, 4, instances) for _ in spaces]
+    joined = ours(classes, spaces, predictions, [1.0] * 3, 0.5)
+    expected = algorithm_1(predictions, spaces, range(classes), 0.5, instances, [1.0] * 3)
+    assert all(set(np.flatnonzero(joined[c])) == expected[c] for c in range(classes))
