@@ -152,7 +152,7 @@ class FedGemsStrategy(HetStrategy):
         pool = {k: torch.tensor(v) for k, v in group(saved, "pool").items()}
         self.pool = Lesson(**{k: v.to(self.compute.device) for k, v in pool.items()})
         self.held = {client: int(round) for client, round in group(saved, "held").items()}
-        self.logits, self.changed = saved["logits"], saved["changed"]
+        self.logits, self.changed = saved["logits"], saved["changed"].copy()
         self._prepare()
 
     def _prepare(self) -> None:
