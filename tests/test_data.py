@@ -250,7 +250,7 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(replace(DIGITS, dataset="cifar-10"))
-    assert "must be one of digits, mnist" in fault(replace(DIGITS, dataset="svhn"))
+    assert "must be one of digits, breast-cancer, mnist" in fault(replace(DIGITS, dataset="svhn"))
     assert fault(replace(DIGITS, dataset="npz")) == (
         "dataset = 'npz': give the folder, as in npz:DIR"
     )

@@ -132,10 +132,10 @@ def test_the_adapter_gives_the_width_asked_for(name: str) -> None:
     plain = models.shapes(name, shape, 3)
     native = plain["classifier.weight"][0][1]
     assert models.shapes(name, shape, 3, native) == plain
-    adapted = models.shapes(name, shape, 3, 48)
-    assert adapted["extractor.adapter.weight"] == ((48, native), "float32")
-    assert adapted["extractor.adapter.bias"] == ((48,), "float32")
-    assert adapted["classifier.weight"] == ((3, 48), "float32")
+    adapted = models.shapes(name, shape, 3, 50)
+    assert adapted["extractor.adapter.weight"] == ((50, native), "float32")
+    assert adapted["extractor.adapter.bias"] == ((50,), "float32")
+    assert adapted["classifier.weight"] == ((3, 50), "float32")
     assert len(adapted) == len(plain) + 2
 
 
