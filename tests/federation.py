@@ -11,6 +11,7 @@ from flwr.server.client_manager import SimpleClientManager
 from clients.node import read_node
 from fedhet import simulate as simulation
 from fedhet.config import Config, resolve
+from fedhet.registry import find_method
 from fedhet.runlog import RunLog
 from strategies.base import HetStrategy
 
@@ -29,6 +30,8 @@ SMALL = {
 def small(method: str = "felo", **changes: object) -> Config:
     """Return the settings of a federation that trains in a second."""
     named = {name.replace("_", "-"): value for name, value in changes.items()}
+    if model := find_method(method).default_model:  # it takes one model for all clients
+        named = {**named, "models": model} if "," in named.get("models", ",") else named
     return resolve({**SMALL, "method": method, **named})
 
 
