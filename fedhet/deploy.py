@@ -140,7 +140,7 @@ class LocalDeployment:
         *words: object,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        command = [program(executable), *map(str, words)]
+        command = [*self.within(name), program(executable), *map(str, words)]
         with (self.root / "log" / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(
                 command,

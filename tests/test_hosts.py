@@ -51,8 +51,8 @@ def hosts():
         for number, name in enumerate(NAMES):
             address = SERVER if name == "server" else f"{NET}.{10 + number}"
             ip("netns", "add", host(name))
-            ip("link", "add", link(name), "type", "veth", "peer", "name", "eth0")
-            ip("link", "set", "eth0", "netns", host(name))
+            peer = ("peer", "name", "eth0", "netns", host(name))
+            ip("link", "add", link(name), "type", "veth", *peer)
             ip("link", "set", link(name), "master", BRIDGE, "up")
             for words in (
                 ["addr", "add", f"{address}/24", "dev", "eth0"],

@@ -193,6 +193,7 @@ def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
     first = client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
     client._save(2)
     again = opened(tmp_path)
+    again._restore("run", before=3)
     second = again.train(3, message(train=False))
     for name in ("numbers", "versions", "relations"):
         np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
