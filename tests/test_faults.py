@@ -115,14 +115,27 @@ def kill_node(deployment: LocalDeployment, index: int) -> None:
 
 
 def bring_back(deployment: LocalDeployment, index: int) -> None:
-    """Start a node again, and again while its old session has not lapsed, as systemd would."""
-    for _ in range(30):
-        deployment.start_node(index)
-        time.sleep(8)
-        if deployment.processes[site_name(index)].poll() is None:
+    """Start a node until it is taken in, which it is not while its old session lasts."""
+    for _ in range(60):
+        if taken_in(deployment, index):
             return
-        deployment.processes.pop(site_name(index))
     raise AssertionError("it does not come back")
+
+
+def taken_in(deployment: LocalDeployment, index: int) -> bool:
+    """Start a node; tell whether the server has let it in."""
+    name = site_name(index)
+    said = len(deployment.log_of(name))
+    deployment.start_node(index)
+    node = deployment.processes[name]
+    until(lambda: ended(node) or "SuperNode ID" in deployment.log_of(name)[said:])
+    if ended(node):
+        del deployment.processes[name]
+    return not ended(node)
+
+
+def ended(node: psutil.Popen) -> bool:
+    return node.poll() is not None
 
 
 def failed(record: dict) -> set[str]:
