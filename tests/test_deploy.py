@@ -83,7 +83,8 @@ def descendants(deployment):
 
 def of_method(method: str):
     # Simulated, all clients have one process; there and here each trains on one thread.
-    return small(method, clients=3, models=MODELS, rounds=3, join_timeout=300.0)
+    rounds = {"cofed.iterations": 2} if method == "cofed" else {}  # which makes three
+    return small(method, clients=3, models=MODELS, rounds=3, join_timeout=300.0, **rounds)
 
 
 METHODS = [m if m == ORDINARY else pytest.param(m, marks=pytest.mark.slow) for m in method_names()]
