@@ -30,8 +30,8 @@ SMALL = {
 def small(method: str = "felo", **changes: object) -> Config:
     """Return the settings of a federation that trains in a second."""
     named = {name.replace("_", "-"): value for name, value in changes.items()}
-    if model := find_method(method).default_model:  # it takes one model for all clients
-        named = {**named, "models": model} if "," in named.get("models", ",") else named
+    if model := find_method(method).default_model:  # all clients have one
+        named = {"models": model, **named}
     return resolve({**SMALL, "method": method, **named})
 
 

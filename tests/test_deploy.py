@@ -17,7 +17,7 @@ from fedhet import certs
 from fedhet.config import resolve
 from fedhet.connection import submit
 from fedhet.deploy import LocalDeployment, free_port
-from fedhet.registry import method_names
+from fedhet.registry import find_method, method_names
 
 MODELS = "mlp,cnn2,cnn3"
 ORDINARY = "felo"
@@ -84,7 +84,8 @@ def descendants(deployment):
 def of_method(method: str):
     # Simulated, all clients have one process; there and here each trains on one thread.
     rounds = {"cofed.iterations": 2} if method == "cofed" else {}  # which makes three
-    return small(method, clients=3, models=MODELS, rounds=3, join_timeout=300.0, **rounds)
+    models = find_method(method).default_model or MODELS
+    return small(method, clients=3, models=models, rounds=3, join_timeout=300.0, **rounds)
 
 
 METHODS = [m if m == ORDINARY else pytest.param(m, marks=pytest.mark.slow) for m in method_names()]
