@@ -15,7 +15,7 @@ import torch
 
 from fedhet.contract import Array
 from fedhet.errors import StateError
-from fedhet.state import Facts, load, replacing, round_of, save
+from fedhet.state import Facts, load, round_of, save
 
 KEPT = 2
 
@@ -69,8 +69,7 @@ class Checkpoints:
         """Put the checkpoints after `round`, which could not be read, out of the way."""
         for path in self._files():
             if round_of(path) > round:
-                with replacing(path.with_suffix(".unreadable"), private=True) as aside:
-                    path.replace(aside)
+                path.replace(path.with_suffix(".unreadable"))
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))

@@ -7,7 +7,6 @@ node with its own place for private state. The only room that starts processes.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import socket
@@ -15,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -46,8 +45,6 @@ class LocalDeployment:
     root: Path
     nodes: int
     host: str = LOOPBACK
-    node_config: Mapping[str, str] = field(default_factory=dict)
-    """What every node is told besides its partition, e.g. its device."""
     within: Callable[[str], Sequence[str]] = lambda name: ()
     """The words before the command of a process, by its name: `ip netns exec …`, `nice`."""
 
@@ -111,13 +108,12 @@ class LocalDeployment:
 
     def start_node(self, index: int, **options: object) -> None:
         """Start SuperNode `index`; `options` stand in for those that it needs by default."""
-        told = {"partition-id": index, "num-partitions": self.nodes, **self.node_config}
         given = {
             "root-certificates": self.certs / certs.CA_CERTIFICATE,
             "superlink": f"{self.host}:{self.fleet_port}",
             "auth-supernode-private-key": self.certs / certs.NODES / site_name(index),
             "port": free_port(),
-            "node-config": " ".join(f"{k}={_toml(v)}" for k, v in told.items()),
+            "node-config": f"partition-id={index} num-partitions={self.nodes}",
             **options,
         }
         words = [word for name, value in given.items() for word in _option(name, value)]
@@ -237,10 +233,6 @@ def _option(name: str, value: object) -> list[str]:
     if value is None:
         return []
     return [f"--{name}", str(value)] if str(value) else [f"--{name}"]
-
-
-def _toml(value: object) -> str:
-    return json.dumps(value)
 
 
 def _last_words(log: str) -> str:
