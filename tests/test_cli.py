@@ -132,10 +132,10 @@ def test_lists(call):
 
 
 def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path):
-    from fedhet.cli import _gather
+    from fedhet.cli.options import gather
     from fedhet.config import resolve
 
-    values = _gather("local", "felo-cifar10", None, {}, [])
+    values = gather("local", "felo-cifar10", None, [])
     config = resolve(values)
     assert config.method.name == "local"
     assert config.run.clients == 20
@@ -183,11 +183,14 @@ def test_ctrl_c_ends_a_run_at_once(tmp_path, backend):
     # Not pipes, which Ray's own processes would keep open for a moment longer.
     with (tmp_path / "out").open("w") as printed, (tmp_path / "err").open("w") as complained:
         process = subprocess.Popen(command, stdout=printed, stderr=complained)
-        while "round   2" not in (tmp_path / "out").read_text():
-            assert process.poll() is None, (tmp_path / "err").read_text()
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        try:
+            while "round   2" not in (tmp_path / "out").read_text():
+                assert process.poll() is None, (tmp_path / "err").read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
     error = (tmp_path / "err").read_text()
     assert f"`fedhet report {out}` shows what there is" in error
     assert "Traceback" not in error

@@ -645,6 +645,30 @@ def test_a_comparison_is_written(tmp_path: Path) -> None:
     assert curve["std"] == pytest.approx(np.std(means, axis=0, ddof=1))
 
 
+def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"felo-{seed}", seed=seed) for seed in range(2)]
+    runs.append(make(tmp_path / "local", method="local"))
+    names = sorted(lines_of(runs[0])[0]["method"])
+    local = lines_of(runs[2])
+    for line in local:
+        line["method"] = {}
+    (runs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in local))
+    out = tmp_path / "out"
+    compare(runs, out=out, figures=f"{names[0]}, {names[1]}")
+    assert {f"compare-{name}.png" for name in names[:2]} <= {path.name for path in out.iterdir()}
+    assert names[1] in Page(out / "compare.html").text
+    groups = {
+        each["method"]: each for each in json.loads((out / "compare.json").read_text())["groups"]
+    }
+    drawn = [[line["method"][names[0]] for line in lines_of(run)] for run in runs[:2]]
+    curve = groups["felo"]["figures"][names[0]]
+    assert curve["mean"] == pytest.approx(np.mean(drawn, axis=0))
+    assert curve["std"] == pytest.approx(np.std(drawn, axis=0, ddof=1))
+    assert groups["local"]["figures"][names[0]]["rounds"] == []
+    with pytest.raises(SettingsError, match=rf"'--figures {names[0]}x' is no figure.*{names[0]}"):
+        compare(runs, figures=names[0] + "x")
+
+
 def test_many_groups_are_drawn(tmp_path: Path) -> None:
     for number in range(14):
         make(tmp_path / f"r{number}", rounds=2, settings={"alpha": 0.1 * number}, partition=False)

@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Curve:
-    """The headline accuracy of a group over the rounds that all of its runs evaluated."""
+    """A quantity of a group over the rounds in which all of its runs have it."""
 
     rounds: tuple[int, ...]
     mean: Numbers
@@ -112,13 +112,17 @@ class Group:
 
     def curve(self, column: Column) -> Curve:
         """Return the accuracy over the rounds that every run has."""
-        each = [_points(run, column) for run in self.runs]
-        rounds = sorted(set.intersection(*(set(points) for points in each)))
-        table = np.array([[points[r] for r in rounds] for points in each]).reshape(-1, 2)
-        cube = table.reshape(len(each), len(rounds), 2)
-        many = len(each) > 1
-        std = cube[:, :, 0].std(axis=0, ddof=1) if many else np.full(len(rounds), NAN)
-        return Curve(tuple(rounds), cube[:, :, 0].mean(axis=0), std, cube[:, :, 1].mean(axis=0))
+        return _over_seeds([_points(run, column) for run in self.runs])
+
+    @property
+    def own_figures(self) -> set[str]:
+        """The names of the method's own figures that every run has."""
+        each = [{name for record in run.records for name in record.method} for run in self.runs]
+        return set.intersection(*each)
+
+    def own_curve(self, name: str) -> Curve:
+        """Return one of the method's own figures over the rounds in which every run has it."""
+        return _over_seeds([_own_points(run, name) for run in self.runs])
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ class Comparison:
     columns: tuple[Column, ...]
     target: float
     notes: tuple[str, ...]
+    figures: tuple[str, ...] = ()
+    """The methods' own figures that are drawn over rounds too."""
 
     @property
     def headline(self) -> Column:
@@ -144,7 +150,31 @@ def bytes_to_target(run: Run, column: Column, target: float) -> float:
     return NAN
 
 
-def _points(run: Run, column: Column) -> dict[int, tuple[float, float]]:
+Points = dict[int, tuple[float, float]]
+"""A quantity, and the bytes sent so far, by round."""
+
+
+def _over_seeds(each: Sequence[Points]) -> Curve:
+    """Return the curve of several runs' points, over the rounds that all of them have."""
+    rounds = sorted(set.intersection(*(set(points) for points in each)))
+    table = np.array([[points[r] for r in rounds] for points in each]).reshape(-1, 2)
+    cube = table.reshape(len(each), len(rounds), 2)
+    many = len(each) > 1
+    std = cube[:, :, 0].std(axis=0, ddof=1) if many else np.full(len(rounds), NAN)
+    return Curve(tuple(rounds), cube[:, :, 0].mean(axis=0), std, cube[:, :, 1].mean(axis=0))
+
+
+def _own_points(run: Run, name: str) -> Points:
+    points, sent = {}, 0
+    for record in run.records:
+        sent += record.bytes_up + record.bytes_down
+        value = record.method.get(name, NAN)
+        if math.isfinite(value):
+            points[record.round] = (value, float(sent))
+    return points
+
+
+def _points(run: Run, column: Column) -> Points:
     """Return accuracy and bytes sent so far, by round."""
     points, sent = {}, 0
     for record in run.records:

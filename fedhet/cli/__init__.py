@@ -1,0 +1,64 @@
+"""The command line: `fedhet run METHOD`, and what lists, compares and shows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fedhet import __version__
+from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
+from fedhet.cli.options import console, errors
+from fedhet.cli.results import compare_command, report_command
+from fedhet.cli.run import run_command, sweep_command
+from fedhet.cli.show import (
+    methods_command,
+    models_command,
+    partition_command,
+    presets_command,
+    settings_command,
+)
+from fedhet.errors import FedhetError
+
+app = typer.Typer(
+    help="Federated learning for clients whose models differ.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run_command)
+app.command("sweep")(sweep_command)
+app.command("compare")(compare_command)
+app.command("report")(report_command)
+app.command("certs")(certs_command)
+app.command("register")(register_command)
+app.command("submit")(submit_command)
+app.command("deploy-local")(deploy_local_command)
+app.command("methods")(methods_command)
+app.command("models")(models_command)
+app.command("presets")(presets_command)
+app.command("settings")(settings_command)
+app.command("partition")(partition_command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Federated learning for clients whose models differ."""
+    if version:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends it with one line and status 2."""
+    try:
+        app()
+    except (FedhetError, OSError) as error:
+        errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        errors.print("fedhet: interrupted", style="red")
+        raise SystemExit(130) from None

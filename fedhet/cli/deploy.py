@@ -1,0 +1,145 @@
+"""The commands for a federation on machines of its own: keys, nodes, and runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedhet import certs, report
+from fedhet.cli.options import (
+    Clients,
+    ConfigFile,
+    Dataset,
+    Method,
+    Models,
+    Out,
+    Preset,
+    Rounds,
+    Seed,
+    Set,
+    console,
+    gather,
+    say,
+    say_where,
+)
+from fedhet.config import resolve
+from fedhet.connection import Connection, submit
+from fedhet.deploy import deploy_local, site_name
+from fedhet.server_app import run_directory
+
+Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
+Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The CA's certificate.")]
+
+
+def deploy_local_command(
+    method: Method,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    models: Models = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    set_: Set = None,
+    out: Out = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep keys, logs and the sites' state in DIR."),
+    ] = None,
+) -> None:
+    """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
+    values = gather(
+        method,
+        preset,
+        config,
+        set_,
+        dataset=dataset,
+        clients=clients,
+        models=models,
+        rounds=rounds,
+        seed=seed,
+        out=out,
+    )
+    chosen = resolve(values)
+    directory = run_directory(chosen)
+    deploy_local(chosen, directory, keep, say)
+    report.write_figures(report.load_run(directory))
+    report.write_report(directory)
+    console.print(report.final_table(report.load_run(directory)))
+    say_where(directory / "report.html")
+
+
+def register_command(
+    keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Nodes' public keys.")],
+    server: Server,
+    ca: Authority,
+) -> None:
+    """Make nodes known to a deployed server; a file's name is the node's."""
+    with _connected(server, ca) as connection:
+        for key in keys:
+            new = connection.register(key)
+            say(f"{key.name.removesuffix('.pub')} is {'now' if new else 'already'} registered")
+
+
+def submit_command(
+    method: Method,
+    server: Server,
+    ca: Authority,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    models: Models = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    set_: Set = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="At the server.")] = None,
+) -> None:
+    """Run a federation on a deployed server and its nodes; follow it to its end."""
+    values = gather(
+        method,
+        preset,
+        config,
+        set_,
+        dataset=dataset,
+        clients=clients,
+        models=models,
+        rounds=rounds,
+        seed=seed,
+        out=out,
+    )
+    chosen = resolve(values)
+    with _connected(server, ca) as connection:
+        submit(chosen, connection, say)
+
+
+@contextlib.contextmanager
+def _connected(server: str, ca: Path) -> Iterator[Connection]:
+    with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
+        connection = Connection(Path(home), server, ca)
+        connection.prepare()
+        yield connection
+
+
+def certs_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address of the server, as nodes reach it; repeatable."),
+    ] = None,
+    node: Annotated[list[str] | None, typer.Option(help="A node's name; repeatable.")] = None,
+    nodes: Annotated[int, typer.Option(min=0, help="So many nodes: site-0, site-1, …")] = 0,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Until they expire.")] = 365,
+) -> None:
+    """Make a development CA, a server certificate and a key pair a node; keep what is there."""
+    names = [*(site_name(k) for k in range(nodes)), *(node or [])]
+    written = certs.make(directory, host or [], names, days)
+    for path in written:
+        say(f"wrote {path}")
+    if not written:
+        say(f"{directory} has them all already")

@@ -1,0 +1,48 @@
+"""The commands that show what runs came to: `compare` and `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedhet import report
+from fedhet.cli.options import console, say_where
+
+
+def compare_command(
+    directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the page and figure go.")] = Path(
+        "runs/compare"
+    ),
+    target: Annotated[
+        float | None, typer.Option(help="Accuracy whose cost in bytes is shown, e.g. 0.7.")
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Kind of model to order and count by: private, proxy, global, server."),
+    ] = None,
+    figures: Annotated[
+        str, typer.Option(help="The methods' own figures to draw too, e.g. pseudo_error.")
+    ] = "",
+) -> None:
+    """Lay runs side by side: a table, a figure and a page; mean and spread over seeds."""
+    show_comparison(report.compare(directories, target=target, kind=kind, figures=figures), out)
+
+
+def show_comparison(comparison: report.Comparison, out: Path) -> None:
+    """Write a comparison into `out` and print its table."""
+    report.write_comparison(comparison, out)
+    console.print(report.comparison_table(comparison))
+    say_where(out / "compare.html")
+
+
+def report_command(
+    directory: Annotated[Path, typer.Argument(help="A run's directory.")],
+) -> None:
+    """Write a run's figures and report.html anew; also of a run that was cut short."""
+    report.write_figures(report.load_run(directory))
+    page = report.write_report(directory)
+    console.print(report.final_table(report.load_run(directory)))
+    say_where(page)

@@ -1,0 +1,216 @@
+"""The commands that train on this machine: `run` and `sweep`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedhet import report
+from fedhet.cli.options import (
+    METHOD,
+    Backend,
+    Clients,
+    ConfigFile,
+    Dataset,
+    Method,
+    Models,
+    Out,
+    Preset,
+    Rounds,
+    Seed,
+    Set,
+    console,
+    errors,
+    gather,
+    say_where,
+)
+from fedhet.cli.results import show_comparison
+from fedhet.config import Config, resolve
+from fedhet.display import LineDisplay, LiveDisplay
+from fedhet.errors import SettingsError, StateError
+from fedhet.runlog import Watcher
+from fedhet.server_app import run_directory
+from fedhet.simulate import simulate
+from fedhet.sweep import folder_name, read_sweep
+
+
+def run_command(
+    method: Annotated[str | None, METHOD] = None,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    models: Models = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="INT,INT…", help="Several runs, one a seed, compared.")
+    ] = None,
+    set_: Set = None,
+    backend: Backend = None,
+    out: Out = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Go on with the run in DIR after its last whole round."),
+    ] = None,
+) -> None:
+    """Train a federation on this machine; end with a table and a report."""
+    if resume is not None and any((preset, config, seeds, out)):
+        raise SettingsError(
+            "--resume takes the settings from the run's directory: "
+            "--preset, --config, --seeds and --out do not go with it"
+        )
+    if method is None and resume is None:
+        raise SettingsError("which method? `fedhet run METHOD`; `fedhet methods` lists them")
+    if seeds is not None and seed is not None:
+        raise SettingsError("--seed and --seeds are both given: give one of them")
+    if resume is not None:
+        out, config = str(resume), _config_of(resume)
+    values = gather(
+        method,
+        preset,
+        config,
+        set_,
+        dataset=dataset,
+        clients=clients,
+        models=models,
+        rounds=rounds,
+        seed=seed,
+        backend=backend,
+        out=out,
+        resume="true" if resume else None,
+    )
+    if seeds is None:
+        chosen = resolve(values)
+        directory = run_directory(chosen)
+        _run(chosen, directory)
+        console.print(report.final_table(report.load_run(directory)))
+        say_where(directory / "report.html")
+        return
+    _run_seeds(values, _read_seeds(seeds))
+
+
+def _config_of(directory: Path) -> Path:
+    """Return the settings file of the run in `directory`. Raises StateError."""
+    path = directory / "config.toml"
+    if not path.exists():
+        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
+    return path
+
+
+def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
+    parent = run_directory(resolve({**values, "seed": seeds[0]}))
+    if (parent / "config.toml").exists():
+        raise StateError(f"{parent} holds a run already; give another directory with --out")
+    runs = [parent / f"seed-{seed}" for seed in seeds]
+    configs = [
+        resolve({**values, "seed": seed, "out": str(directory)})
+        for seed, directory in zip(seeds, runs, strict=True)
+    ]
+    for config, directory in zip(configs, runs, strict=True):
+        _run(config, directory)
+    show_comparison(report.compare(runs), parent)
+
+
+def _run(config: Config, directory: Path) -> None:
+    with _display() as display, _ending_at_once_on_interrupt(directory):
+        simulate(config, directory, [display])
+
+
+@contextlib.contextmanager
+def _ending_at_once_on_interrupt(directory: Path) -> Iterator[None]:
+    """End the process on Ctrl-C: Flower's threads would wait for their clients to the end.
+
+    A thread of our own reads the signals: Python calls handlers in the main thread alone, which
+    may be waiting where no signal wakes it.
+    """
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_on_interrupt, args=(heard, directory), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, handler)
+        told.close()
+
+
+def _end_on_interrupt(heard: socket.socket, directory: Path) -> None:
+    """Read the numbers of signals as they come, to the end; end the process on Ctrl-C's."""
+    with heard:
+        while number := heard.recv(1):
+            if number[0] == signal.SIGINT:
+                console.show_cursor(True)
+                errors.print(
+                    f"\nfedhet: interrupted; `fedhet report {directory}` shows what there is",
+                    markup=False,
+                    soft_wrap=True,
+                )
+                os._exit(130)
+
+
+@contextlib.contextmanager
+def _display() -> Iterator[Watcher]:
+    if not console.is_terminal:
+        yield LineDisplay(console)
+        return
+    with LiveDisplay(console) as live:
+        yield live
+
+
+def sweep_command(
+    method: Method,
+    over: Annotated[
+        str, typer.Argument(metavar="KEY=VALUES", help="START:STOP:STEP, both ends in, or a,b,c.")
+    ],
+    preset: Preset = None,
+    config: ConfigFile = None,
+    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
+    figures: Annotated[
+        str, typer.Option(help="The method's figures to draw beside the accuracy; the first.")
+    ] = "",
+    set_: Set = None,
+    backend: Backend = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
+        "runs/sweep"
+    ),
+) -> None:
+    """Run one setting at several values; end with a table and a figure over them."""
+    name, swept = read_sweep(over)
+    values = gather(method, preset, config, set_, backend=backend)
+    plan = {
+        value: {
+            out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}
+            for seed in _read_seeds(seeds)
+        }
+        for value in swept
+    }
+    # All of them are checked before the first is run.
+    configs = {
+        directory: resolve({**chosen, "out": str(directory.resolve())})
+        for runs in plan.values()
+        for directory, chosen in runs.items()
+    }
+    for directory, chosen in configs.items():
+        _run(chosen, directory.resolve())
+    found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
+    figure = report.write_sweep(found, out, figures)
+    console.print(report.sweep_table(found, figures))
+    console.print(f"figure: {figure}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _read_seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise SettingsError(f"'--seeds {text}' is not allowed: it takes e.g. 0,1,2, none twice")
+    return [int(part) for part in parts]
