@@ -18,7 +18,7 @@ from fedhet.contract import Contract
 from fedhet.errors import SettingsError, nearest
 from fedhet.settings import MethodSettings
 
-_SHARED_ROOMS = frozenset({"base", "roster"})
+_SHARED_ROOMS = frozenset({"base", "courier", "roster"})
 
 
 @dataclass(frozen=True)

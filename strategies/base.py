@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from flwr.common import (
@@ -62,6 +61,7 @@ from fedhet.seeding import numpy_rng
 from fedhet.settings import MethodSettings, Settings, refused
 from fedhet.spool import Spooled
 from fedhet.training import evaluate
+from strategies.courier import Courier, Failures, name_of, reasons
 from strategies.roster import Member, Roster
 
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
@@ -70,7 +70,6 @@ SERVER = "server"
 
 Told = Knowledge | Callable[[], Knowledge]
 """What a client is told, or what makes it when the client is about to be asked."""
-Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 
 
 @dataclass(frozen=True)
@@ -282,14 +281,14 @@ class HetStrategy(Strategy):
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """Validate the replies, name who is missing, and let the method aggregate."""
         self._waiting += time.perf_counter() - self._waiting_since
-        answers = {_name(proxy): result for proxy, result in results}
-        reasons = _reasons(failures)
+        answers = {name_of(proxy): result for proxy, result in results}
+        why = reasons(failures)
         self._stale |= set(filter(self.trains, self._record.asked))
         replies = []
         for name in sorted(self._record.asked):
             if name not in answers:
                 self._absent.add(name)
-                self._drop(name, reasons.get(name, "did not answer in time"))
+                self._drop(name, why.get(name, "did not answer in time"))
                 continue
             with self._dropping(name):
                 reply = self._accept(server_round, name, answers[name])
@@ -316,7 +315,7 @@ class HetStrategy(Strategy):
         payloads = self._payloads(server_round, told)
         self._waiting_since = time.perf_counter()
         return [
-            (WatchedProxy(self.members[name], self.log), EvaluateIns(payload, {}))
+            (Courier(self.members[name], self.log.client_answered), EvaluateIns(payload, {}))
             for name, payload in payloads.items()
         ]
 
@@ -325,15 +324,16 @@ class HetStrategy(Strategy):
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Take the accuracies in and close the round."""
         self._waiting += time.perf_counter() - self._waiting_since
-        for name, reason in sorted(_reasons(failures).items()):
+        for name, reason in sorted(reasons(failures).items()):
             self.log.notice(f"client {name} was not evaluated: {reason}")
-        for proxy, result in sorted(results, key=lambda pair: _name(pair[0])):
+        answers = {name_of(proxy): result for proxy, result in results}
+        for name, result in sorted(answers.items()):
             try:
                 if "error" in result.metrics:
-                    raise KnowledgeError(_name(proxy), "answer", str(result.metrics["error"])[:300])
-                self._note(_name(proxy), read_measures(_name(proxy), result.metrics))
+                    raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
+                self._note(name, read_measures(name, result.metrics))
             except KnowledgeError as error:
-                self.log.notice(f"client {_name(proxy)} was not evaluated: {error}")
+                self.log.notice(f"client {name} was not evaluated: {error}")
         self._close_round()
         return None, {}
 
@@ -369,9 +369,9 @@ class HetStrategy(Strategy):
         self._record.bytes_down += sum(map(payload_bytes, payloads.values()))
         return payloads
 
-    def _courier(self, round: int, name: str, told: Told) -> WatchedProxy:
+    def _courier(self, round: int, name: str, told: Told) -> Courier:
         """Return the way to a client that is told `told`, which may be made on the way."""
-        proxy = WatchedProxy(self.members[name], self.log)
+        proxy = Courier(self.members[name], self.log.client_answered)
         if not isinstance(told, Knowledge):
             proxy.make = partial(self._make, round, told)
             proxy.turn = self._turns
@@ -494,83 +494,6 @@ class HetStrategy(Strategy):
             self._accuracy.setdefault("common", {}).setdefault(kind, {})[SERVER] = reached
 
 
-class WatchedProxy(ClientProxy):
-    """A client's proxy that carries its name, and tells the log when its answer is there."""
-
-    def __init__(self, member: Member, log: RunLog) -> None:
-        super().__init__(member.proxy.cid)
-        self.name = member.info.name
-        self.make: Callable[[], Parameters] | None = None
-        """Makes the payload of an instruction that comes without one."""
-        self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        """Is held while such a payload is there."""
-        self.spool: Path | None = None
-        """The folder where replies wait to be read."""
-        self._proxy = member.proxy
-        self._log = log
-
-    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
-        """Pass the instruction on; an error carries the client's name."""
-        try:
-            with self.turn:
-                if self.make is not None:
-                    ins = FitIns(self.make(), ins.config)
-                result = self._proxy.fit(ins, timeout, group_id)
-                if self.spool is not None:
-                    result.parameters = Spooled(self.spool / self.name, result.parameters)
-        except Exception as error:
-            self._log.client_answered(self.name, str(error))
-            raise ClientFailureError(self.name, str(error)) from error
-        self._log.client_answered(self.name, str(result.metrics.get("error", "")))
-        return result
-
-    def evaluate(
-        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
-    ) -> EvaluateRes:
-        """Pass the instruction on; an error carries the client's name."""
-        try:
-            return self._proxy.evaluate(ins, timeout, group_id)
-        except Exception as error:
-            raise ClientFailureError(self.name, str(error)) from error
-
-    def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
-        return self._proxy.get_properties(ins, timeout, group_id)
-
-    def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
-        return self._proxy.get_parameters(ins, timeout, group_id)
-
-    def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
-        return self._proxy.reconnect(ins, timeout, group_id)
-
-
-class ClientFailureError(Exception):
-    """A client did not answer, or answered with an error of Flower's."""
-
-    def __init__(self, client: str, reason: str) -> None:
-        super().__init__(f"{client}: {reason}")
-        self.client, self.reason = client, reason
-
-
 def round_half_up(value: float) -> int:
     """Return the nearest whole number; halves go up."""
     return int(value + 0.5)
-
-
-def _name(proxy: ClientProxy) -> str:
-    assert isinstance(proxy, WatchedProxy)
-    return proxy.name
-
-
-def _reasons(failures: Failures) -> dict[str, str]:
-    """Return why each client failed whose failure is known."""
-    reasons: dict[str, str] = {}
-    for failure in failures:
-        if isinstance(failure, ClientFailureError):
-            reasons[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
-        elif isinstance(failure, tuple):
-            proxy, result = failure
-            reasons[_name(proxy)] = result.status.message[:300] or "failed"
-    return reasons
