@@ -66,7 +66,7 @@ class UmPfsslClient(HetClient):
             TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
             TensorField("versions", "int64", ("H",), "the version held of each", low=0),
             TensorField("relations", "float64", ("H",), "Corr of each", low=0),
-            WeightsField("weights", "the private model, if it has trained", required=False),
+            WeightsField("weights", "the private model, if the pool's is older", required=False),
             ScalarField("replaced", int, "helpers replaced in this round", low=0),
             ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
             ScalarField(
@@ -90,7 +90,6 @@ class UmPfsslClient(HetClient):
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
-        changes = self.trains(knowledge)
         if self._is_cold:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
@@ -107,7 +106,7 @@ class UmPfsslClient(HetClient):
         self._remember(helpers)
         figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        if changes:
+        if self._own_version > int(knowledge.scalars["held"]):  # or the last answer was lost
             tensors |= grouped("weights", to_arrays(self.models["private"]))
         return Knowledge(tensors, figures)
 

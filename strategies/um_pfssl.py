@@ -60,6 +60,7 @@ class UmPfsslStrategy(HetStrategy):
         (
             ScalarField("own", int, "the client's own number in the pool", low=0),
             ScalarField("train", bool, "is the client sampled, or does it only search?"),
+            ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
             TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
             TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
             TensorField(
@@ -185,7 +186,7 @@ class UmPfsslStrategy(HetStrategy):
         searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
         candidates = new[: chosen.replace] if searching else []
         room = chosen.helpers - max(1, len(helpers)) if train else 0
-        fill = new[len(candidates) :][:room] if room > 0 else []
+        fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]
         refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
         if not refresh:
             self.refreshes[name] = max(self._due(round), 0)
@@ -196,15 +197,26 @@ class UmPfsslStrategy(HetStrategy):
 
         Those are left out that it was sent in their present version, and turned down.
         """
-        known = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
         sent = self.sent.get(name, {})
-        others = [
-            key
-            for key in sorted(self.versions.items())
-            if key[0] not in known and sent.get(key[0]) != key[1]
-        ]
+        others = [key for key in self._outside(name) if sent.get(key[0]) != key[1]]
         order = numpy_rng(self.run.seed, "candidates", round, name).permutation(len(others))
         return [others[place] for place in order]
+
+    def _seen(self, round: int, name: str) -> list[Key]:
+        """Return the models outside the client's list that it has been sent, in random order.
+
+        They fill a list that nothing new can fill (Algorithm 1, line 16): one whose models are
+        lost, or that candidates were compared with before it was full.
+        """
+        sent = self.sent.get(name, {})
+        others = [key for key in self._outside(name) if sent.get(key[0]) == key[1]]
+        order = numpy_rng(self.run.seed, "fill", round, name).permutation(len(others))
+        return [others[place] for place in order]
+
+    def _outside(self, name: str) -> list[Key]:
+        """Return the models of the pool outside a client's list, by number."""
+        known = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
+        return [key for key in sorted(self.versions.items()) if key[0] not in known]
 
     def _newer(self, name: str) -> list[Key]:
         """Return the helpers to update (Algorithm 2): not the least related, and changed since.
@@ -221,8 +233,8 @@ class UmPfsslStrategy(HetStrategy):
 
     def _message(self, name: str) -> Knowledge:
         """Return what a client is told, its models read from the pool."""
-        plan = self._plans[name]
-        scalars = {"own": self.numbers[name], "train": plan.train}
+        plan, own = self._plans[name], self.numbers[name]
+        scalars = {"own": own, "train": plan.train, "held": self.versions.get(own, 0)}
         if not plan.models:
             return Knowledge(scalars=scalars)
         models = [self.pool.get(key) for key in plan.models]

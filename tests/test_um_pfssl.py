@@ -47,9 +47,9 @@ def opened(tmp_path, **changes):
     return client
 
 
-def message(own=0, train=True, rows=()):
+def message(own=0, train=True, rows=(), held=0):
     """What the server says: rows of (number, version, role, seed of the weights)."""
-    scalars = {"own": own, "train": train}
+    scalars = {"own": own, "train": train, "held": held}
     if not rows:
         return Knowledge(scalars=scalars)
     numbers, versions, roles, seeds = np.array(rows, np.int64).T
@@ -176,7 +176,7 @@ def test_who_only_searches_keeps_its_model(tmp_path):
     client.train(1, message(train=False))
     client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
     before = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
-    told = message(train=False, rows=[(2, 2, REFRESH, 9), (4, 2, CANDIDATE, 10)])
+    told = message(train=False, rows=[(2, 2, REFRESH, 9), (4, 2, CANDIDATE, 10)], held=2)
     assert not client.trains(told)
     answer = client.train(3, told)
     assert not answer.group("weights")
@@ -312,6 +312,45 @@ def test_who_was_away_catches_up(tmp_path):
     }
     wire.play(7)
     assert not [row for row in wire.sent if row[0] == 7]
+
+
+def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
+    """The warm-up's answer of one client does not arrive; its model comes with the next one."""
+    config = um(clients=4, fraction=0.25, refresh=100)
+    wire = Wire(config, tmp_path / "run")
+    asked = wire.ask(1)
+    answers = wire.server.answers(asked)
+    arrived = [pair for pair in answers if pair[0].name != "client-1"]
+    wire.strategy.aggregate_fit(1, arrived, [])
+    wire.server.close(1)
+    assert set(wire.strategy.versions) == {0, 2, 3}
+    client = next(c for c, _ in asked if c.name == "client-1")._proxy._client().numpy_client
+    trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
+    wire.play(2)
+    assert not wire.strategy._plans["client-1"].train
+    assert wire.strategy.versions[1] == 2
+    for name, value in wire.strategy.pool.get((1, 2)).items():
+        np.testing.assert_array_equal(value, trained[name])
+    for round in (3, 4, 5):
+        asked = wire.play(round)
+        assert "client-1" not in asked or not wire.strategy._plans["client-1"].warm_up
+        assert wire.strategy.versions[1] == 2 or wire.strategy._plans["client-1"].train
+
+
+def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_others(tmp_path):
+    """Those that were lost at the client, or turned down before its list was full."""
+    wire = Wire(um(clients=4, helpers=4, replace=2), tmp_path / "run")
+    wire.play(1)
+    strategy = wire.strategy
+    strategy.sent["client-0"] = {1: 1, 2: 1, 3: 1}
+    assert set(strategy._plan(2, "client-0", True).fill) == {(1, 1), (2, 1), (3, 1)}
+    assert not strategy._plan(2, "client-0", False).models
+    strategy.versions[2] = 2
+    assert strategy._plan(3, "client-0", True).fill[0] == (2, 2)  # new ones first
+    strategy.lists["client-0"].append(Helper(1, 1, 0.5))
+    plan = strategy._plan(3, "client-0", True)
+    assert plan.candidates == [(2, 2)]
+    assert plan.fill == [(3, 1)]
 
 
 def test_nothing_new_is_not_sent(tmp_path):
