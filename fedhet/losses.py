@@ -70,9 +70,12 @@ LEAST_PSEUDO = 1e-7
 
 
 def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
-    """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C]."""
+    """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C].
+
+    The gradient reaches the logits alone.
+    """
     own = logits.float().log_softmax(1)
-    return (own.exp() * (own - pseudo.clamp(min=LEAST_PSEUDO).log())).sum(1)
+    return (own.exp() * (own - pseudo.detach().clamp(min=LEAST_PSEUDO).log())).sum(1)
 
 
 def semi_supervised_loss(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from fedhet.averaging import average_weights
 from fedhet.contract import Array, Contract, Shapes, WeightsField
+from fedhet.fixmatch import augmentations
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import Knowledge, group, grouped
 from fedhet.metrics import mean_figures
@@ -28,7 +29,11 @@ class FixAvgStrategy(HetStrategy):
     sends = Contract((WeightsField("weights", "the averaged model, from which clients start"),))
 
     def init(self) -> None:
-        """Start from a new model. Raises SettingsError for clients whose models differ."""
+        """Start from a new model.
+
+        Raises SettingsError for clients whose models differ, DataError for what is no image.
+        """
+        augmentations(self.task.shape)
         self.model = self.one_model()
         new = build(self.model, self.task.shape, self.classes, seed=self.run.seed)
         self._tell({name: tensor.numpy() for name, tensor in new.state_dict().items()})

@@ -162,3 +162,8 @@ def test_a_run_judges_both_kinds(tmp_path):
 def test_all_clients_must_have_one_model(tmp_path):
     with pytest.raises(FedhetError, match="one model for all clients with fixavg"):
         Server(fixavg(models="mlp,cnn2"), tmp_path / "run")
+
+
+def test_a_table_is_refused_before_anyone_trains(tmp_path):
+    with pytest.raises(DataError, match=r"the samples have shape \[30\]"):
+        Server(fixavg(models="mlp", dataset="breast-cancer"), tmp_path / "run")
