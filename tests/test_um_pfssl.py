@@ -1,12 +1,14 @@
 """UM-pFSSL as a whole: Algorithm 1 at a client, who is sent what, and what a server remembers."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
+from test_helpers import ranks_lowest, replace_helper
 
 from benchmarks.model_pool import Pool, settings, traffic
 from clients.node import read_node
@@ -477,6 +479,56 @@ def test_the_servers_half_with_stubs_keeps_to_the_bounds():
     sent, bound, greedy = traffic("cnn2-dropout", clients=20, rounds=25)
     assert 0.2 * bound < sent <= bound
     assert sent < greedy
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed):
+    """Algorithm 1, lines 6 to 16 and 24, line by line, on what was drawn: the same, round by round.
+
+    Ranks for an update are those of the round's start, as docs/results.md says.
+    """
+    M, R, F, nu, K = 4, 2, 9, 3, 8
+    named = {"helpers": M, "replace": R, "search-rounds": F, "refresh": nu}
+    config = settings("cnn2-dropout", K, 17, **named)
+    run = config.run.model_copy(update={"seed": seed, "fraction": 0.3})
+    pool = Pool(replace(config, run=run), tmp_path / "run")
+
+    def corr(k, j, version):
+        return pool.stubs[k]._helper(j, version).relation
+
+    lists, held = {k: [k] for k in range(K)}, {k: {k: 1} for k in range(K)}
+    server, seen = dict.fromkeys(range(K), 1), {k: {} for k in range(K)}
+    refreshed = 0
+    pool.play(1)  # the warm-up
+    for t in range(1, 17):
+        pool.play(t + 1)
+        plans = {int(name[-3:]): plan for name, plan in pool.strategy._plans.items()}
+        before = dict(server)
+        assert sum(plan.train for plan in plans.values()) == 2
+        for k, plan in plans.items():
+            c = lambda j, k=k: corr(k, j, held[k][j])  # noqa: E731
+            up = [j for j in lists[k] if j != k and not ranks_lowest(j, lists[k], c, R)]
+            newer = [(j, before[j]) for j in up if before[j] != held[k][j]] if t % nu == 0 else []
+            assert sorted(plan.refresh) == sorted(newer)
+            refreshed += len(newer)
+            drawn, full = [j for j, _ in plan.candidates], len(lists[k]) == M
+            assert all(before[j] == v and seen[k].get(j) != v for j, v in plan.candidates)
+            others = [j for j in range(K) if j not in lists[k] and seen[k].get(j) != before[j]]
+            assert len(drawn) == (min(R, len(others)) if t < F and full else 0)
+            replace_helper(k, lists, held, before, corr, R, drawn)
+            held[k] |= {j: v for j, v in newer if j in lists[k]}
+            assert len(plan.fill) == (M - len(lists[k]) if plan.train else 0)
+            held[k] |= dict(plan.fill)
+            lists[k] += [j for j, _ in plan.fill]
+            seen[k] |= dict(plan.models)
+            if plan.train:
+                server[k] = held[k][k] = t + 1
+            expected = {(j, held[k][j], corr(k, j, held[k][j])) for j in lists[k]}
+            found = pool.strategy.lists[pool.stubs[k].info.name]
+            assert {(h.number, h.version, h.relation) for h in found} == expected
+    assert refreshed > 5
+    assert max(map(len, lists.values())) == M
+    assert pool.strategy.versions == server
 
 
 @pytest.mark.slow
