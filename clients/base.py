@@ -6,6 +6,7 @@ train, keep the state, measure, encode.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from clients.node import Node
 from fedhet.config import data_spec, labelled_alpha
 from fedhet.contract import Array, Contract, Shapes
-from fedhet.data import GENERATED, Split, public_set, refuse_overlap, split_labels
+from fedhet.data import GENERATED, Split, labelled_parts, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.identity import ClientInfo
@@ -33,6 +34,8 @@ from fedhet.settings import MethodSettings, Settings
 from fedhet.state import ClientStore
 from fedhet.training import LossOfBatch, Optimization, Score, evaluate, optimization, train_epoch
 
+LOG = logging.getLogger("fedhet")
+"""Of a node: what it logs stands in the log of Flower's node."""
 KEPT = "kept"
 """Under this name, which no model has, a client's state holds what is not of a model."""
 
@@ -62,14 +65,15 @@ class HetClient(NumPyClient):
         self.node = node
         self.compute = compute_for(self.run)
         data = node.load_data(run)
-        self.info = ClientInfo(
-            node.name, node.model, len(data.train), len(data.classes), data.shape
-        )
-        labelled, rest = split_labels(data.train, labelled_alpha(run), run.seed, node.name)
+        labelled, rest = labelled_parts(data, labelled_alpha(run), run.seed, node.name)
+        samples = len(labelled) + len(rest)
+        self.info = ClientInfo(node.name, node.model, samples, len(data.classes), data.shape)
+        self._left_aside = data.left_aside
         self.x = self.compute.images(labelled.x)
         self.y = labelled.y.to(self.compute.device)
         self.unlabelled = Split(self.compute.images(rest.x), rest.y.to(self.compute.device))
-        """Samples whose labels are there to measure by, never to train on; often none."""
+        """Samples whose labels, UNKNOWN at a real site, are there to measure by, never to train on;
+        often none."""
         self.tests: dict[str, Split] = {"personal": data.test}
         if data.common is not None:
             self.tests["common"] = data.common
@@ -246,6 +250,13 @@ class HetClient(NumPyClient):
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Say who this is and what task its data is of."""
+        if self._left_aside:
+            LOG.warning(
+                "%s: %d images without a class are left aside: %s learns from labelled ones alone",
+                self.info.name,
+                self._left_aside,
+                self.run.method,
+            )
         return dict(self.info.properties())
 
     def fit(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from clients.base import HetClient, adopt, to_arrays
 from fedhet.contract import Contract, ScalarField, Shapes, WeightsField
+from fedhet.data import UNKNOWN
 from fedhet.fixmatch import augmentations, confident_labels, fixmatch_loss
 from fedhet.knowledge import Knowledge, grouped
 from fedhet.models import shapes
@@ -45,7 +46,7 @@ class FixAvgClient(HetClient):
             ScalarField(
                 "pseudo_error",
                 float,
-                "share of these pseudo-labels that are wrong",
+                "share of these pseudo-labels that are wrong, where the truth is known",
                 required=False,
                 low=0,
                 high=1,
@@ -75,14 +76,16 @@ class FixAvgClient(HetClient):
         x = torch.cat([self.x, self.unlabelled.x])
         truth = torch.cat([self.y, self.unlabelled.y])
         labelled = torch.arange(len(x), device=x.device) < len(self.y)
-        counts = torch.zeros(2, device=x.device)
+        counts = torch.zeros(3, device=x.device)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             weak, known = images.weak(x), labelled[rows]
             with torch.no_grad(), evaluating(model):
                 guessed, confident = confident_labels(model(weak), self.settings.threshold)
             used = confident & ~known
-            counts.add_(torch.stack([used, used & (guessed != truth[rows])]).sum(1))
+            judged = used & (truth[rows] != UNKNOWN)
+            wrong = judged & (guessed != truth[rows])
+            counts.add_(torch.stack([used, judged, wrong]).sum(1))
             seen = torch.where(known.view(-1, 1, 1, 1), weak, images.strong(x))
             labels = torch.where(known, truth[rows], guessed)
             weight = self.settings.unlabelled_weight
@@ -105,6 +108,6 @@ class FixAvgClient(HetClient):
 
     def _figures(self, counts: Tensor) -> dict[str, float]:
         """Return what the pseudo-labels of the last epoch were: how many, and how wrong."""
-        used, wrong = counts.tolist()
+        used, judged, wrong = counts.tolist()
         found = {"confident": used / max(1, len(self.unlabelled))}
-        return found | ({"pseudo_error": wrong / used} if used else {})
+        return found | ({"pseudo_error": wrong / judged} if judged else {})

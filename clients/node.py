@@ -14,6 +14,7 @@ from fedhet.config import data_spec, pool
 from fedhet.data import ClientData
 from fedhet.errors import SettingsError
 from fedhet.models import deal
+from fedhet.registry import find_method
 from fedhet.settings import CountOrNone, Schema, Settings, build
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
@@ -46,7 +47,13 @@ class Node:
         """Return the client's data: its own folder's, or its part of the run's dataset."""
         spec = data_spec(run)
         if self.folder:
-            return data.site_data(self.folder, spec=spec, classes=run.num_classes, name=self.name)
+            return data.site_data(
+                self.folder,
+                spec=spec,
+                classes=run.num_classes,
+                name=self.name,
+                unlabelled=find_method(run.method).needs_unlabelled,
+            )
         return data.client_data(spec, self.partition)
 
 

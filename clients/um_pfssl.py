@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from clients.base import HetClient, adopt, to_arrays
 from fedhet.averaging import average_weights
 from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
+from fedhet.data import UNKNOWN
 from fedhet.errors import KnowledgeError
 from fedhet.helpers import CANDIDATE, FILL, REFRESH, Helper, filled, ranked, refreshed, replaced
 from fedhet.helpers import to_arrays as list_to_arrays
@@ -72,7 +73,7 @@ class UmPfsslClient(HetClient):
             ScalarField(
                 "pseudo_error",
                 float,
-                "share of pseudo-labels that are wrong",
+                "share of pseudo-labels that are wrong, where the truth is known",
                 required=False,
                 low=0,
                 high=1,
@@ -101,7 +102,7 @@ class UmPfsslClient(HetClient):
         helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
         if knowledge.scalars["train"]:
             helpers = filled(helpers, sent[FILL], self.settings.helpers)
-            figures["pseudo_error"] = self._learn(round, helpers, own)
+            figures |= self._learn(round, helpers, own)
             helpers = ranked([self._self(own), *(h for h in helpers if h.number != own)])
         self._remember(helpers)
         figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
@@ -134,8 +135,8 @@ class UmPfsslClient(HetClient):
             self.train_epoch(loss_of, optimizing, generator)
         self.facts["trained"] = round
 
-    def _learn(self, round: int, helpers: list[Helper], own: int) -> float:
-        """Run lines 17 to 23 with a whole list; return the share of wrong pseudo-labels."""
+    def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
+        """Run lines 17 to 23 with a whole list; return what share of the pseudo-labels is wrong."""
         weights = [self._weights(helper, own) for helper in helpers]
         predictions = [
             self._predict(self._spare(model), helper)
@@ -146,7 +147,9 @@ class UmPfsslClient(HetClient):
         adopt(self.models["private"], average_weights([*zip(weights, shares, strict=True)]))
         self._train_jointly(round, pseudo)
         self.facts["trained"] = round
-        return float((pseudo.argmax(1) != self.unlabelled.y).float().mean())
+        known = self.unlabelled.y != UNKNOWN
+        wrong = (pseudo.argmax(1) != self.unlabelled.y)[known]
+        return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
         """Train the local epochs on Eq. 1; pseudo-labels [N, C] of the unlabelled part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -604,6 +605,60 @@ def test_site_with_images(tmp_path: Path) -> None:
     assert ordered.test.y.tolist() == [1] * 3
     cats = ordered.train.y == 2
     assert torch.equal(ordered.train.x[cats, 0, 0, 0], torch.full((4,), -1.0)), "cat was written 0"
+
+
+def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
+    write_images(tmp_path / "train", classes=("cat", "dog"))
+    site: dict[str, Any] = {"spec": SITE, "name": "north", "classes": 2}
+    before = site_data(str(tmp_path), **site)
+    assert before.unlabelled is None
+    site_data.cache_clear()
+    write_images(tmp_path / "train" / "unlabelled", classes=("",), each=3)
+    write_images(tmp_path / "train" / "unlabelled", classes=("march", "may"), each=1)
+    read = site_data(str(tmp_path), unlabelled=True, **site)
+    assert read.classes == ("cat", "dog")
+    assert read.unlabelled is not None
+    assert read.unlabelled.x.shape == (5, 3, 5, 6)
+    assert read.unlabelled.x.dtype == torch.float32
+    colours = (read.unlabelled.x[:, :2, 0, 0] + 1) * 127.5  # (class's place * 10, row)
+    assert sorted(map(tuple, colours.round().int().tolist())) == [
+        (0, 0), (0, 0), (0, 1), (0, 2), (10, 0),
+    ]  # fmt: skip
+    assert read.unlabelled.y.tolist() == [-1] * 5
+    assert read.left_aside == 0
+    aside = site_data(str(tmp_path), **site)
+    assert (aside.left_aside, len(aside.unlabelled or ())) == (5, 0)
+    for found in (read, aside):  # the labelled part is that of a folder without
+        assert torch.equal(found.train.x, before.train.x)
+        assert torch.equal(found.test.y, before.test.y)
+        assert found.space == (0, 1)
+
+
+def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
+    def site_fault(**changes: Any) -> str:
+        site: dict[str, Any] = {"spec": SITE, "classes": 2, "name": "north", "unlabelled": True}
+        with pytest.raises(DataError) as caught:
+            site_data(str(tmp_path), **{**site, **changes})
+        return str(caught.value)
+
+    write_images(tmp_path / "train", classes=("cat", "dog"))
+    folder = tmp_path / "train" / "unlabelled"
+    folder.mkdir()
+    assert site_fault().startswith(f"{folder}: has no images")
+    assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").left_aside == 0
+    odd = folder / "odd.png"
+    PIL.Image.new("RGB", (3, 3)).save(odd)
+    assert site_fault().startswith(f"{odd}: is 3 x 3 pixels, the first image 6 x 5")
+    (tmp_path / "classes.txt").write_text("cat\nunlabelled\n")
+    assert "'unlabelled' cannot name a class" in site_fault()
+    (tmp_path / "classes.txt").unlink()
+    (tmp_path / "test" / "unlabelled").mkdir(parents=True)
+    assert site_fault().endswith("test images need a class")
+    shutil.rmtree(tmp_path / "test")
+    (tmp_path / "unlabelled").mkdir()
+    assert site_fault().endswith(f"beside the class folders, in {tmp_path / 'train'}")
+    shared = DataSpec(dataset=f"imagefolder:{tmp_path}")
+    assert fault(shared).endswith("of shared data 'labelled-alpha' hides labels")
 
 
 def test_site_faults(tmp_path: Path) -> None:

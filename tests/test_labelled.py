@@ -1,6 +1,7 @@
 """The labelled and the unlabelled part of a client's samples."""
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from federation import small
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from clients.node import read_node
 from fedhet.config import labelled_alpha, pool, resolve
-from fedhet.data import Split, split_labels
+from fedhet.data import UNKNOWN, Split, split_labels
 from fedhet.data.labelled import LEAST
 from fedhet.errors import DataError, SettingsError
+from fedhet.knowledge import Knowledge, grouped
 
 
 def samples(count):
@@ -79,6 +81,64 @@ def test_a_yardstick_trains_on_the_same_labelled_part(tmp_path):
     assert torch.equal(method.unlabelled.x, local.unlabelled.x)
     assert len(everything.unlabelled) == 0
     assert len(everything.x) == len(local.x) + len(local.unlabelled) == local.info.samples
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A site of 12 images of two classes, and 6 without one."""
+    rng = np.random.default_rng(0)
+    folders = {"train/a": 6, "train/b": 6, "train/unlabelled": 6, "test/a": 2, "test/b": 2}
+    for folder, count in folders.items():
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        for k in range(count):
+            pixels = rng.integers(0, 256, (8, 8), dtype=np.uint8)
+            PIL.Image.fromarray(pixels).save(tmp_path / "data" / folder / f"{k}.png")
+    return tmp_path
+
+
+def at_site(site, method, **changes):
+    config = small(method, models="cnn2-dropout", num_classes=2, **changes)
+    node_config = {"name": "site-a", "data": str(site / "data"), "model": "cnn2-dropout"}
+    node = read_node(node_config, config.run, str(site / "state"))
+    return config.method.client(config.run, config.client, config.method.server_sends, node)
+
+
+def test_a_sites_images_without_a_class_are_its_unlabelled_part(site, caplog):
+    for method in ("um-pfssl", "fixavg"):
+        client = at_site(site, method)
+        assert (len(client.y), len(client.unlabelled), client.info.samples) == (12, 6, 18)
+        assert client.unlabelled.y.tolist() == [UNKNOWN] * 6
+        client.get_properties({})
+    assert not caplog.messages
+
+
+def test_methods_of_labelled_samples_leave_them_aside_and_say_so(site, caplog):
+    found = [at_site(site, "local"), at_site(site, "local", labelled_alpha=0.5)]
+    for client in found:  # the yardstick has the labels that um-pfssl has
+        assert torch.equal(client.x, at_site(site, "um-pfssl").x)
+        assert (len(client.unlabelled), client.info.samples) == (0, 12)
+    found[0].get_properties({})
+    assert caplog.messages == [
+        "site-a: 6 images without a class are left aside: local learns from labelled ones alone"
+    ]
+
+
+def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
+    um = at_site(site, "um-pfssl", **{"um-pfssl.warm-up": 1})
+    um._restore("run", before=1)
+    start = {name: t.clone() for name, t in um.models["private"].state_dict().items()}
+    told = Knowledge(scalars={"own": 0, "train": True, "held": 0})
+    answer = um.train(1, told)
+    um.receives.check("server", told.tensors, told.scalars, dims=um.dims(), shapes=um.shapes())
+    assert "pseudo_error" not in answer.scalars
+    assert any(not np.array_equal(answer.group("weights")[name], t) for name, t in start.items())
+
+    fix = at_site(site, "fixavg", **{"fixavg.threshold": 0.0})
+    fix._restore("run", before=1)
+    weights = {name: t.numpy() for name, t in fix.build_model().state_dict().items()}
+    answer = fix.train(1, Knowledge(grouped("weights", weights)))
+    assert answer.scalars["confident"] == 1.0
+    assert "pseudo_error" not in answer.scalars
 
 
 def test_only_a_method_that_needs_it_hides_labels():

@@ -1,14 +1,15 @@
 """Data: the datasets by name, their division over clients, and a real site's own folder."""
 
 from fedhet.data.datasets import common_test, dataset_names, load
-from fedhet.data.labelled import split_labels
+from fedhet.data.labelled import labelled_parts, split_labels
 from fedhet.data.partition import client_name, label_counts, label_space, partition
 from fedhet.data.public import GENERATED, public_set, refuse_overlap
 from fedhet.data.site import ClientData, client_data, site_data, validate
-from fedhet.data.spec import Dataset, DataSpec, Split, scaled
+from fedhet.data.spec import UNKNOWN, Dataset, DataSpec, Split, scaled
 
 __all__ = [
     "GENERATED",
+    "UNKNOWN",
     "ClientData",
     "DataSpec",
     "Dataset",
@@ -19,6 +20,7 @@ __all__ = [
     "dataset_names",
     "label_counts",
     "label_space",
+    "labelled_parts",
     "load",
     "partition",
     "public_set",

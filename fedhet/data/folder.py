@@ -32,12 +32,21 @@ _FORMAT = 1  # part of the cache's key: raise it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
 _CHANNELS = {"L": 1, "RGB": 3}
 
+UNLABELLED = "unlabelled"
+"""Beside a site's class folders: the folder of its images that have no class."""
+
 Pixels = npt.NDArray[np.uint8]
 
 
 def read_tree(path: str, spec: DataSpec) -> Dataset:
     """Read PATH/train/<class>/* and PATH/test/<class>/*, or PATH/<class>/* with no test set."""
     train_root, test_root = parts(Path(path).expanduser())
+    for root in filter(None, (train_root, test_root)):
+        refuse_unlabelled(
+            root,
+            "only a site's own training images may lack a class; of shared data "
+            "'labelled-alpha' hides labels",
+        )
     classes = class_folders(train_root)
     files, labels = listing(train_root, classes)
     if 0 < spec.max_samples < len(files):
@@ -62,8 +71,12 @@ def parts(root: Path) -> tuple[Path, Path | None]:
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
-    """Return the names of the folders in `root`, sorted: the classes, in the order of labels."""
-    classes = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
+    """Return the names of the folders in `root`, sorted: the classes, in the order of labels.
+
+    UNLABELLED is none of them.
+    """
+    folders = (entry.name for entry in os.scandir(root) if entry.is_dir())
+    classes = tuple(sorted(name for name in folders if name != UNLABELLED))
     if not classes:
         raise DataError(f"{root}: has no folders; expected one folder of images for each class")
     return classes
@@ -87,6 +100,22 @@ def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[
     except FileNotFoundError as error:
         raise DataError(f"{root}: {error}") from error
     return [path for path, _ in pairs], np.array([label for _, label in pairs], dtype=np.int64)
+
+
+def unlabelled_files(root: Path) -> list[str]:
+    """List the image files of `root`'s folder UNLABELLED, sorted; none where it is not there."""
+    if not (root / UNLABELLED).is_dir():
+        return []
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    found = make_dataset(str(root), {UNLABELLED: 0}, extensions=IMG_EXTENSIONS, allow_empty=True)
+    return [path for path, _ in found]
+
+
+def refuse_unlabelled(root: Path, rule: str) -> None:
+    """Raise DataError with `rule` where `root` has a folder UNLABELLED."""
+    if (root / UNLABELLED).is_dir():
+        raise DataError(f"{root / UNLABELLED}: is not allowed here: {rule}")
 
 
 def decode(files: Sequence[str], image_size: int, like: tuple[int, ...] | None = None) -> Tensor:

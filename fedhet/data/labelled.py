@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedhet.data.site import ClientData
 from fedhet.data.spec import Split
 from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 
 LEAST = 2
 """Samples that a client has at least with labels, and at least without: batch norm needs two."""
+
+
+def labelled_parts(data: ClientData, alpha: float, seed: int, client: str) -> tuple[Split, Split]:
+    """Return the labelled and the unlabelled part of a client's training samples.
+
+    A site that has samples without a label beside its labelled ones has these two parts, whatever
+    `alpha`; of another client's samples `split_labels` hides labels.
+    """
+    if data.unlabelled is not None:
+        return data.train, data.unlabelled
+    return split_labels(data.train, alpha, seed, client)
 
 
 def split_labels(train: Split, alpha: float, seed: int, client: str) -> tuple[Split, Split]:

@@ -10,10 +10,17 @@ import torch
 
 from fedhet.data.arrays import read_npz, same_kind
 from fedhet.data.datasets import common_test, load
-from fedhet.data.folder import class_folders, decode, listing
+from fedhet.data.folder import (
+    UNLABELLED,
+    class_folders,
+    decode,
+    listing,
+    refuse_unlabelled,
+    unlabelled_files,
+)
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import GENERATED, public_set, refuse_overlap
-from fedhet.data.spec import DataSpec, Split, check, global_random_kept
+from fedhet.data.spec import UNKNOWN, DataSpec, Split, check, global_random_kept
 from fedhet.errors import DataError
 
 _KEPT_CLIENTS = 32  # decoded clients that one process keeps
@@ -33,6 +40,10 @@ class ClientData:
     common: Split | None
     classes: tuple[str, ...]
     space: tuple[int, ...]
+    unlabelled: Split | None = None
+    """Samples that have no label, each of class UNKNOWN; None: the client has none set apart."""
+    left_aside: int = 0
+    """Samples without a label that were not asked for: `unlabelled` is empty then."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,12 +84,15 @@ def validate(spec: DataSpec) -> None:
 
 @lru_cache(maxsize=4)
 @global_random_kept()
-def site_data(folder: str, *, spec: DataSpec, classes: int, name: str) -> ClientData:
+def site_data(
+    folder: str, *, spec: DataSpec, classes: int, name: str, unlabelled: bool = False
+) -> ClientData:
     """Return the data of a real site, which lies in its own folder.
 
     FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images. Without
     a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (a name a line)
     gives the run's classes in order; image folders need it only where they lack some of them.
+    Images without a class lie in FOLDER/train/unlabelled; they are read if `unlabelled`.
     """
     check(spec)
     root = Path(folder).expanduser()
@@ -94,6 +108,7 @@ def site_data(folder: str, *, spec: DataSpec, classes: int, name: str) -> Client
         train, test = _site_images(root, names, spec)
     else:
         train, test = _site_arrays(root, classes)
+    rest, left_aside = _without_labels(root, train, spec, unlabelled)
     if test is None:
         train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
         train, test = train.take(train_rows), train.take(test_rows)
@@ -105,7 +120,28 @@ def site_data(folder: str, *, spec: DataSpec, classes: int, name: str) -> Client
     names = names or tuple(map(str, range(classes)))
     # A site's task is what it has samples of; the run's classes may be more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    return ClientData(name, train.scaled(), test.scaled(), None, names, space)
+    return ClientData(name, train.scaled(), test.scaled(), None, names, space, rest, left_aside)
+
+
+def _without_labels(
+    root: Path, train: Split, spec: DataSpec, wanted: bool
+) -> tuple[Split | None, int]:
+    """Return a site's images without a class, if it has such; and how many are left aside.
+
+    They get the form of the training images, and are scaled. Raises DataError for a folder that
+    is wanted and has none.
+    """
+    refuse_unlabelled(root, f"it lies beside the class folders, in {root / 'train'}")
+    folder = root / "train" / UNLABELLED
+    if not folder.is_dir():
+        return None, 0
+    files = unlabelled_files(root / "train")
+    if not wanted:
+        return train.take(torch.arange(0)).scaled(), len(files)
+    if not files:
+        raise DataError(f"{folder}: has no images; remove it, and labels of others are hidden")
+    x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+    return Split(x, torch.full((len(x),), UNKNOWN)).scaled(), 0
 
 
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
@@ -137,6 +173,12 @@ def _folder_names(train: Path, classes: int) -> tuple[str, ...]:
 
 
 def _site_images(root: Path, names: tuple[str, ...], spec: DataSpec) -> tuple[Split, Split | None]:
+    if UNLABELLED in names:
+        raise DataError(
+            f"{root / 'classes.txt'}: {UNLABELLED!r} cannot name a class: "
+            "the folder of that name is for images without one"
+        )
+    refuse_unlabelled(root / "test", "test images need a class")
     files, labels = listing(root / "train", names)
     train = Split(decode(files, spec.image_size), torch.from_numpy(labels))
     if not (root / "test").is_dir():

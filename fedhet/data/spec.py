@@ -17,6 +17,8 @@ from fedhet.errors import SettingsError, nearest
 
 Index = npt.NDArray[np.int64]
 
+UNKNOWN = -1
+"""The label of a sample whose class nobody knows."""
 PARTITIONS = ("iid", "dirichlet", "shards", "classes", "superclasses")
 
 
