@@ -7,18 +7,46 @@ Federated Multitask Learning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fedhet.contract import Array, Contract, ScalarField, TensorField, smallest_uint
-from fedhet.errors import KnowledgeError
+from fedhet.errors import KnowledgeError, nearest
 from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, grouped, groups
-from fedhet.settings import Count, MethodSettings
+from fedhet.knowledge import Knowledge, grouped, groups, is_name
+from fedhet.settings import Count, MethodSettings, refused
 from fedhet.voting import Vote, aggregate, conflicts, for_space
 from strategies.base import HetStrategy, Reply
+
+EQUAL, SAMPLES = "equal", "samples"
+MOST_WEIGHT = 1e6
+
+
+def given_weights(credibility: str) -> dict[str, float]:
+    """Return the weights in "site-a=2,site-b=0.5" by client. Raises ValueError for what is none."""
+    if credibility in (EQUAL, SAMPLES):
+        return {}
+    weights: dict[str, float] = {}
+    for part in credibility.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        weight = float(number)
+        if not is_name(name) or name in weights or not 0 <= weight <= MOST_WEIGHT:
+            raise ValueError(part)
+        weights[name] = weight
+    return weights
+
+
+def _is_credibility(text: str) -> str:
+    try:
+        given_weights(text)
+    except ValueError:
+        raise ValueError(
+            f"it takes {EQUAL}, {SAMPLES}, or weights from 0 to {MOST_WEIGHT:g} by client, each "
+            "once, such as site-a=2,site-b=0.5"
+        ) from None
+    return text
 
 
 class CofedServerSettings(MethodSettings):
@@ -27,8 +55,10 @@ class CofedServerSettings(MethodSettings):
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3, description="alpha of Eq. 18: a class takes an instance by more than this share"
     )
-    credibility: Literal["equal", "samples"] = Field(
-        "equal", description="a participant's weight in the vote: 1, or its training samples"
+    credibility: Annotated[str, AfterValidator(_is_credibility)] = Field(
+        EQUAL,
+        description="a participant's weight in the vote: equal (1), samples (its training samples) "
+        "or given, as site-a=2,site-b=0.5; 1 for who is not named",
     )
     iterations: Count = Field(
         1, description="times of predicting, voting and update training; rounds are one more"
@@ -66,6 +96,9 @@ class CofedStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start without votes."""
+        self.weights = given_weights(self.settings.credibility)
+        """Credibility weights that are given, by client (Section 4.6)."""
+        self._check_names()
         self.instances = len(self.public_set(labelled=False))
         self.votes: dict[str, Vote] = {}
         """What each participant said last."""
@@ -129,7 +162,17 @@ class CofedStrategy(HetStrategy):
         self.joined = aggregate(heard, self.classes, self.settings.threshold)
 
     def _weight(self, reply: Reply) -> float:
-        return float(reply.samples) if self.settings.credibility == "samples" else 1.0
+        if self.settings.credibility == SAMPLES:
+            return float(reply.samples)
+        return self.weights.get(reply.client.name, 1.0)
+
+    def _check_names(self) -> None:
+        """Raise SettingsError for a weight of nobody's; a notice, where some may still come."""
+        for name in sorted(self.weights.keys() - self.members.keys()):
+            rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
+            if len(self.members) >= self.run.clients:
+                raise refused("cofed.credibility", self.settings.credibility, rule)
+            self.log.notice(f"cofed.credibility: no client {name!r} is there yet")
 
     def _labels(self, space: Array) -> Array:
         labels = np.full(self.instances, self.classes, smallest_uint(self.classes + 1))

@@ -174,6 +174,56 @@ def test_credibility_by_samples_weighs_the_votes(tmp_path):
     assert len(set(samples.values())) > 1
 
 
+def test_given_weights_decide_the_vote(tmp_path):
+    weights = {"client-0": 7.0, "client-2": 0.25, "client-3": 0.0}
+    spelled = ", ".join(f"{name}={weight}" for name, weight in weights.items())
+    server, answers = first_round(
+        cofed(**{"cofed.credibility": spelled, "cofed.threshold": 0.6}), tmp_path / "run"
+    )
+    said_by = {proxy.name: said(result.parameters).tensors for proxy, result in answers}
+    weight = {name: weights.get(name, 1.0) for name in said_by}
+    assert weight["client-1"] == 1.0
+    differs = False
+    for c in range(5):
+        total = sum(w for name, w in weight.items() if c in said_by[name]["space"])
+        holders = sum(c in tensors["space"] for tensors in said_by.values())
+        for index in range(280):
+            yes = [name for name in said_by if said_by[name]["predictions"][index] == c]
+            expected = total > 0 and sum(weight[name] for name in yes) / total > 0.6
+            assert server.strategy.joined[c, index] == expected
+            differs |= expected != (holders > 0 and len(yes) / holders > 0.6)
+    assert differs, "equal weights would have done as well"
+    again = Server(server.log.config, tmp_path / "again")
+    again.strategy.restore(server.strategy.saved())
+    assert np.array_equal(again.strategy.joined, server.strategy.joined)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["sample", "", "client-0", "client-0=", "client-0=x", "client-0=-1", "client-0=nan",
+     "client-0=inf", "client-0=1,client-0=2", "../x=1", "client-0=1,"],
+)  # fmt: skip
+def test_what_is_no_credibility_is_said(text):
+    with pytest.raises(SettingsError, match=r"it takes equal, samples, or weights .* by client"):
+        resolve({"method": "cofed", "cofed.credibility": text})
+
+
+def test_a_weight_of_nobodys_is_said(tmp_path):
+    config = cofed(**{"cofed.credibility": "client-1=2,clint-3=5"})
+    with pytest.raises(SettingsError, match="'clint-3' is none; did you mean 'client-3'"):
+        Server(config, tmp_path / "run")
+
+
+def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
+    server = Server(cofed(**{"cofed.credibility": "client-3=5"}), tmp_path / "run")
+    notices = []
+    monkeypatch.setattr(server.log, "notice", notices.append)
+    del server.strategy.members["client-3"]
+    server.strategy.init()
+    assert notices == ["cofed.credibility: no client 'client-3' is there yet"]
+    assert server.strategy.weights == {"client-3": 5.0}
+
+
 # --- what a client does ---------------------------------------------------------------------
 
 
