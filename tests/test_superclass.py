@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.config import data_spec, resolve
+from fedhet.config import data_spec, read_preset, resolve
 from fedhet.data import DataSpec, client_data, common_test, label_counts, load, partition, site_data
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.superclass import deal, joined, label_spaces, parse
@@ -110,6 +110,31 @@ def test_subclasses_that_run_out_are_drawn_again():
         dealt = deal(dataset, replace(spec, seed=seed))
         kinds = [set(dataset.subclasses[rows].tolist()) for rows in dealt.rows]
         assert kinds[0].isdisjoint(kinds[1])
+
+
+FINE = torch.arange(50_000) % 100
+
+
+@pytest.mark.parametrize("preset", ["cofed-cifar100-iid", "cofed-cifar100-non-iid"])
+@pytest.mark.parametrize("seed", [0, 4, 27, 30, 40])
+def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
+    """With these seeds up to 50 clients hold one superclass of 2,500 samples."""
+    spec = replace(data_spec(resolve(read_preset(preset)).run), seed=seed)
+    names = tuple(map(str, range(20)))
+    split = Split(torch.zeros(50_000, 1), FINE // 5)
+    dealt = deal(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
+    everyone = np.concatenate(dealt.rows)
+    assert len(np.unique(everyone)) == len(everyone)
+    fine = FINE.numpy()
+    for rows, space in zip(dealt.rows, dealt.spaces, strict=True):
+        assert 6 <= len(space) <= 8
+        for label in space:
+            held = np.bincount(fine[rows[fine[rows] // 5 == label]], minlength=100)
+            assert held.sum() == 51
+            assert (held > 0).sum() in ((5,) if preset.endswith("100-iid") else (1, 2))
+            assert held[held > 0].max() - held[held > 0].min() <= 1
+    if seed == 0:  # where the first draw of the tasks will do, it is taken
+        assert dealt.spaces == label_spaces(spec, 20)
 
 
 def test_too_little_data_and_too_few_classes_are_said():

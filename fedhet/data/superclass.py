@@ -6,6 +6,7 @@ samples of all subclasses of each; non-IID, of one or two, and is judged on all.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +53,7 @@ CIFAR100_NAMES = (
 )
 GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
 _DRAWS = 50
+_TASKS = 5  # label spaces for which the data does not suffice are drawn again
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +109,14 @@ def deal(dataset: Dataset, spec: DataSpec) -> Deal:
 
     Raises DataError where the training set is too small for it.
     """
-    spaces = label_spaces(spec, len(dataset.classes))
+    for attempt in range(_TASKS - 1):
+        with contextlib.suppress(DataError):
+            return _dealt(dataset, spec, label_spaces(spec, len(dataset.classes), attempt))
+    return _dealt(dataset, spec, label_spaces(spec, len(dataset.classes), _TASKS - 1))
+
+
+def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]) -> Deal:
+    """Return the deal for these label spaces. Raises DataError where there is too little."""
     labels = dataset.train.y.numpy()
     kinds = dataset.subclasses if dataset.subclasses is not None else labels
     owned: list[list[Index]] = [[] for _ in spaces]
@@ -120,7 +129,7 @@ def deal(dataset: Dataset, spec: DataSpec) -> Deal:
     return Deal(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
 
 
-def label_spaces(spec: DataSpec, classes: int) -> tuple[tuple[int, ...], ...]:
+def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return each client's label space: `label-space` of the classes, drawn without order."""
     low, high = spec.label_space
     if high > classes:
@@ -130,21 +139,27 @@ def label_spaces(spec: DataSpec, classes: int) -> tuple[tuple[int, ...], ...]:
         )
     spaces = []
     for client in range(spec.clients):
-        rng = numpy_rng(spec.seed, "label-space", client)
+        again = (attempt,) if attempt else ()
+        rng = numpy_rng(spec.seed, "label-space", client, *again)
         size = int(rng.integers(low, high + 1))
         spaces.append(tuple(sorted(rng.permutation(classes)[:size].tolist())))
     return tuple(spaces)
 
 
 def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) -> list[Index]:
-    """Return each holder's rows of one class, evenly of the subclasses it is given."""
+    """Return each holder's rows of one class, evenly of the subclasses it is given.
+
+    Draws that run out of a subclass are thrown away. If none succeeds, as where the holders need
+    nearly all there is, later holders are given subclasses that still have enough.
+    """
     present = np.unique(kinds)
-    for attempt in range(_DRAWS):
+    for attempt in range(2 * _DRAWS):
         rng = numpy_rng(spec.seed, "superclass", label, attempt)
         left = {int(k): rng.permutation(rows[kinds == k]) for k in present}
         shared: list[Index] = []
         for _ in range(holders):
-            taken = _take(left, _subclasses(present, spec, rng), spec.samples_per_class)
+            drawn = _subclasses(left, spec, rng, with_room=attempt >= _DRAWS)
+            taken = _take(left, drawn, spec.samples_per_class)
             if taken is None:
                 break
             shared.append(taken)
@@ -157,13 +172,26 @@ def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) 
     )
 
 
-def _subclasses(present: Index, spec: DataSpec, rng: np.random.Generator) -> Index:
-    """Return a holder's subclasses of a class: all (IID), or `subclasses` of them."""
+def _subclasses(
+    left: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, with_room: bool
+) -> Index:
+    """Return a holder's subclasses of a class: all (IID), or `subclasses` of them.
+
+    `with_room`: of those that have enough left, another number of them if need be.
+    """
+    present = np.array(sorted(left))
     low, high = spec.subclasses
     if high == 0:
         return rng.permutation(present)
     size = min(int(rng.integers(low, high + 1)), len(present))
-    return rng.permutation(present)[:size]
+    order = rng.permutation(present)
+    if with_room:
+        others = [n for n in range(low, min(high, len(present)) + 1) if n != size]
+        for number in (size, *others):
+            open_ = [k for k in order if len(left[int(k)]) * number >= spec.samples_per_class]
+            if len(open_) >= number:
+                return np.array(open_[:number])
+    return order[:size]
 
 
 def _take(left: dict[int, Index], kinds: Index, count: int) -> Index | None:
