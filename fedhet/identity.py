@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from fedhet.knowledge import is_name
 
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
+_MODEL = re.compile(r"[\w.:-]{1,200}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     if not isinstance(name, str) or not is_name(name) or name == "server":
         raise KnowledgeError(node, "name", f"is {name!r}, must be letters, digits, '.', '_', '-'")
     model = properties.get("model")
-    if not isinstance(model, str) or len(model) > 200:
+    if not isinstance(model, str) or not _MODEL.fullmatch(model):
         raise KnowledgeError(name, "model", "must be a model's name")
     shape = _shape(name, properties.get("shape"))
     samples = _whole(name, "samples", properties.get("samples"), 2, 10**12)

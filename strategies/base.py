@@ -33,7 +33,7 @@ from torch import nn
 from fedhet.attacks import Attack
 from fedhet.checkpoint import Checkpoint
 from fedhet.config import data_spec, pool
-from fedhet.contract import Array, Contract, Shapes
+from fedhet.contract import Array, Contract, Shapes, WeightsField
 from fedhet.data import Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, FedhetError, KnowledgeError, StateError
@@ -114,7 +114,8 @@ class HetStrategy(Strategy):
         self.run_name = log.run_name
         self.members: dict[str, Member] = {}
         self._attack = Attack(run, receives) if run.attack != "none" else None
-        self._roster = Roster(run.round_timeout, pool(run), log.notice)
+        weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
+        self._roster = Roster(run.round_timeout, pool(run) if weighed else None, log.notice)
         self._accuracy: Accuracy = {}
         self._stale: set[str] = set()
         """Clients whose models have changed since they were last measured."""

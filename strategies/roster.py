@@ -31,8 +31,9 @@ class Roster:
     """Keeps the members of a federation up to date as nodes come and go."""
 
     def __init__(
-        self, timeout: float, pool: Collection[str], notice: Callable[[str], None]
+        self, timeout: float, pool: Collection[str] | None, notice: Callable[[str], None]
     ) -> None:
+        """`pool`: the run's models; None where it does not matter to the server who has which."""
         self._timeout = timeout
         self._pool = pool
         self._notice = notice
@@ -100,7 +101,7 @@ class Roster:
                 f"its data has {info.classes} classes of shape {info.shape}, "
                 f"the others' {classes} of shape {shape}"
             )
-        if info.model not in self._pool and not is_registered(info.model):
+        if self._pool is not None and not (info.model in self._pool or is_registered(info.model)):
             # What a client names is never imported here, unless the run's own pool names it too.
             return f"its model {info.model!r} is neither registered nor in the run's pool"
         return ""

@@ -7,9 +7,11 @@ from flwr.common import GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
+from clients.node import read_node
 from fedhet import simulate as simulation
 from fedhet.errors import FedhetError, KnowledgeError
 from fedhet.identity import ClientInfo, read_properties
+from fedhet.runlog import RunLog
 from strategies.roster import Roster, commonest_task
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
@@ -54,8 +56,9 @@ def roster(notices):
     ("field", "value"),
     [
         ("name", "../a"), ("name", "server"), ("name", 3), ("name", "a\nb"), ("model", 5),
-        ("model", "m" * 300), ("samples", 1), ("samples", True), ("samples", 2.5), ("classes", 1),
-        ("classes", 10**9), ("shape", "1,8,"), ("shape", "0"), ("shape", "1,2,3,4,5"), ("shape", 8),
+        ("model", "m" * 300), ("model", "[red]a"), ("model", ""), ("samples", 1), ("samples", True),
+        ("samples", 2.5), ("classes", 1), ("classes", 10**9), ("shape", "1,8,"), ("shape", "0"),
+        ("shape", "1,2,3,4,5"), ("shape", 8),
     ],
 )  # fmt: skip
 def test_what_a_client_says_is_checked(field, value):
@@ -112,6 +115,41 @@ def test_a_model_that_a_client_names_is_not_imported_by_the_server(roster, notic
     assert "b is left out: its model 'os:abort' is neither registered" in notices[0]
 
 
+SITES_OWN = """
+from torch import nn
+
+def flat(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), nn.Linear(8, classes)
+"""
+
+
+@pytest.mark.parametrize("method", ["cofed", "local", "fedgems", "felo"])
+def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, monkeypatch):
+    """Unless they do, the server need not have, or import, what a site trains."""
+    (tmp_path / f"at_site_{method}.py").write_text(SITES_OWN)
+    name = f"at_site_{method}:flat"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = small(method, models="mlp")
+    method_ = config.method
+    log = RunLog(config, tmp_path / "run", workers=1)
+    strategy = method_.strategy(config.run, config.server, method_.client_sends, log)
+    manager = SimpleClientManager()
+    for k in range(4):
+        given = {"partition-id": k, "num-partitions": 4, **({"model": name} if k == 1 else {})}
+        manager.register(
+            simulation.InlineProxy(config, read_node(given, config.run, str(tmp_path)))
+        )
+    if method == "felo":
+        with pytest.raises(FedhetError, match="3 clients can take part"):
+            strategy.initialize_parameters(manager)
+        return
+    strategy.initialize_parameters(manager)
+    assert strategy.members["client-1"].info.model == name
+    asked = strategy.configure_fit(1, None, manager)
+    strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in asked], [])
+    assert "client-1" in strategy._record.answered
+
+
 def test_a_node_that_fails_is_asked_again(roster, notices):
     node = Node("a")
     node.says = RuntimeError("not up yet")
@@ -134,9 +172,6 @@ def test_a_run_may_start_with_fewer(tmp_path):
 
 
 def _start(config, directory, clients):
-    from clients.node import read_node
-    from fedhet.runlog import RunLog
-
     method = config.method
     log = RunLog(config, directory, workers=1)
     strategy = method.strategy(config.run, config.server, method.client_sends, log)
