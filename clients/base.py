@@ -25,7 +25,7 @@ from fedhet.contract import Array, Contract, Shapes
 from fedhet.data import GENERATED, Split, labelled_parts, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
-from fedhet.identity import ClientInfo
+from fedhet.identity import ClientInfo, order_of
 from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect, group
 from fedhet.metrics import Measured, peak_memory_mb, write_measures
 from fedhet.models import HetModel, Refitted, Within, build, build_any
@@ -67,7 +67,8 @@ class HetClient(NumPyClient):
         data = node.load_data(run)
         labelled, rest = labelled_parts(data, labelled_alpha(run), run.seed, node.name)
         samples = len(labelled) + len(rest)
-        self.info = ClientInfo(node.name, node.model, samples, len(data.classes), data.shape)
+        classes, order = len(data.classes), order_of(data.classes)
+        self.info = ClientInfo(node.name, node.model, samples, classes, data.shape, order)
         self._left_aside = data.left_aside
         self.x = self.compute.images(labelled.x)
         self.y = labelled.y.to(self.compute.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedhet.errors import KnowledgeError
@@ -11,6 +12,7 @@ from fedhet.knowledge import is_name
 
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
+_ORDER = re.compile(r"([0-9a-f]{16})?")
 _MODEL = re.compile(r"[\w.:-]{1,200}")
 
 
@@ -25,6 +27,8 @@ class ClientInfo:
     classes: int
     shape: tuple[int, ...]
     """Of one sample."""
+    order: str = ""
+    """A digest of the classes' names in their order (`order_of`)."""
 
     def properties(self) -> dict[str, int | str]:
         """Return the client's words as flat properties; `read_properties` takes them back."""
@@ -35,7 +39,18 @@ class ClientInfo:
             "samples": self.samples,
             "classes": self.classes,
             "shape": shape,
+            "order": self.order,
         }
+
+
+def order_of(classes: Sequence[str]) -> str:
+    """Return a digest of the names in their order; of bare numbers 0, 1, ... nothing, as of none.
+
+    It tells two clients that mean the same classes by their numbers from two that do not.
+    """
+    if list(classes) == [str(number) for number in range(len(classes))]:
+        return ""
+    return hashlib.blake2b("\0".join(classes).encode(), digest_size=8).hexdigest()
 
 
 def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
@@ -51,7 +66,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     shape = _shape(name, properties.get("shape"))
     samples = _whole(name, "samples", properties.get("samples"), 2, 10**12)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
-    return ClientInfo(name, model, samples, classes, shape)
+    order = properties.get("order", "")
+    if not isinstance(order, str) or not _ORDER.fullmatch(order):
+        raise KnowledgeError(name, "order", "must be 16 hexadecimal digits, or empty")
+    return ClientInfo(name, model, samples, classes, shape, order)
 
 
 def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:

@@ -40,13 +40,15 @@ class Roster:
         self._infos: dict[str, ClientInfo] = {}
         self._refused: set[str] = set()
         self._task: Task | None = None
+        self._order = ""
+        """The classes' names and order, as `ClientInfo.order`; empty while none has named them."""
 
     def members(self, manager: ClientManager) -> dict[str, Member]:
         """Return the clients there now by name, sorted; a node not seen before is asked who it is.
 
-        The first clients fix the task (classes and shape), the commonest of theirs. A node of
-        another task, of a name that is taken, or with a model that the server does not know is
-        left out with a notice.
+        The first clients fix the task (classes and shape, the classes' names and order), the
+        commonest of theirs. A node of another task, of a name that is taken, or with a model that
+        the server does not know is left out with a notice.
         """
         # A copy: Flower's thread changes its own as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
@@ -67,6 +69,7 @@ class Roster:
         known = [(p, a) for p, a in zip(proxies, answers, strict=True) if isinstance(a, ClientInfo)]
         if self._task is None and known:
             self._task = commonest_task([info for _, info in known])
+            self._order = _commonest_order([i for _, i in known if _task_of(i) == self._task])
         for proxy, info in sorted(known, key=lambda pair: pair[1].name):
             if any(other.name == info.name for other in self._infos.values()):
                 # Perhaps its own former self, which Flower has not missed yet: asked again later.
@@ -76,6 +79,7 @@ class Roster:
                 self._notice(f"client {info.name} is left out: {fault}")
             else:
                 self._infos[proxy.cid] = info
+                self._order = self._order or info.order
         for answer in answers:
             if isinstance(answer, str):
                 self._notice(answer)
@@ -95,12 +99,14 @@ class Roster:
             return f"node {proxy.cid} does not say who it is: {str(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
-        if (info.classes, info.shape) != self._task:
+        if _task_of(info) != self._task:
             classes, shape = self._task or (0, ())
             return (
                 f"its data has {info.classes} classes of shape {info.shape}, "
                 f"the others' {classes} of shape {shape}"
             )
+        if info.order and self._order and info.order != self._order:
+            return "its classes have other names than the others', or another order (classes.txt)"
         if self._pool is not None and not (info.model in self._pool or is_registered(info.model)):
             # What a client names is never imported here, unless the run's own pool names it too.
             return f"its model {info.model!r} is neither registered nor in the run's pool"
@@ -109,5 +115,15 @@ class Roster:
 
 def commonest_task(infos: Sequence[ClientInfo]) -> Task:
     """Return the task that most clients have; of equally common ones the first client's by name."""
-    tasks = [(i.classes, i.shape) for i in sorted(infos, key=lambda info: info.name)]
+    tasks = [_task_of(info) for info in sorted(infos, key=lambda info: info.name)]
     return Counter(tasks).most_common(1)[0][0]
+
+
+def _task_of(info: ClientInfo) -> Task:
+    return info.classes, info.shape
+
+
+def _commonest_order(infos: Sequence[ClientInfo]) -> str:
+    """Return the order of the classes that most have who name them; empty: nobody does."""
+    orders = [i.order for i in sorted(infos, key=lambda info: info.name) if i.order]
+    return Counter(orders).most_common(1)[0][0] if orders else ""

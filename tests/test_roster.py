@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 from federation import Server, records, run, small
-from flwr.common import GetPropertiesRes, Status
+from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
 from clients.node import read_node
 from fedhet import simulate as simulation
 from fedhet.errors import FedhetError, KnowledgeError
-from fedhet.identity import ClientInfo, read_properties
+from fedhet.identity import ClientInfo, order_of, read_properties
 from fedhet.runlog import RunLog
 from strategies.roster import Roster, commonest_task
 
@@ -58,7 +58,7 @@ def roster(notices):
         ("name", "../a"), ("name", "server"), ("name", 3), ("name", "a\nb"), ("model", 5),
         ("model", "m" * 300), ("model", "[red]a"), ("model", ""), ("samples", 1), ("samples", True),
         ("samples", 2.5), ("classes", 1), ("classes", 10**9), ("shape", "1,8,"), ("shape", "0"),
-        ("shape", "1,2,3,4,5"), ("shape", 8),
+        ("shape", "1,2,3,4,5"), ("shape", 8), ("order", "cat,dog"), ("order", 3),
     ],
 )  # fmt: skip
 def test_what_a_client_says_is_checked(field, value):
@@ -71,8 +71,50 @@ def test_what_a_client_says_is_checked(field, value):
 
 
 def test_identity_round_trip():
-    info = ClientInfo("site-a", "cnn2", 12, 4, (3, 32, 32))
-    assert read_properties(info.properties(), "node") == info
+    for classes in (("cat", "dog", "elk"), ("0", "1", "2")):
+        info = ClientInfo("site-a", "cnn2", 12, 3, (3, 32, 32), order_of(classes))
+        assert read_properties(info.properties(), "node") == info
+
+
+def test_the_order_of_classes_is_told_apart():
+    orders = [("a", "b"), ("b", "a"), ("a", "c"), ("ab", ""), ("1", "0"), ("a", "b", "c")]
+    assert len({order_of(names) for names in orders}) == len(orders)
+    assert order_of(("a", "b")) == order_of(["a", "b"])
+    assert order_of(tuple("0123")) == ""
+
+
+def test_a_site_with_the_classes_in_another_order_is_left_out(roster, notices):
+    """The commonest order counts; who has bare numbers goes with any, and a late one is checked."""
+    right, wrong = order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk"))
+    manager = Manager(
+        Node("a", order=wrong), Node("b", order=right), Node("c", order=right), Node("d")
+    )
+    assert list(roster.members(manager)) == ["b", "c", "d"]
+    assert "a is left out: its classes have other names than the others'" in notices[0]
+    manager.nodes |= {"e": Node("e", order=wrong), "f": Node("f", order=right)}
+    assert list(roster.members(manager)) == ["b", "c", "d", "f"]
+
+
+def test_the_first_to_name_the_classes_fixes_their_order(roster):
+    manager = Manager(Node("a"))
+    roster.members(manager)
+    manager.nodes |= {"b": Node("b", order="0" * 16), "c": Node("c", order="1" * 16)}
+    assert list(roster.members(manager)) == ["a", "b"]
+
+
+def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
+    config = small("local", models="mlp", num_classes=3)
+    said = []
+    for site, names in (("a", "cat dog elk"), ("b", "dog cat elk"), ("c", "")):
+        folder = tmp_path / site
+        folder.mkdir()
+        np.savez(folder / "train.npz", x=np.ones((9, 2), np.float32), y=np.arange(9) % 3)
+        if names:
+            (folder / "classes.txt").write_text(names.replace(" ", "\n"))
+        given = {"name": site, "data": str(folder)}
+        proxy = simulation.InlineProxy(config, read_node(given, config.run, str(tmp_path)))
+        said.append(proxy.get_properties(GetPropertiesIns({}), None, 0).properties["order"])
+    assert said == [order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk")), ""]
 
 
 def test_a_node_that_leaves_meanwhile_ends_nothing(roster):
