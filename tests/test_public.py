@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedhet.config import check, data_spec, resolve
 from fedhet.data import (
@@ -73,6 +74,33 @@ def test_another_dataset_is_scaled_and_cut(tmp_path):
     name = folder(tmp_path, x, np.arange(40) % 10)
     public = public_set(replace(DIGITS, public_fraction=0, public_dataset=name), SHAPE, 10)
     np.testing.assert_allclose(public.x[:40].numpy(), x / 127.5 - 1, atol=1e-6)
+
+
+def test_data_without_labels_is_one_class(tmp_path):
+    """Of any number of samples; `public-samples` cuts files too."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
+    name = folder(tmp_path, x, np.zeros(40, np.int64))
+    spec = replace(DIGITS, public_fraction=0, public_dataset=name)
+    assert len(public_set(spec, SHAPE, None)) == 80
+    one, same, other = (
+        public_set(replace(spec, public_samples=30, seed=s), SHAPE, None).x for s in (0, 0, 1)
+    )
+    assert len(one) == 30
+    assert rows(one) == rows(same) != rows(other)
+    with pytest.raises(DataError, match="has 1 class, at least 2 are needed"):
+        load(replace(DIGITS, dataset=name, public_fraction=0))
+
+
+def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "images" / "any").mkdir(parents=True)
+    for number in range(6):
+        pixels = np.full((8, 8), 40 * number, np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
+    name = f"imagefolder:{tmp_path / 'images'}"
+    public = public_set(replace(DIGITS, public_fraction=0, public_dataset=name), SHAPE, None)
+    np.testing.assert_allclose(public.x[:, 0, 0, 0], np.arange(6) * 40 / 127.5 - 1, atol=1e-6)
 
 
 def test_the_wrong_shape_or_classes_are_named(tmp_path):

@@ -156,6 +156,22 @@ def test_generated_rows_hang_on_the_seed_alone(tmp_path):
     assert client_data(spec, 0).space == (0, 1)
 
 
+def test_generated_rows_of_bytes_are_scaled_as_the_clients_are(tmp_path):
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        x = rng.integers(0, 256, (20, 5), dtype=np.uint8)
+        np.savez(tmp_path / part / "0.npz", x=x, y=np.arange(20) % 3)
+    spec = DataSpec(
+        dataset=f"npz:{tmp_path}", clients=1, public_dataset="generated", public_samples=50
+    )
+    public, own = public_set(spec, (5,), None).x, client_data(spec, 0)
+    assert public.dtype == torch.float32
+    held = torch.cat([own.train.x, own.test.x])
+    for column in range(5):
+        assert set(public[:, column].tolist()) <= set(held[:, column].tolist())
+
+
 def test_generated_rows_need_a_table_and_a_number():
     with pytest.raises(SettingsError, match=r"for tables.*\[1, 8, 8\]"):
         check(resolve({"public-dataset": "generated", "public-samples": 5, "method": "local"}))

@@ -36,8 +36,11 @@ def dataset_names() -> list[str]:
     return [*_BY_NAME, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
 
 
-def load(spec: DataSpec) -> Dataset:
-    """Return the dataset that `spec` names, decoded; kept for the next call of this process."""
+def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
+    """Return the dataset that `spec` names, decoded; kept for the next call of this process.
+
+    Raises DataError where it has fewer classes than `least_classes`.
+    """
     unused = DataSpec()
     key = replace(
         unused,
@@ -52,7 +55,11 @@ def load(spec: DataSpec) -> Dataset:
         seed=spec.seed if spec.max_samples or spec.public_fraction else unused.seed,
     )
     with LOCK:
-        return _load(key)
+        dataset = _load(key)
+    if len(dataset.classes) < least_classes:
+        count = len(dataset.classes)
+        raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
+    return dataset
 
 
 def common_test(spec: DataSpec) -> Split | None:
@@ -65,8 +72,6 @@ def common_test(spec: DataSpec) -> Split | None:
 @global_random_kept()
 def _load(spec: DataSpec) -> Dataset:
     dataset = _reader(spec.dataset)(spec)
-    if len(dataset.classes) < 2:
-        raise DataError(f"{spec.dataset}: has {len(dataset.classes)} class, at least 2 are needed")
     if spec.superclasses:
         dataset = joined(dataset, spec.superclasses)
     dataset = _keep_public(dataset, spec)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fedhet.data.datasets import LOCK, load
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.data.tables import generated
 from fedhet.errors import DataError, SettingsError
+from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
 """The `public-dataset` whose rows are drawn column by column from the training set's values."""
@@ -62,22 +63,31 @@ def _public(spec: DataSpec) -> Dataset:
         rows = generated(dataset, spec.public_samples, spec.seed)
         return replace(dataset, train=rows, test=None, subclasses=None)
     if spec.public_dataset:
-        dataset = load(_of_public(spec))
-        return replace(dataset, train=dataset.train.scaled(), test=None)
+        dataset = load(_of_public(spec), least_classes=1)
+        return replace(dataset, train=_cut(dataset.train, spec).scaled(), test=None)
     kept = load(spec).public
     if kept is None:
         raise SettingsError("there is no public data: give 'public-dataset' or 'public-fraction'")
     return replace(load(spec), train=kept.scaled(), test=None, public=None)
 
 
+def _cut(samples: Split, spec: DataSpec) -> Split:
+    """Return a seeded subset of `public-samples`, where reading did not cut it already."""
+    if not 0 < spec.public_samples < len(samples):
+        return samples
+    rng = numpy_rng(spec.seed, "public-samples")
+    return samples.take(stratified(samples.y.numpy(), spec.public_samples, rng))
+
+
 def _of_public(spec: DataSpec) -> DataSpec:
     """Return what `public-dataset` names, as a spec of its own."""
+    whole = spec.public_dataset.startswith("npz:")  # files are read whole, and cut afterwards
     return replace(
         DataSpec(),
         dataset=spec.public_dataset,
         data_dir=spec.data_dir,
         download=spec.download,
         image_size=spec.image_size,
-        max_samples=spec.public_samples,
+        max_samples=0 if whole else spec.public_samples,
         seed=spec.seed,
     )

@@ -68,7 +68,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
 
 
 def generated(dataset: Dataset, size: int, seed: int) -> Split:
-    """Return rows [size, F] whose every column holds a value drawn from that column's values.
+    """Return rows [size, F], scaled, whose every column holds one of that column's values.
 
     As in Section 5.7 of CoFED: each value is valid and as frequent as in the training set, columns
     are drawn apart from each other. The labels mean nothing. Raises SettingsError for images.
@@ -85,7 +85,7 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
     columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
     drawn = [column[torch.from_numpy(rng.integers(0, len(x), size))] for column in columns]
-    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64))
+    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64)).scaled()
 
 
 def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:
