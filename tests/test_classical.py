@@ -2,6 +2,7 @@
 
 import textwrap
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,35 @@ def test_nothing_is_said_and_nothing_global_is_left():
         warnings.simplefilter("error")
         fitted("sk-mlp", *drawn(samples=30))
     assert np.array_equal(before, np.random.get_state()[1])
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "np.random.normal()", "torch.randn(1).item()"])
+def test_a_model_that_draws_from_global_state_is_fitted_the_same_again(own, draw):
+    text = f"""
+    import random
+    import numpy as np
+    import torch
+    class Drawn:
+        def fit(self, x, y): self.drawn = [{draw} for _ in range(20)]
+        def predict(self, x):
+            return (x[:, 0] * 50 + np.resize(self.drawn, len(x)) * 1e3).astype(int) % 3
+    def drawn(shape, classes): return Drawn()
+    """
+    name = own(f"drawn{len(draw)}", text, "drawn")
+    before = torch.get_rng_state()
+    one = fitted(name, *drawn())
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(5)
+    np.random.seed(5)
+    assert torch.equal(one, fitted(name, *drawn()))
+
+
+def test_the_readmes_example_is_the_one_above():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert textwrap.dedent(NEAREST_MEAN).split() in [
+        block.split("```")[0].removeprefix("# mymodels.py").split()
+        for block in readme.split("```python\n")
+    ]
 
 
 def test_a_new_model_knows_nothing():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fedhet.data.spec import global_random_kept
 from fedhet.errors import ModelError
+from fedhet.seeding import seeded
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +127,12 @@ def _calm(seed: int) -> Iterator[None]:
     """One thread, global random state seeded inside, no word on an optimiser that stopped early."""
     from threadpoolctl import threadpool_limits
 
-    with threadpool_limits(1), global_random_kept(), warnings.catch_warnings():
+    with (
+        threadpool_limits(1),
+        global_random_kept(),
+        seeded(seed, "classical"),
+        warnings.catch_warnings(),
+    ):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         warnings.simplefilter("ignore")
