@@ -105,6 +105,10 @@ class CofedStrategy(HetStrategy):
         self.joined = aggregate([], self.classes, self.settings.threshold)
         """Which instances are in which P_k, [C, N]."""
 
+    def sample(self, round: int, names: Sequence[str]) -> list[str]:
+        """Return the clients of a round: the same in each, so that those who vote are taught."""
+        return super().sample(1, names)
+
     def dims(self) -> dict[str, int]:
         """Return C classes, L = C + 1 with none, N public instances."""
         return super().dims() | {"L": self.classes + 1, "N": self.instances}

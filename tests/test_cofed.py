@@ -330,6 +330,15 @@ def test_who_comes_late_trains_alone_first(tmp_path):
     assert record["relative"]["common"]["per_client"][late] == 1
 
 
+def test_those_who_vote_are_those_who_are_taught(tmp_path):
+    run(cofed(fraction=0.5), tmp_path / "run")
+    first, last = records(tmp_path / "run")
+    assert len(first["asked"]) == 2
+    assert first["asked"] == last["asked"]
+    assert last["accuracy"]["common"]["private"]["per_client"].keys() == set(first["asked"])
+    assert any(ratio != 1 for ratio in last["relative"]["common"]["per_client"].values())
+
+
 # --- rounds, figures, state -----------------------------------------------------------------
 
 
