@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from clients.node import read_node
 from fedhet import models
-from fedhet.config import resolve
+from fedhet.config import preset_names, read_preset, resolve
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.knowledge import Knowledge, decode, encode
 from fedhet.models import Within
@@ -349,6 +349,8 @@ def test_rounds_follow_from_the_iterations():
     with pytest.raises(SettingsError, match=r"'rounds' = 5 .* 2, which follows from the settings"):
         resolve({"method": "cofed", "rounds": 5})
     assert resolve({"method": "local"}).run.rounds == 10
+    for preset in (name for name in preset_names() if name.startswith("cofed-")):
+        assert resolve({**read_preset(preset), "cofed.iterations": 2}).run.rounds == 3
 
 
 def test_iterations_vote_anew(tmp_path):
