@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from federation import Server, small
+from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +190,26 @@ def test_models_are_met_by_those_of_their_architecture():
     np.testing.assert_array_equal(alone.tensors["weights/w"], replies["d"].tensors["weights/w"])
 
 
+@pytest.mark.parametrize("kind", ["paf", "ofom"])
+def test_running_variances_stay_variances(kind):
+    """Below 0 a model has no outputs at all, which none of the attacks is about."""
+    rng = np.random.default_rng(0)
+    replies = {
+        name: Knowledge(
+            {
+                "weights/bn.weight": rng.normal(size=40).astype(np.float32),
+                "weights/bn.running_var": rng.uniform(0.5, 2, 40).astype(np.float32),
+            }
+        )
+        for name in "abcd"
+    }
+    poisoned = attack(kind, MODELS).poison(1, replies, {"a", "b"})
+    for name in "ab":
+        variances = poisoned[name].tensors["weights/bn.running_var"]
+        assert variances.min() == 0 < variances.max()
+        assert poisoned[name].tensors["weights/bn.weight"].min() < -1
+
+
 # --- in a run -------------------------------------------------------------------------------
 
 
@@ -256,6 +276,13 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
         assert same == (name not in struck)
     assert strategy._record.answered == sorted(told)
     assert set(strategy._accuracy["common"]["private"]) == set(told), "all are judged"
+
+
+@pytest.mark.parametrize("method", ["fedtype", "um-pfssl"])
+def test_the_honest_go_on_under_attack(tmp_path, method):
+    """Whatever the poison does to accuracy, nobody who is honest drops out of the run."""
+    run(small(method, attack="paf", evaluate_every=2), tmp_path / "run")
+    assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
 
 def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
