@@ -285,6 +285,25 @@ def test_the_honest_go_on_under_attack(tmp_path, method):
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
 
+def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
+    """Of UM-pFSSL's clients many are asked, few train and upload: it is these that are poisoned."""
+    chosen = {"clients": 6, "min_samples": 5, "fraction": 0.3, "rounds": 6, "evaluate_every": 6}
+    server = Server(small("um-pfssl", attack="paf", **chosen), tmp_path / "run")
+    struck = []
+    poison = Attack.poison
+
+    def watched(self, round, replies, victims):
+        uploads = {name for name, k in replies.items() if k.group("weights")}
+        struck.append((victims, uploads, set(replies)))
+        return poison(self, round, replies, victims)
+
+    monkeypatch.setattr(Attack, "poison", watched)
+    for number in range(1, 6):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+    assert any(uploads < asked for _, uploads, asked in struck)
+    assert all(len(victims) == 1 and victims <= uploads for victims, uploads, _ in struck)
+
+
 def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
     server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
     answers = server.answers(server.ask(1))
