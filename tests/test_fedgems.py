@@ -11,7 +11,7 @@ from clients.node import read_node
 from clients.open import open_client
 from fedhet.config import data_spec
 from fedhet.data import client_data, common_test, public_set
-from fedhet.errors import DataError, KnowledgeError, StateError
+from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.knowledge import Knowledge, decode
 from fedhet.models import build
 from fedhet.seeding import torch_generator
@@ -357,6 +357,12 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
     config = fedgems(public_dataset=f"npz:{tmp_path / 'data'}")
     with pytest.raises(DataError, match="samples of the common test set are in it too"):
         Server(config, tmp_path / "run")
+
+
+def test_generated_rows_are_refused(tmp_path):
+    table = {"dataset": "breast-cancer", "public_dataset": "generated", "public_samples": 40}
+    with pytest.raises(SettingsError, match="have no labels, which this method learns from"):
+        Server(fedgems(**table), tmp_path / "run")
 
 
 def test_the_servers_model_is_judged_as_kind_server(tmp_path):

@@ -19,8 +19,14 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
     """Return the public samples, scaled: `public-dataset`, or the share of the training set.
 
     One copy a process. Raises DataError unless its samples have `shape` and, where the labels are
-    to be used, it has as many `classes` (None: its labels mean nothing).
+    to be used, it has as many `classes` (None: its labels mean nothing), and SettingsError where
+    they are to be used and it has none.
     """
+    if classes is not None and spec.public_dataset == GENERATED:
+        raise SettingsError(
+            f"setting 'public-dataset' = {GENERATED!r} is not allowed: its rows have no labels, "
+            "which this method learns from; use another dataset, or 'public-fraction'"
+        )
     with LOCK:
         dataset = _public(spec)
     if dataset.shape != shape:
