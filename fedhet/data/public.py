@@ -48,7 +48,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
     shared = sum(_digest(own, row) in seen for row in range(len(own)))
     if shared:
         raise DataError(
-            f"public-dataset: {shared} of {len(own)} samples of {owner} are in it too; "
+            f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
             "public data must be nobody's: to set a part of the clients' own dataset apart, "
             "use 'public-fraction'"
         )
