@@ -195,7 +195,8 @@ class HetClient(NumPyClient):
         """
         classes = self.info.classes if labelled else None
         public = public_set(data_spec(self.run), self.info.shape, classes)
-        if self.run.public_dataset not in ("", GENERATED):
+        # A share of the run's dataset is apart from the others' by its rows, not from a site's own.
+        if self.run.public_dataset != GENERATED and (self.run.public_dataset or self.node.folder):
             for split in (Split(self.x, self.y), self.unlabelled, self.tests["personal"]):
                 refuse_overlap(public, split, self.info.name)
         return public

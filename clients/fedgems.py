@@ -79,7 +79,7 @@ class FedGemsClient(HetClient):
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")
-        came = torch.tensor(knowledge.tensors["logits"])
+        came = torch.tensor(knowledge.tensors["logits"], device=self.compute.device)
         if len(came) != len(rows):
             raise KnowledgeError("server", "logits", f"{len(came)} rows for {len(rows)} samples")
         if len(rows) == len(self.public):
@@ -94,7 +94,7 @@ class FedGemsClient(HetClient):
     def _distil(self, model: HetModel, optimizing: Optimization, round: int) -> None:
         """Train on the public set by Eq. 6 (lines 21 to 23)."""
         public, epsilon = self.public, self.settings.epsilon
-        teacher = self.kept["logits"].to(self.compute.device)
+        teacher = self.kept["logits"]
         numbers = torch.arange(len(public), device=self.compute.device)
         taught = torch.ones_like(numbers, dtype=torch.bool)
 

@@ -127,7 +127,10 @@ class Attack:
                     known = _known(name, own, alike, ids)
                     # Drawn by the tensor's name: all who attack it in a round move the same way.
                     rng = numpy_rng(self.run.seed, "attack", round, name)
-                    tensors[name] = self._craft(known, malicious, turn, rng).astype(value.dtype)
+                    crafted = self._craft(known, malicious, turn, rng)
+                    if name.endswith("running_var"):  # below 0 a model's outputs are NaN
+                        crafted = crafted.clip(min=0)
+                    tensors[name] = crafted.astype(value.dtype)
         return Knowledge(tensors, own.scalars)
 
     def _craft(self, benign: Benign, malicious: int, turn: int, rng: np.random.Generator) -> Array:

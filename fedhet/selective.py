@@ -66,7 +66,8 @@ def fuse(logits: Tensor, labels: Tensor) -> Lesson:
 
 def fuse_all(logits: Tensor) -> Lesson:
     """Return what K clients' logits teach without selection, as FedGEM does: their mean."""
-    return Lesson(logits.mean(0), torch.ones(logits.shape[1], dtype=torch.bool))
+    mean = (logits / len(logits)).sum(0)  # of finite logits; their sum may be infinite
+    return Lesson(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
 def split(logits: Tensor, labels: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,8 @@ def taught_loss(
     teacher.
     """
     own = logits.float().log_softmax(1)
-    target = teacher.detach().float().log_softmax(1)
+    # Finite logits may lie so far apart that a log is -inf: its share of the divergence is 0.
+    target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
     classified = F.nll_loss(own, labels, reduction="none")
     distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
     mixed = epsilon * classified + (1 - epsilon) * distilled

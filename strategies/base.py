@@ -421,7 +421,8 @@ class HetStrategy(Strategy):
 
     def _attacked(self, attack: Attack, round: int, replies: list[Reply]) -> list[Reply]:
         """Return the replies, some of them poisoned; what then breaks the contract is dropped."""
-        struck = attack.victims(round, self._record.asked)
+        # Who only looks sends nothing that could be poisoned.
+        struck = attack.victims(round, list(filter(self.trains, self._record.asked)))
         told = attack.poison(round, {r.client.name: r.knowledge for r in replies}, struck)
         self._record.method["poisoned"] = float(len(struck & told.keys()))
         taken = []

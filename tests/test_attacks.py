@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from federation import Server, small
+from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +190,26 @@ def test_models_are_met_by_those_of_their_architecture():
     np.testing.assert_array_equal(alone.tensors["weights/w"], replies["d"].tensors["weights/w"])
 
 
+@pytest.mark.parametrize("kind", ["paf", "ofom"])
+def test_running_variances_stay_variances(kind):
+    """Below 0 a model has no outputs at all, which none of the attacks is about."""
+    rng = np.random.default_rng(0)
+    replies = {
+        name: Knowledge(
+            {
+                "weights/bn.weight": rng.normal(size=40).astype(np.float32),
+                "weights/bn.running_var": rng.uniform(0.5, 2, 40).astype(np.float32),
+            }
+        )
+        for name in "abcd"
+    }
+    poisoned = attack(kind, MODELS).poison(1, replies, {"a", "b"})
+    for name in "ab":
+        variances = poisoned[name].tensors["weights/bn.running_var"]
+        assert variances.min() == 0 < variances.max()
+        assert poisoned[name].tensors["weights/bn.weight"].min() < -1
+
+
 # --- in a run -------------------------------------------------------------------------------
 
 
@@ -256,6 +276,32 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
         assert same == (name not in struck)
     assert strategy._record.answered == sorted(told)
     assert set(strategy._accuracy["common"]["private"]) == set(told), "all are judged"
+
+
+@pytest.mark.parametrize("method", ["fedtype", "um-pfssl"])
+def test_the_honest_go_on_under_attack(tmp_path, method):
+    """Whatever the poison does to accuracy, nobody who is honest drops out of the run."""
+    run(small(method, attack="paf", evaluate_every=2), tmp_path / "run")
+    assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
+
+
+def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
+    """Of UM-pFSSL's clients many are asked, few train and upload: it is these that are poisoned."""
+    chosen = {"clients": 6, "min_samples": 5, "fraction": 0.3, "rounds": 6, "evaluate_every": 6}
+    server = Server(small("um-pfssl", attack="paf", **chosen), tmp_path / "run")
+    struck = []
+    poison = Attack.poison
+
+    def watched(self, round, replies, victims):
+        uploads = {name for name, k in replies.items() if k.group("weights")}
+        struck.append((victims, uploads, set(replies)))
+        return poison(self, round, replies, victims)
+
+    monkeypatch.setattr(Attack, "poison", watched)
+    for number in range(1, 6):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+    assert any(uploads < asked for _, uploads, asked in struck)
+    assert all(len(victims) == 1 and victims <= uploads for victims, uploads, _ in struck)
 
 
 def test_poison_that_breaks_the_contract_is_dropped(tmp_path):

@@ -11,7 +11,8 @@ from clients.node import read_node
 from clients.open import open_client
 from fedhet.config import data_spec
 from fedhet.data import client_data, common_test, public_set
-from fedhet.errors import DataError, KnowledgeError, StateError
+from fedhet.data.site import site_data
+from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.knowledge import Knowledge, decode
 from fedhet.models import build
 from fedhet.seeding import torch_generator
@@ -357,6 +358,30 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
     config = fedgems(public_dataset=f"npz:{tmp_path / 'data'}")
     with pytest.raises(DataError, match="samples of the common test set are in it too"):
         Server(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
+    """The share that is public is of the run's dataset, of which a site may have a copy."""
+    config = fedgems(num_classes=10)
+    public = public_set(data_spec(config.run), (1, 8, 8), 10)
+    owned = client_data(data_spec(config.run), 0).train
+    for name in ("train", "test"):
+        of = public if name == part else owned
+        np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
+    node = read_node({"data": str(tmp_path), "name": "site"}, config.run, str(tmp_path / "state"))
+    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    with pytest.raises(DataError, match="20 of 20 samples of site are in it too"):
+        client.dims()
+    np.savez(tmp_path / f"{part}.npz", x=owned.x.numpy()[20:40], y=owned.y.numpy()[20:40])
+    site_data.cache_clear()
+    config.method.client(config.run, config.client, config.method.server_sends, node).dims()
+
+
+def test_generated_rows_are_refused(tmp_path):
+    table = {"dataset": "breast-cancer", "public_dataset": "generated", "public_samples": 40}
+    with pytest.raises(SettingsError, match="have no labels, which this method learns from"):
+        Server(fedgems(**table), tmp_path / "run")
 
 
 def test_the_servers_model_is_judged_as_kind_server(tmp_path):

@@ -131,6 +131,13 @@ def test_none_is_named_where_none_is():
         public_set(replace(DIGITS, public_fraction=0), SHAPE, 10)
 
 
+def test_generated_rows_have_no_labels_to_learn_from():
+    spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
+    assert len(public_set(spec, (30,), None)) == 20
+    with pytest.raises(SettingsError, match=r"'public-dataset' = 'generated' .*have no labels"):
+        public_set(spec, (30,), 2)
+
+
 def test_two_sources_are_refused():
     with pytest.raises(SettingsError, match=r"'public-fraction' = 0.1 .*takes 0 with"):
         resolve({"public-dataset": "digits", "public-fraction": 0.1})

@@ -84,6 +84,23 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
     same_but_for_the_name(directory, tmp_path / "cut")
 
 
+GEMS = {"fedgems.server-model": "mlp", "attack": "ofom"}
+VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo.epochs": 3}
+
+
+@pytest.mark.parametrize(("method", "changes"), [("velo", VELO), ("fedgems", GEMS)])
+def test_a_server_that_keeps_more_goes_on_too(tmp_path, method, changes):
+    """The CVAE and its features; the server's model, the pool, and who has which logits."""
+    config = small(method, rounds=4, fraction=0.75, models="mlp", max_samples=200, **changes)
+    run(config, tmp_path / "whole")
+    for round, moment in ((2, "after"), (4, "before")):
+        cut = tmp_path / f"cut-{round}"
+        with pytest.raises(CutError):
+            run(config, cut, [CutOff(round, moment)])
+        run(resumed(config, cut), cut)
+        same_but_for_the_name(tmp_path / "whole", cut)
+
+
 def test_the_last_two_checkpoints_are_kept(whole):
     _, directory = whole
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())

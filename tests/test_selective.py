@@ -137,6 +137,22 @@ def test_without_selection_everybody_counts():
     assert lesson.known.all()
 
 
+@pytest.mark.parametrize("fused", [lambda k, y: fuse(k, y), lambda k, y: fuse_all(k)])
+def test_logits_as_large_as_they_can_be_teach_a_number(fused):
+    """One client's finite reply must not end a run."""
+    labels = torch.tensor([1, 1])
+    most = torch.finfo(torch.float32).max
+    sure = [[[-most, most, 0.0], [0.0, most, 0.0]], [[0.0, 1.0, 0.0], [0.0, most, 0.0]]]
+    for said in (torch.tensor(sure), torch.tensor(sure)[:1]):
+        lesson = fused(said, labels)
+        own = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = taught_loss(own, labels, lesson.logits, lesson.known, 0.75)
+        loss.backward()
+        assert loss.isfinite()
+        torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(own, labels))
+        assert own.grad.isfinite().all()
+
+
 def test_nothing_asked_teaches_nothing():
     lesson = fuse(torch.zeros(3, 0, CLASSES), torch.zeros(0, dtype=torch.long))
     assert lesson.logits.shape == (0, CLASSES)

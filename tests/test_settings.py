@@ -60,6 +60,14 @@ def test_a_setting_says_what_it_is_and_what_it_takes(name):
     assert "_" not in name
 
 
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("felo-")])
+def test_velo_has_every_experiment_of_felos(name):
+    """A preset of Felo's given to another method loses Felo's own settings, the width too."""
+    felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
+    own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
+    assert {**own, "method": "velo", "velo.interval": 1} == velo
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_resolves(name):
     values = read_preset(name)

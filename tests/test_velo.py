@@ -9,6 +9,7 @@ from flwr.common import parameters_to_ndarrays
 from clients.node import read_node
 from fedhet import models
 from fedhet.classwise import average
+from fedhet.config import pool, read_preset, resolve
 from fedhet.cvae import synthesise, train_cvae
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.knowledge import Knowledge, decode
@@ -359,6 +360,30 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
             assert not np.allclose(ours[:, 0], value)
         else:
             np.testing.assert_array_equal(ours, value)
+
+
+def test_the_extreme_pool_meets_in_one_width():
+    """Table 3: ResNet-50 alone has features of another width than 512."""
+    config = resolve(read_preset("velo-cifar10-extreme"))
+    width = config.server.feature_dim
+    names = pool(config.run)
+    assert names == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
+    assert config.client.feature_dim == width == 512
+    for name in names:
+        found = models.shapes(name, (3, 32, 32), 10, width)
+        assert found["classifier.weight"] == ((10, width), "float32")
+        adapter = found.get("extractor.adapter.weight")
+        assert adapter == (((width, 2048), "float32") if name == "resnet50" else None)
+
+
+@pytest.mark.slow
+def test_the_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
+    few = {"models": "resnet10,resnet50", "clients": 2, "max_samples": 24, "min_samples": 4}
+    few |= {"partition": "iid", "max_test_samples": 10, "velo.feature-dim": 32, "velo.epochs": 3}
+    run(small("velo", **few), tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        assert record["failed"] == {}
+        assert np.isfinite(record["method"]["cvae_loss"])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,14 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
     """Return the public samples, scaled: `public-dataset`, or the share of the training set.
 
     One copy a process. Raises DataError unless its samples have `shape` and, where the labels are
-    to be used, it has as many `classes` (None: its labels mean nothing).
+    to be used, it has as many `classes` (None: its labels mean nothing), and SettingsError where
+    they are to be used and it has none.
     """
+    if classes is not None and spec.public_dataset == GENERATED:
+        raise SettingsError(
+            f"setting 'public-dataset' = {GENERATED!r} is not allowed: its rows have no labels, "
+            "which this method learns from; use another dataset, or 'public-fraction'"
+        )
     with LOCK:
         dataset = _public(spec)
     if dataset.shape != shape:
@@ -43,7 +49,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
     shared = sum(_digest(own, row) in seen for row in range(len(own)))
     if shared:
         raise DataError(
-            f"public-dataset: {shared} of {len(own)} samples of {owner} are in it too; "
+            f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
             "public data must be nobody's: to set a part of the clients' own dataset apart, "
             "use 'public-fraction'"
         )
