@@ -7,6 +7,7 @@ node with its own place for private state. The only room that starts processes.
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ from fedhet.connection import Connection, program, submit
 from fedhet.errors import FedhetError
 
 LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_768)
+"""Below those that Linux and macOS give to outgoing connections."""
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
@@ -203,10 +206,15 @@ def _interrupted_by_terminate() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port on loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """Return a port on loopback that nobody listens on. Raises FedhetError if none is found.
+
+    Not one that the system would give to an outgoing connection: it might, before it is used.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise FedhetError(f"no free port was found in {PORTS.start} to {PORTS.stop - 1}")
 
 
 def end_trees(roots: Sequence[psutil.Popen]) -> None:
