@@ -37,7 +37,7 @@ from fedhet.config import data_spec, pool
 from fedhet.contract import Array, Contract, Shapes
 from fedhet.data import Split, common_test, public_set
 from fedhet.devices import compute_for
-from fedhet.errors import DataError, FedhetError, KnowledgeError, StateError
+from fedhet.errors import DataError, FedhetError, KnowledgeError, StateError, words_of
 from fedhet.identity import ClientInfo
 from fedhet.knowledge import (
     Envelope,
@@ -519,8 +519,8 @@ class WatchedProxy(ClientProxy):
                 if self.spool is not None:
                     result.parameters = Spooled(self.spool / self.name, result.parameters)
         except Exception as error:
-            self._log.client_answered(self.name, str(error))
-            raise ClientFailureError(self.name, str(error)) from error
+            self._log.client_answered(self.name, words_of(error))
+            raise ClientFailureError(self.name, words_of(error)) from error
         self._log.client_answered(self.name, str(result.metrics.get("error", "")))
         return result
 
@@ -531,7 +531,7 @@ class WatchedProxy(ClientProxy):
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
-            raise ClientFailureError(self.name, str(error)) from error
+            raise ClientFailureError(self.name, words_of(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Pass on."""
