@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,13 @@ from fedhet.errors import FedhetError
 
 CONNECTION = "fedhet"
 COMPLETED = "finished:completed"
-_FLOWERS_OWN = re.compile(r"^(\x1b\[\d+m)?(INFO|DEBUG)\b|^Using SuperLink|^Success")
+_FLOWERS_OWN = re.compile(
+    r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower"
+)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_FRAME = re.compile("[─│╭╮╰╯]+")
+_OURS = re.compile(r"fedhet\.errors\.\w+: ")
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,8 @@ class Connection:
             text=True,
         ) as stream:
             try:
-                for line in stream.stdout or ():
-                    if line.strip() and not _FLOWERS_OWN.match(line):
-                        say(line.rstrip())
+                for line in readable(stream.stdout or ()):
+                    say(line)
             finally:
                 stream.terminate()
 
@@ -91,7 +96,7 @@ class Connection:
             command, env=self.environment(), capture_output=True, text=True, check=False
         )
         if done.returncode != 0 or '"success": false' in done.stdout:
-            said = " ".join((done.stdout + done.stderr).split())
+            said = " ".join(_FRAME.sub(" ", _COLOUR.sub("", done.stdout + done.stderr)).split())
             raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {said[-500:]}")
         return done.stdout
 
@@ -103,6 +108,27 @@ class Connection:
             "FLWR_TELEMETRY_ENABLED": "0",
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
+
+
+def readable(lines: Iterable[str]) -> Iterator[str]:
+    """Yield what a run's server says: no line of Flower's own, and of our errors their message.
+
+    The traceback of any other error stays whole.
+    """
+    trace: list[str] = []
+    for line in lines:
+        text = line.rstrip()
+        plain = _COLOUR.sub("", text)
+        if plain.startswith("Traceback (most recent call last)") or (trace and plain[:1] == " "):
+            trace.append(text)
+        elif trace and (ours := _OURS.match(plain)):
+            yield f"error: {plain[ours.end() :]}"
+            trace = []
+        elif plain and not _FLOWERS_OWN.match(plain):
+            yield from trace
+            yield text
+            trace = []
+    yield from trace
 
 
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 MOST_CHARACTERS = 500
+_AT_A_CLIENT = re.compile(
+    r"Message contains an Error \(reason: <class 'fedhet\.errors\.\w+'>:<'(.*)'>\)", re.DOTALL
+)
 
 
 class FedhetError(Exception):
@@ -43,6 +47,13 @@ def one_line(text: str) -> str:
     """Return `text` as one printable line of bounded length, whatever a peer has put in it."""
     cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an error says; of one of ours that Flower brings from a client its message."""
+    text = str(error)
+    wrapped = _AT_A_CLIENT.match(text)
+    return one_line(" ".join((wrapped[1] if wrapped else text).split()))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ def make_empty(directory: Path) -> None:
     if (directory / "config.toml").exists():
         raise StateError(
             f"{directory} holds a run already; give another directory with --out, or go on with "
-            "the run by --resume"
+            "the run by --resume (on a deployment: --set resume=true)"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)

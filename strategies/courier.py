@@ -9,6 +9,7 @@ from pathlib import Path
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.errors import words_of
 from fedhet.spool import Spooled
 from strategies.roster import Member
 
@@ -42,8 +43,8 @@ class Courier(ClientProxy):
                 if self.spool is not None:
                     result.parameters = Spooled(self.spool / self.name, result.parameters)
         except Exception as error:
-            self._answered(self.name, str(error))
-            raise ClientFailureError(self.name, str(error)) from error
+            self._answered(self.name, words_of(error))
+            raise ClientFailureError(self.name, words_of(error)) from error
         self._answered(self.name, str(result.metrics.get("error", "")))
         return result
 
@@ -54,7 +55,7 @@ class Courier(ClientProxy):
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
-            raise ClientFailureError(self.name, str(error)) from error
+            raise ClientFailureError(self.name, words_of(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Pass on."""

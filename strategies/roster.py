@@ -11,7 +11,7 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import FedhetError
+from fedhet.errors import FedhetError, words_of
 from fedhet.identity import ClientInfo, read_properties
 from fedhet.models import is_registered
 
@@ -96,7 +96,7 @@ class Roster:
             return f"node {proxy.cid} is left out: {error}"
         except Exception as error:
             # Whatever a transport raises: the node may be well by the next round.
-            return f"node {proxy.cid} does not say who it is: {str(error)[:300]}"
+            return f"node {proxy.cid} does not say who it is: {words_of(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
         if _task_of(info) != self._task:

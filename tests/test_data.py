@@ -670,6 +670,7 @@ def test_site_faults(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     assert site_fault(absent) == f"{absent}: no such folder (the data of north)"
     assert "must hold either train.npz or train/" in site_fault(tmp_path)
+    assert "'num-classes' is 0" in site_fault(tmp_path, 0)
     np.savez(tmp_path / "train.npz", x=np.ones((6, 2)), y=np.arange(6) % 4)
     assert site_fault(tmp_path) == (
         f"{tmp_path / 'train.npz'}: y holds the label 3, allowed are 0 to 2 (the run has 3 classes)"

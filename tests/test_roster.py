@@ -202,6 +202,22 @@ def test_a_node_that_fails_is_asked_again(roster, notices):
     assert list(roster.members(manager)) == ["a"]
 
 
+def test_an_error_at_a_node_comes_without_flowers_wrapping(roster, notices):
+    node = Node("a")
+    # As flwr.server.compat.grid_client_proxy has it.
+    told = "Message contains an Error (reason: {}). It originated during client-side execution."
+    for said, noticed in [
+        (
+            "<class 'fedhet.errors.DataError'>:<'/srv: no 'train'>'\n>'>",
+            "is: /srv: no 'train'>' >",
+        ),
+        ("<class 'OSError'>:<'gone'>", "is: Message contains an Error (reason: <class 'OSError'>"),
+    ]:
+        node.says = RuntimeError(told.format(said))
+        roster.members(Manager(node))
+        assert noticed in notices.pop()
+
+
 def test_too_few_clients_do_not_start(tmp_path):
     config = small(join_timeout=0.5)
     with pytest.raises(FedhetError, match=r"0 of 4 clients are there after 0\.5 s"):

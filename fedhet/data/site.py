@@ -98,6 +98,11 @@ def site_data(
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise DataError(f"{root}: no such folder (the data of {name})")
+    if classes < 2:
+        raise DataError(
+            f"{root}: the run must say how many classes there are, 2 or more: 'num-classes' is "
+            f"{classes}"
+        )
     names = _classes_file(root, classes)
     if (root / "train.npz").exists() == (root / "train").is_dir():
         raise DataError(

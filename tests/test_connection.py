@@ -1,0 +1,55 @@
+"""What Flower's command line says, as a person gets to read it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fedhet import connection
+from fedhet.connection import Connection, readable
+from fedhet.errors import FedhetError
+
+HEAD = [
+    "\x1b[92mINFO \x1b[0m:      Start `flwr-serverapp` process\n",
+    "note: waiting for 3 clients, 2 are there\n",
+    "\x1b[91mERROR \x1b[0m:     ServerApp raised an exception\n",
+    "Traceback (most recent call last):\n",
+    '  File "run_serverapp.py", line 221, in run_serverapp\n',
+    "    context = run_(\n",
+    "              ^^^^^\n",
+]
+TAIL = [
+    "\n",
+    "\x1b[91mERROR \x1b[0m:     Exit Code: 201\n",
+    "An unhandled exception occurred in the ServerApp.\n",
+    "For more information, visit: <https://flower.ai/docs/framework/1.39/en/ref-exit-codes/201.html>\n",
+]
+
+
+def test_an_error_of_ours_is_one_line():
+    lines = [*HEAD, "fedhet.errors.StateError: runs/first holds a run already\n", *TAIL]
+    assert list(readable(lines)) == [
+        "note: waiting for 3 clients, 2 are there",
+        "error: runs/first holds a run already",
+    ]
+
+
+@pytest.mark.parametrize("tail", [TAIL, []])
+def test_any_other_error_comes_with_its_traceback(tail):
+    said = list(readable([*HEAD, "ValueError: 3\n", *tail]))
+    assert said == [HEAD[1].rstrip(), *(line.rstrip() for line in HEAD[3:]), "ValueError: 3"]
+
+
+def test_a_traceback_that_is_cut_off_is_not_lost():
+    assert list(readable(HEAD))[1:] == [line.rstrip() for line in HEAD[3:]]
+
+
+def test_a_refusal_comes_without_colours_and_frames(monkeypatch, tmp_path):
+    said = (
+        "╭─ Error ─────╮\n│ Connection is │\n│ unavailable.  │\n╰───────────────╯\n\x1b[91mx\x1b[0m"
+    )
+    done = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(connection.subprocess, "run", lambda *words, **options: done)
+    with pytest.raises(FedhetError) as caught:
+        Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
+    assert str(caught.value) == "`flwr list` failed: Error Connection is unavailable. x"
