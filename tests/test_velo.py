@@ -189,11 +189,12 @@ def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp
     assert survivors == {0, 1, 2, 3}
 
 
-def test_the_cvae_is_trained_in_as_many_threads_as_the_run_has(tmp_path):
-    strategy = started(tmp_path)
-    torch.set_num_threads(2)
-    strategy.aggregate(1, two_replies(strategy, 1))
-    assert torch.get_num_threads() == strategy.run.threads == 1
+def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_path):
+    strategy = started(tmp_path, **{"velo.interval": 2})
+    for round in (1, 2, 3):
+        torch.set_num_threads(2)
+        strategy.aggregate(round, two_replies(strategy, round))
+        assert torch.get_num_threads() == strategy.run.threads == 1
 
 
 def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
