@@ -36,7 +36,9 @@ class VeloServerSettings(FeloServerSettings):
     latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
     hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
     deviation: Positive = Field(
-        1.0, description="standard deviation of the CVAE's Gaussian reconstruction"
+        1.0,
+        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
+        "features",
     )
     epochs: Count = Field(50, description="epochs of the CVAE a training")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
