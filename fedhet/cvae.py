@@ -3,6 +3,9 @@
 Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2;
 Sohn et al., Learning Structured Output Representation using Deep Conditional Generative Models.
 Features s are [N, D], their classes y [N], latent variables z [N, Z].
+
+Ours: Eq. 2 is taken as printed, on standardised features. The paper says nothing of their scale;
+as they come, large ones, or a single client's, make the training diverge.
 """
 
 from __future__ import annotations
@@ -16,23 +19,49 @@ from torch.nn import functional as F
 from fedhet.devices import CPU
 from fedhet.training import Optimization, train_epoch
 
+LIMIT = 5.0
+"""Spreads from the centre: a feature further away is moved to there, in its direction."""
+
 
 class Cvae(nn.Module):
-    """Four dense layers, two that encode and two that decode; the class enters both as one-hot."""
+    """Four dense layers, two that encode and two that decode; the class enters both as one-hot.
+
+    Both work on standardised features; `centre` [D] and `spread`, a scalar, lead there and back.
+    """
+
+    centre: Tensor
+    spread: Tensor
 
     def __init__(self, width: int, classes: int, latent: int, hidden: int) -> None:
         super().__init__()
         self.classes, self.latent = classes, latent
         self.encoder = _two_layers(width + classes, hidden, 2 * latent)
         self.decoder = _two_layers(latent + classes, hidden, width)
+        self.register_buffer("centre", torch.zeros(width))
+        self.register_buffer("spread", torch.ones(()))
+
+    def measure(self, features: Tensor) -> None:
+        """Set centre and spread by features [N, D]: medians, which a few outliers hardly move.
+
+        One spread for all components: by its own, one that is 0 but for a class would be cut off.
+        """
+        self.centre.copy_(features.median(0).values)
+        distances = _distance(features.double() - self.centre)
+        apart = distances[distances > 0]
+        self.spread.fill_(apart.median() if len(apart) else 1)
+
+    def standardise(self, features: Tensor) -> Tensor:
+        """Return features [N, D] in spreads from the centre, at a distance of LIMIT at most."""
+        scaled = (features.double() - self.centre) / self.spread
+        return (scaled * (LIMIT / _distance(scaled)).clamp(max=1)).float()
 
     def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance, both [N, Z], of q(z | s, y)."""
+        """Return mean and log variance, both [N, Z], of q(z | s, y); s is standardised."""
         mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
         return mean, log_variance
 
     def decode(self, latent: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of p(s | z, y), [N, D]."""
+        """Return the mean of p(s | z, y), [N, D]; s is standardised."""
         decoded: Tensor = self.decoder(self._join(latent, labels))
         return decoded
 
@@ -42,6 +71,11 @@ class Cvae(nn.Module):
 
 def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def _distance(offsets: Tensor) -> Tensor:
+    """Return the root mean square of each row of [N, D], [N, 1]."""
+    return offsets.square().mean(1, keepdim=True).sqrt()
 
 
 def reparameterise(mean: Tensor, log_variance: Tensor, noise: Tensor) -> Tensor:
@@ -63,7 +97,7 @@ def log_likelihood(features: Tensor, decoded: Tensor, deviation: float) -> Tenso
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2, a scalar, the mean over features.
+    """Return the negative of Eq. 2, a scalar, the mean over features, which are standardised.
 
     Printed is the lower bound of log p(s | y), which training raises. `noise` [N, Z] is one draw a
     feature: L = 1.
@@ -87,8 +121,11 @@ def train_cvae(
 ) -> float:
     """Train by Adam on the negative of Eq. 2; return its mean over the last epoch.
 
-    Order and noise come from `generator` alone. Raises DataError for fewer than two features.
+    The features are as they come, and are standardised by themselves; `deviation` is in spreads.
+    Order and noise come from `generator` alone. Raises DataError for a single feature.
     """
+    model.measure(features)
+    standardised = model.standardise(features)
     adam = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
     optimizing = Optimization(adam, torch.amp.GradScaler("cpu", enabled=False))
 
@@ -99,7 +136,7 @@ def train_cvae(
     loss = math.nan
     for _ in range(epochs):
         loss = train_epoch(
-            features,
+            standardised,
             labels,
             loss_of,
             optimizing,
@@ -114,13 +151,14 @@ def train_cvae(
 def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` synthetic features of each class in `labels` [P], [P, count, D].
 
-    Means of the decoder p(s | z, y) for z drawn from N(0, I).
+    Means of the decoder p(s | z, y) for z drawn from N(0, I), in the features' own scale.
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)
-    return model.decode(latent, rows).reshape(len(labels), count, -1)
+    features = model.centre + model.spread * model.decode(latent, rows)
+    return features.reshape(len(labels), count, -1)
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Tell whether no weight of `model` is NaN or infinite."""
-    return all(bool(weight.isfinite().all()) for weight in model.parameters())
+    """Tell whether nothing in the state of `model` is NaN or infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

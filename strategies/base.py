@@ -246,7 +246,7 @@ class HetStrategy(Strategy):
             books = json.loads(str(checkpoint.facts["books"]))
             self._accuracy, self._stale = books["accuracy"], set(books["stale"])
             self.restore(checkpoint.tensors)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
                 f"the method {self.run.method}: {error!r}"

@@ -36,7 +36,9 @@ class VeloServerSettings(FeloServerSettings):
     latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
     hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
     deviation: Positive = Field(
-        1.0, description="standard deviation of the CVAE's Gaussian reconstruction"
+        1.0,
+        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
+        "features",
     )
     epochs: Count = Field(50, description="epochs of the CVAE a training")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
@@ -81,6 +83,8 @@ class VeloStrategy(FeloStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: keep the features, train the CVAE if it is time, decode."""
+        # As the clients do: sums must not depend on how many threads the server happens to have.
+        torch.set_num_threads(self.run.threads)
         figures = dict(super().aggregate(round, replies))
         self._keep(round, replies)
         figures["features_kept"] = float(len(self.labels))
@@ -125,8 +129,6 @@ class VeloStrategy(FeloStrategy):
 
     def _train(self, round: int) -> dict[str, float]:
         """Go on training the CVAE (line 5); return its loss, or nothing where it diverged."""
-        # As the clients do: sums must not depend on how many threads the server happens to have.
-        torch.set_num_threads(self.run.threads)
         before = copy.deepcopy(self.cvae)
         loss = train_cvae(
             self.cvae,

@@ -12,6 +12,7 @@ from torch import distributions as dist
 from fedhet import models
 from fedhet.classwise import Teacher, VariedTeacher, newest
 from fedhet.cvae import (
+    LIMIT,
     Cvae,
     all_finite,
     cvae_loss,
@@ -170,21 +171,15 @@ def test_training_hangs_on_its_generator_alone():
     )
 
 
-def test_a_feature_beyond_all_measure_leaves_weights_that_are_not_finite():
-    model, (features, labels, _) = made(), drawn(3, 40)
-    features[7] = 1e30
-    assert all_finite(model)
-    generator = torch.Generator().manual_seed(0)
-    train_cvae(
-        model,
-        features,
-        labels,
-        epochs=2,
-        batch_size=40,
-        lr=0.01,
-        deviation=1.0,
-        generator=generator,
-    )
+def test_a_training_that_diverges_leaves_a_model_that_is_not_finite():
+    assert all_finite(trained()[0])
+    assert not all_finite(trained(lr=1e6)[0])
+
+
+@pytest.mark.parametrize("name", ["encoder.0.weight", "centre", "spread"])
+def test_nothing_in_the_state_may_be_infinite(name):
+    model = made()
+    model.state_dict()[name].fill_(math.inf)
     assert not all_finite(model)
 
 
@@ -197,10 +192,161 @@ def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
     generator = torch.Generator().manual_seed(4)
     draws = torch.randn(10, LATENT, generator=generator)
     state = {k: v.double().numpy() for k, v in model.state_dict().items()}
+    assert state["spread"] != 1
     for row in range(10):
         one_hot = np.eye(CLASSES)[int(labels[row // 5])]
-        expected = two_layers(state, "decoder", np.concatenate([draws[row], one_hot]))
+        decoded = two_layers(state, "decoder", np.concatenate([draws[row], one_hot]))
+        expected = state["centre"] + state["spread"] * decoded
         np.testing.assert_allclose(made_up[row // 5, row % 5], expected, rtol=1e-4, atol=1e-5)
+
+
+def reference_standardised(features):
+    """In float64, one feature at a time: centre, spread, and the features in spreads."""
+    rows = features.double().tolist()
+    centre = [sorted(column)[(len(rows) - 1) // 2] for column in zip(*rows, strict=True)]
+    offsets = [[v - c for v, c in zip(row, centre, strict=True)] for row in rows]
+    distances = [math.sqrt(sum(v * v for v in row) / len(row)) for row in offsets]
+    apart = sorted(distance for distance in distances if distance > 0)
+    spread = apart[(len(apart) - 1) // 2] if apart else 1.0
+    scaled = []
+    for row, distance in zip(offsets, distances, strict=True):
+        shrunk = min(1.0, 5 * spread / distance) if distance else 1.0
+        scaled.append([v / spread * shrunk for v in row])
+    return centre, spread, scaled
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 20),
+    st.sampled_from([1e-3, 1, 1e3]),
+    st.sampled_from([1, 100, 1e30]),
+    st.booleans(),
+)
+def test_features_are_standardised_by_medians(seed, samples, scale, outlier, behind_relu):
+    model, features = made(), scale * drawn(seed, samples)[0]
+    if behind_relu:
+        features = features.relu() * (torch.arange(samples) % 3 == 0)[:, None]
+    features[0] *= outlier
+    model.measure(features)
+    centre, spread, scaled = reference_standardised(features)
+    np.testing.assert_allclose(model.centre, centre, rtol=1e-6)
+    assert model.spread.item() == pytest.approx(spread, rel=1e-6)
+    ours = model.standardise(features)
+    np.testing.assert_allclose(ours, scaled, rtol=1e-5, atol=1e-5)
+    assert ours.square().mean(1).sqrt().max() <= LIMIT * (1 + 1e-6)
+
+
+def test_what_is_trained_is_equation_2_on_standardised_features():
+    """The loss of one batch before its step, from the order and the noise that the draws give."""
+    model, (features, labels, _) = made(), drawn(3, 40)
+    features = 30 * features + 7
+    before = made()
+    loss = train_cvae(
+        model,
+        features,
+        labels,
+        epochs=1,
+        batch_size=40,
+        lr=0.01,
+        deviation=0.7,
+        generator=torch.Generator().manual_seed(2),
+    )
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randperm(40, generator=generator)
+    noise = torch.randn(40, LATENT, generator=generator)
+    scaled = torch.tensor(reference_standardised(features)[2])
+    expected = reference_loss(before, scaled[order], labels[order], noise, 0.7)
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def class_features(seed=0, sparse=False):
+    """Twenty clients' features of ten classes [200, 64], one client after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(10, 64, generator=generator)
+    if sparse:
+        centres = (3 + centres) * (torch.rand(10, 64, generator=generator) < 0.15)
+    labels = torch.arange(10).repeat(20)
+    features = centres[labels] + 0.3 * torch.randn(200, 64, generator=generator)
+    return (features.relu() if sparse else features), labels
+
+
+def by_default(features, labels, trainings):
+    """A CVAE of the default settings after so many trainings on the same features."""
+    sizes = VeloServerSettings()
+    model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
+    for round in range(trainings):
+        train_cvae(
+            model,
+            features,
+            labels,
+            epochs=sizes.epochs,
+            batch_size=sizes.cvae_batch_size,
+            lr=sizes.cvae_lr,
+            deviation=sizes.deviation,
+            generator=torch.Generator().manual_seed(round),
+        )
+    return model
+
+
+def share_of_own(model, features, labels):
+    """The share of synthetic features nearest to their own class's mean."""
+    every = torch.arange(10)
+    points = synthesise(model, every, 100, torch.Generator().manual_seed(1)).flatten(0, 1)
+    own = every.repeat_interleave(100)
+    return (nearest_class(points, features, labels) == own).float().mean().item()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("trainings", [1, 5])
+def test_synthetic_features_are_as_good_whatever_the_scale(trainings, sparse):
+    features, labels = class_features(sparse=sparse)
+    for scale, shift in ((0.01, 0), (1, 0), (10, -30), (100, 1000)):
+        moved = scale * features + shift
+        assert share_of_own(by_default(moved, labels, trainings), moved, labels) >= 0.98
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_one_client_beyond_all_measure_does_not_spoil_the_others_features(sparse):
+    """Two of the twenty are a client's of ten; the sparse ones lie behind a ReLU."""
+    features, labels = class_features(sparse=sparse)
+    for factor in (1e3, 1e30):
+        spoilt = features.clone()
+        spoilt[:10] *= factor
+        spoilt[100:110] *= factor
+        model = by_default(spoilt, labels, 5)
+        assert all_finite(model)
+        assert share_of_own(model, features, labels) >= 0.98
+        means = synthesise(model, torch.arange(10), 100, torch.Generator().manual_seed(1)).mean(1)
+        true = torch.stack([features[labels == y].mean(0) for y in range(10)])
+        assert (means - true).square().mean() < 0.2 * true.var(0).mean()
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e30])
+def test_features_that_are_all_the_same_come_back(value):
+    model = by_default(torch.full((40, 64), value), torch.arange(40) % 10, 2)
+    assert all_finite(model)
+    assert model.spread == 1
+    points = synthesise(model, torch.arange(10), 5, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(points, torch.full_like(points, value), rtol=1e-6, atol=1.0)
+
+
+def test_the_state_has_all_that_decoding_needs():
+    features, labels, _ = drawn(3, 40)
+    model, again = made(), made(1)
+    train_cvae(
+        model,
+        50 * features - 9,
+        labels,
+        epochs=3,
+        batch_size=16,
+        lr=0.01,
+        deviation=1.0,
+        generator=torch.Generator().manual_seed(0),
+    )
+    again.load_state_dict(model.state_dict())
+    draws = [synthesise(m, labels, 2, torch.Generator().manual_seed(4)) for m in (model, again)]
+    assert torch.equal(*draws)
 
 
 @pytest.fixture(scope="module")
@@ -236,32 +382,22 @@ def nearest_class(points, features, labels):
 
 
 def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_digits):
-    """As trained by default; 0.99 of the real features do, too."""
+    """After one default training on the 1437 features of one network; 0.99 of these do, too.
+
+    In a run it takes longer: of default runs on digits (seeds 0 and 1) 0.41 in the first round,
+    0.65 to 0.67 in the second, 0.93 to 0.98 from the fourth to the sixth.
+    """
     features, labels = features_of_digits
-    sizes = VeloServerSettings()
-    model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
-    every = torch.arange(10)
 
-    def shares():
+    def shares(trainings):
         """Of single synthetic features, and of their means by class."""
-        points = synthesise(model, every, 100, torch.Generator().manual_seed(1))
-        single = nearest_class(points.flatten(0, 1), features, labels)
-        means = nearest_class(points.mean(1), features, labels)
-        own = every.repeat_interleave(100)
-        return (single == own).float().mean().item(), (means == every).float().mean().item()
+        model = by_default(features, labels, trainings)
+        points = synthesise(model, torch.arange(10), 100, torch.Generator().manual_seed(1))
+        means = nearest_class(points.mean(1), features, labels) == torch.arange(10)
+        return share_of_own(model, features, labels), means.float().mean().item()
 
-    assert max(shares()) < 0.5
-    train_cvae(
-        model,
-        features,
-        labels,
-        epochs=sizes.epochs,
-        batch_size=sizes.cvae_batch_size,
-        lr=sizes.cvae_lr,
-        deviation=sizes.deviation,
-        generator=torch.Generator().manual_seed(0),
-    )
-    single, means = shares()
+    assert max(shares(0)) < 0.5
+    single, means = shares(1)
     assert means == 1
     assert single >= 0.99
 

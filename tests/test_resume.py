@@ -182,6 +182,19 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
+@pytest.mark.parametrize("missing", ["centre", "spread", "encoder.0.weight"])
+def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_path, missing):
+    config = small("velo", rounds=2, models="mlp", max_samples=200, **VELO)
+    with pytest.raises(CutError):
+        run(config, tmp_path / "cut", [CutOff(2, "before")])
+    checkpoints = Checkpoints(tmp_path / "cut")
+    last = checkpoints.newest(print)
+    kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
+    checkpoints.write(last.round, kept, last.facts)
+    with pytest.raises(StateError, match=f"does not fit the method velo: .*{missing}"):
+        run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+
+
 def test_a_complete_run_is_not_resumed(whole, tmp_path):
     config, directory = whole
     shutil.copytree(directory, tmp_path / "copy")

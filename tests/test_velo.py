@@ -189,11 +189,12 @@ def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp
     assert survivors == {0, 1, 2, 3}
 
 
-def test_the_cvae_is_trained_in_as_many_threads_as_the_run_has(tmp_path):
-    strategy = started(tmp_path)
-    torch.set_num_threads(2)
-    strategy.aggregate(1, two_replies(strategy, 1))
-    assert torch.get_num_threads() == strategy.run.threads == 1
+def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_path):
+    strategy = started(tmp_path, **{"velo.interval": 2})
+    for round in (1, 2, 3):
+        torch.set_num_threads(2)
+        strategy.aggregate(round, two_replies(strategy, round))
+        assert torch.get_num_threads() == strategy.run.threads == 1
 
 
 def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
@@ -204,7 +205,8 @@ def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
     strategy = server.strategy
     strategy.aggregate(1, two_replies(strategy, 1))
     before = weights(strategy)
-    figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8], scale=1e30)])
+    strategy.settings = strategy.settings.model_copy(update={"cvae_lr": 1e6})
+    figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8])])
     assert "cvae_loss" not in figures
     assert same(weights(strategy), before)
     assert [text for text in heard if "CVAE diverged in round 2" in text]
@@ -212,6 +214,16 @@ def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
     assert sent["classes"].tolist() == [0, 1, 2, 5, 8]
     np.testing.assert_array_equal(sent["features"][:4], strategy.synthetic)
     assert np.isfinite(sent["features"]).all()
+
+
+def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
+    strategy = started(tmp_path)
+    strategy.aggregate(1, two_replies(strategy, 1))
+    figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8], scale=1e30)])
+    assert np.isfinite(figures["cvae_loss"])
+    sent = told(strategy, 3)
+    assert sent["classes"].tolist() == [0, 1, 2, 5, 8]
+    assert np.abs(sent["features"]).max() < 50
 
 
 @pytest.mark.parametrize("changes", [{}, {"velo.interval": 2, "velo.samples-per-class": 3}])
