@@ -91,9 +91,12 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def entropy(predictions: Tensor) -> Tensor:
-    """Return H of Eq. 10 of each row of `predictions` [..., C]: [...], from 0 to log C."""
+    """Return H of Eq. 10 of each row of `predictions` [..., C]: [...], from 0 to log C.
+
+    Infinity for a row of NaN, as of a model whose finite weights overflow: it is sure of nothing.
+    """
     each: Tensor = torch.special.entr(predictions)
-    return each.sum(-1)
+    return each.sum(-1).nan_to_num(nan=math.inf)
 
 
 def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:

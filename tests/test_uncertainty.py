@@ -81,6 +81,15 @@ def test_each_sample_takes_the_prediction_of_its_surest_helper(seed, helpers, sa
         np.testing.assert_array_equal(labels[i], predictions[least, i])
 
 
+def test_a_helper_that_gives_nan_is_the_least_certain():
+    predictions = torch.full((2, 3, 4), 0.25)
+    predictions[0] = math.nan
+    labels, chosen = most_certain(predictions)
+    assert chosen.tolist() == [1, 1, 1]
+    assert labels.isfinite().all()
+    assert certainty(entropy(predictions[0]), 4) == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 30), st.integers(2, 12))
 def test_certainty_is_what_is_left_of_the_greatest_entropy(seed, samples, classes):
