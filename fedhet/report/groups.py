@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedhet.errors import SettingsError, StateError
-from fedhet.report.run import KINDS, PROTOCOLS, Run, load_run
+from fedhet.report.run import KINDS, PROTOCOLS, Record, Run, load_run
 from fedhet.report.units import setting
 
 PLACES = frozenset({
@@ -112,7 +112,7 @@ class Group:
 
     def curve(self, column: Column) -> Curve:
         """Return the accuracy over the rounds that every run has."""
-        return _over_seeds([_points(run, column) for run in self.runs])
+        return _over_seeds([_accuracy(run, column) for run in self.runs])
 
     @property
     def own_figures(self) -> set[str]:
@@ -122,7 +122,9 @@ class Group:
 
     def own_curve(self, name: str) -> Curve:
         """Return one of the method's own figures over the rounds in which every run has it."""
-        return _over_seeds([_own_points(run, name) for run in self.runs])
+        return _over_seeds(
+            [_points(run, lambda record: record.method.get(name, NAN)) for run in self.runs]
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Comparison:
 
 def bytes_to_target(run: Run, column: Column, target: float) -> float:
     """Return the bytes sent up and down until the mean accuracy first reached a target, or NaN."""
-    for accuracy, sent in _points(run, column).values():
+    for accuracy, sent in _accuracy(run, column).values():
         if accuracy >= target:
             return sent
     return NAN
@@ -164,25 +166,23 @@ def _over_seeds(each: Sequence[Points]) -> Curve:
     return Curve(tuple(rounds), cube[:, :, 0].mean(axis=0), std, cube[:, :, 1].mean(axis=0))
 
 
-def _own_points(run: Run, name: str) -> Points:
+def _points(run: Run, quantity: Callable[[Record], float]) -> Points:
+    """Return a quantity and the bytes sent so far, by round, where the round has it."""
     points, sent = {}, 0
     for record in run.records:
         sent += record.bytes_up + record.bytes_down
-        value = record.method.get(name, NAN)
+        value = quantity(record)
         if math.isfinite(value):
             points[record.round] = (value, float(sent))
     return points
 
 
-def _points(run: Run, column: Column) -> Points:
-    """Return accuracy and bytes sent so far, by round."""
-    points, sent = {}, 0
-    for record in run.records:
-        sent += record.bytes_up + record.bytes_down
+def _accuracy(run: Run, column: Column) -> Points:
+    def mean(record: Record) -> float:
         scores = record.score(*column)
-        if scores is not None and math.isfinite(scores.mean):
-            points[record.round] = (scores.mean, float(sent))
-    return points
+        return NAN if scores is None else scores.mean
+
+    return _points(run, mean)
 
 
 def find_runs(folders: Sequence[Path | str]) -> list[Path]:
