@@ -48,7 +48,7 @@ proto-check: install ## is the committed generated code that of the .proto file?
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
 reference: install ## docs/reference.md and flwr's run config, from the declarations in the code
-	$(BIN)/python -m fedhet.reference
+	$(BIN)/python -m fedhet.config.reference
 
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.timing import ratios, seconds, show
 from clients.fedtype import FedTypeClient, Reciprocity
-from clients.node import read_node
-from fedhet.config import resolve
-from fedhet.conformal import Raps, calibrate, consensus, prediction_sets
-from fedhet.proxies import Proxy
+from fedhet.algorithms.conformal import Raps, calibrate, consensus, prediction_sets
+from fedhet.algorithms.proxies import Proxy
+from fedhet.client.node import read_node
+from fedhet.config.resolve import resolve
 
 
 def write_images(folder: Path, samples: int) -> None:

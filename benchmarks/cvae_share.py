@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import seconds, show
-from fedhet.config import resolve
+from fedhet.config.resolve import resolve
 from fedhet.simulate import simulate
 from strategies.velo import VeloStrategy
 

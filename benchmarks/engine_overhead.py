@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.timing import show
-from fedhet.config import resolve
+from fedhet.config.resolve import resolve
 from fedhet.simulate import ray_workers, simulate
 
 

@@ -33,9 +33,7 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.server import fit_clients
 
-from fedhet.config import Config, resolve
-from fedhet.contract import Shapes
-from fedhet.helpers import (
+from fedhet.algorithms.helpers import (
     CANDIDATE,
     FILL,
     REFRESH,
@@ -47,13 +45,15 @@ from fedhet.helpers import (
     replaced,
     to_arrays,
 )
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Envelope, Knowledge, decode, encode, grouped
-from fedhet.metrics import peak_memory_mb
+from fedhet.arrays import Shapes, grouped
+from fedhet.config.resolve import Config, resolve
+from fedhet.config.schema import MethodSettings
 from fedhet.models import shapes
-from fedhet.runlog import RunLog
+from fedhet.runs.log import RunLog
+from fedhet.runs.records import peak_memory_mb
 from fedhet.seeding import numpy_rng
-from fedhet.settings import MethodSettings
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 OK = Status(Code.OK, "")
 SHAPE, CLASSES = (3, 32, 32), 10

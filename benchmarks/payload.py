@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from fedhet.config import resolve
-from fedhet.connection import submit
-from fedhet.deploy import LocalDeployment
+from fedhet.config.resolve import resolve
+from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.local import LocalDeployment
 
 MB = 1_000_000
 WIDTH = 1000

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.timing import ratios, show
 from clients.base import HetClient
-from clients.node import read_node
-from fedhet.config import resolve
-from fedhet.knowledge import Knowledge
+from fedhet.client.node import read_node
+from fedhet.config.resolve import resolve
 from fedhet.models import build
+from fedhet.wire.knowledge import Knowledge
 
 
 def open_new(method: str, model: str, device: str, directory: Path) -> HetClient:

@@ -12,27 +12,27 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
-import numpy as np
 import torch
 from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.node import Node
-from fedhet.config import data_spec, labelled_alpha
-from fedhet.contract import Array, Contract, Shapes
+from fedhet.arrays import Shapes, group
+from fedhet.client.node import Node
+from fedhet.config.resolve import data_spec, labelled_alpha
+from fedhet.config.schema import MethodSettings, Settings
 from fedhet.data import GENERATED, Split, labelled_parts, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
-from fedhet.identity import ClientInfo, order_of
-from fedhet.knowledge import Envelope, Knowledge, decode, encode, expect, group
-from fedhet.metrics import Measured, peak_memory_mb, write_measures
 from fedhet.models import HetModel, Refitted, Within, build, build_any
+from fedhet.runs.records import Measured, peak_memory_mb, write_measures
 from fedhet.seeding import seeded, torch_generator
-from fedhet.settings import MethodSettings, Settings
-from fedhet.state import ClientStore
+from fedhet.storage import ClientStore
 from fedhet.training import LossOfBatch, Optimization, Score, evaluate, optimization, train_epoch
+from fedhet.wire.contract import Contract
+from fedhet.wire.identity import ClientInfo, order_of
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode, expect
 
 LOG = logging.getLogger("fedhet")
 """Of a node: what it logs stands in the log of Flower's node."""
@@ -427,17 +427,3 @@ class HetClient(NumPyClient):
 def _version_of(store: ClientStore, round: int) -> int:
     """Return which save the state of `round` was; they are counted over a run, from 1."""
     return int(store.facts(round).get("version", 0))
-
-
-def to_arrays(model: nn.Module) -> dict[str, Array]:
-    """Return the tensors of a model, as they travel: name in the state dict -> numpy array."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
-
-
-def adopt(model: nn.Module, weights: Mapping[str, Array]) -> None:
-    """Give `model` the `weights` that came by its names."""
-    model.load_state_dict({name: _tensor(value) for name, value in weights.items()})
-
-
-def _tensor(value: Array) -> Tensor:
-    return torch.tensor(np.asarray(value))

@@ -14,11 +14,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from clients.base import HetClient
-from fedhet.contract import Contract, TensorField, smallest_uint
-from fedhet.knowledge import Knowledge
-from fedhet.metrics import PROTOCOLS
-from fedhet.settings import Count, CountOrNone, MethodSettings
+from fedhet.config.schema import Count, CountOrNone, MethodSettings
+from fedhet.runs.records import PROTOCOLS
 from fedhet.training import logits_of
+from fedhet.wire.contract import Contract, TensorField, smallest_uint
+from fedhet.wire.knowledge import Knowledge
 
 
 class CofedClientSettings(MethodSettings):

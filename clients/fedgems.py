@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import HetClient
-from fedhet.contract import Array, Contract, TensorField
+from fedhet.algorithms.selective import taught_loss
+from fedhet.arrays import Array
+from fedhet.config.schema import Count, MethodSettings
 from fedhet.data import Split
 from fedhet.devices import Compute
 from fedhet.errors import KnowledgeError
-from fedhet.knowledge import Knowledge
 from fedhet.models import HetModel
-from fedhet.selective import taught_loss
-from fedhet.settings import Count, MethodSettings
 from fedhet.training import Optimization, logits_of, train_epoch
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsClientSettings(MethodSettings):

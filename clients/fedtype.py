@@ -14,33 +14,36 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.base import HetClient, adopt
-from clients.node import Node
-from fedhet.conformal import (
+from clients.base import HetClient
+from fedhet.algorithms.conformal import (
     Calibration,
     Raps,
     calibrate,
     consensus,
     dynamic_penalty,
+    imitation_loss,
     prediction_sets,
     top_sets,
 )
-from fedhet.contract import Array, Contract, ScalarField, Shapes, WeightsField
-from fedhet.errors import KnowledgeError
-from fedhet.knowledge import Knowledge, grouped
-from fedhet.losses import distillation_loss, imitation_loss
-from fedhet.models import HetModel, ModelName, build
-from fedhet.proxies import (
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.algorithms.proxies import (
     LEAST_SCALE,
     MoreauProxy,
     ProximalProxy,
     Proxy,
     VariationalProxy,
-    proxy_shapes,
 )
+from fedhet.arrays import Array, Shapes, grouped
+from fedhet.client.node import Node
+from fedhet.config.schema import Count, MethodSettings, NonNegative, Positive, Settings
+from fedhet.errors import KnowledgeError
+from fedhet.models import HetModel, ModelName, build
+from fedhet.models.weights import load_weights
 from fedhet.seeding import derive, numpy_rng
-from fedhet.settings import Count, MethodSettings, NonNegative, Positive, Settings
 from fedhet.training import Optimization, logits_of
+from fedhet.wire.contract import Contract, ScalarField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+from strategies.fedtype import proxy_shapes
 
 
 class FedTypeClientSettings(MethodSettings):
@@ -141,7 +144,7 @@ class FedTypeClient(HetClient):
         judged: dict[str, nn.Module] = dict(self.models)
         if weights := knowledge.group("proxy"):
             judged["global"] = self._new_proxy()
-            adopt(judged["global"], weights)
+            load_weights(judged["global"], weights)
             self.compute.place(judged["global"])
         return judged
 
@@ -151,7 +154,7 @@ class FedTypeClient(HetClient):
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run Algorithm 1 from the server's proxy."""
-        adopt(self.models["proxy"], knowledge.group("proxy"))
+        load_weights(self.models["proxy"], knowledge.group("proxy"))
         proxy = self._proxy(round, knowledge)
         learning = Reciprocity(self, proxy, round)
         for epoch in range(self.run.local_epochs):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from clients.base import HetClient, adopt, to_arrays
-from fedhet.classwise import ClassMeans, ClassSums, Teacher
-from fedhet.contract import Contract, Shapes, TensorField, WeightsField
-from fedhet.knowledge import Knowledge, grouped
-from fedhet.losses import felo_loss
+from clients.base import HetClient
+from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
+from fedhet.arrays import Shapes, grouped
+from fedhet.config.schema import Count, MethodSettings, NonNegative
 from fedhet.models import HetModel, shapes
-from fedhet.settings import Count, MethodSettings, NonNegative
+from fedhet.models.weights import load_weights, to_arrays
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
 
 
 class FeloClientSettings(MethodSettings):
@@ -64,7 +65,7 @@ class FeloClient(HetClient):
         replace, rather than join, what its architecture has learned.
         """
         if weights := knowledge.group("weights"):
-            adopt(self.models["private"], weights)
+            load_weights(self.models["private"], weights)
         teacher = None
         if self.participations > 0:
             teacher = self.read_teacher(round, knowledge)

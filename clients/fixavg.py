@@ -11,14 +11,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from clients.base import HetClient, adopt, to_arrays
-from fedhet.contract import Contract, ScalarField, Shapes, WeightsField
+from clients.base import HetClient
+from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
+from fedhet.arrays import Shapes, grouped
+from fedhet.config.schema import MethodSettings, NonNegative
 from fedhet.data import UNKNOWN
-from fedhet.fixmatch import augmentations, confident_labels, fixmatch_loss
-from fedhet.knowledge import Knowledge, grouped
 from fedhet.models import shapes
-from fedhet.settings import MethodSettings, NonNegative
+from fedhet.models.weights import load_weights, to_arrays
 from fedhet.training import evaluating, train_epoch
+from fedhet.wire.contract import Contract, ScalarField, WeightsField
+from fedhet.wire.knowledge import Knowledge
 
 
 class FixAvgClientSettings(MethodSettings):
@@ -63,14 +65,14 @@ class FixAvgClient(HetClient):
         judged: dict[str, nn.Module] = dict(self.models)
         if weights := knowledge.group("weights"):
             judged["global"] = self.build_model()
-            adopt(judged["global"], weights)
+            load_weights(judged["global"], weights)
             self.compute.place(judged["global"])
         return judged
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train the local epochs from the averaged model."""
         model = self.models["private"]
-        adopt(model, knowledge.group("weights"))
+        load_weights(model, knowledge.group("weights"))
         model.train()
         images = augmentations(self.info.shape)
         x = torch.cat([self.x, self.unlabelled.x])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clients.base import HetClient
-from fedhet.knowledge import Knowledge
+from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):

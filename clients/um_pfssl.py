@@ -15,21 +15,20 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import HetClient, adopt, to_arrays
-from fedhet.averaging import average_weights
-from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
-from fedhet.data import UNKNOWN
-from fedhet.errors import KnowledgeError
-from fedhet.helpers import CANDIDATE, FILL, REFRESH, Helper, filled, ranked, refreshed, replaced
-from fedhet.helpers import to_arrays as list_to_arrays
-from fedhet.knowledge import Knowledge, grouped
-from fedhet.losses import semi_supervised_loss
-from fedhet.models import HetModel, shapes
-from fedhet.seeding import seeded
-from fedhet.settings import Count, CountOrNone, MethodSettings
-from fedhet.shelf import Shelf
-from fedhet.training import evaluate, train_epoch
-from fedhet.uncertainty import (
+from clients.base import HetClient
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.helpers import (
+    CANDIDATE,
+    FILL,
+    REFRESH,
+    Helper,
+    filled,
+    ranked,
+    refreshed,
+    replaced,
+)
+from fedhet.algorithms.helpers import to_arrays as list_to_arrays
+from fedhet.algorithms.uncertainty import (
     RelationKind,
     aggregation_weights,
     certainty,
@@ -37,7 +36,19 @@ from fedhet.uncertainty import (
     most_certain,
     predictive,
     relation,
+    semi_supervised_loss,
 )
+from fedhet.arrays import Array, Shapes, grouped
+from fedhet.config.schema import Count, CountOrNone, MethodSettings
+from fedhet.data import UNKNOWN
+from fedhet.errors import KnowledgeError
+from fedhet.models import HetModel, shapes
+from fedhet.models.weights import load_weights, to_arrays
+from fedhet.seeding import seeded
+from fedhet.storage import ModelStore
+from fedhet.training import evaluate, train_epoch
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
 
 KEPT = 3
 """Lists whose models stay on disk: a client may be asked to go back by a round or two."""
@@ -144,7 +155,7 @@ class UmPfsslClient(HetClient):
         ]
         pseudo, _ = most_certain(torch.stack(predictions))
         shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
-        adopt(self.models["private"], average_weights([*zip(weights, shares, strict=True)]))
+        load_weights(self.models["private"], average_weights([*zip(weights, shares, strict=True)]))
         self._train_jointly(round, pseudo)
         self.facts["trained"] = round
         known = self.unlabelled.y != UNKNOWN
@@ -244,7 +255,7 @@ class UmPfsslClient(HetClient):
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
         """Return the model in which helpers are tried out, with `weights`."""
-        adopt(self._tried, weights)
+        load_weights(self._tried, weights)
         return self._tried
 
     @cached_property
@@ -254,7 +265,7 @@ class UmPfsslClient(HetClient):
         return model
 
     @property
-    def _shelf(self) -> Shelf:
+    def _shelf(self) -> ModelStore:
         """Return where helpers' models lie: beside the client's private state."""
         assert self._store is not None
-        return Shelf(self._store.root / self._store.run / self._store.client / "helpers")
+        return ModelStore(self._store.root / self._store.run / self._store.client / "helpers")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from clients.felo import FeloClient, FeloClientSettings
-from fedhet.classwise import Teacher, VariedTeacher
-from fedhet.knowledge import Knowledge
-from fedhet.settings import Count
+from fedhet.algorithms.classwise import Teacher, VariedTeacher
+from fedhet.config.schema import Count
+from fedhet.wire.knowledge import Knowledge
 
 
 class VeloClientSettings(FeloClientSettings):

@@ -7,10 +7,10 @@ from functools import partial
 from flwr.client import Client, ClientApp
 from flwr.common import Context
 
-from clients.node import read_node
-from clients.open import open_client
-from fedhet.config import Config, resolve_items
-from fedhet.settings import Scalar
+from fedhet.client.cache import open_client
+from fedhet.client.node import read_node
+from fedhet.config.resolve import Config, resolve_items
+from fedhet.config.schema import Scalar
 
 
 def client_fn(context: Context) -> Client:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedhet.config.schema import Settings
 from fedhet.errors import SettingsError
-from fedhet.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
-from fedhet.config import Config, resolve
-from fedhet.display import LineDisplay
+from fedhet.config.resolve import Config, resolve
 from fedhet.errors import SettingsError
-from fedhet.knowledge import is_name
-from fedhet.runlog import RunLog, Watcher
+from fedhet.runs.display import LineDisplay
+from fedhet.runs.log import RunLog, Watcher
+from fedhet.wire.knowledge import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None

@@ -30,16 +30,16 @@ from flwr.common import (
 from flwr.server import Server, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_proxy import ClientProxy
 
-from clients.node import Node, read_node
-from clients.open import open_client
 from fedhet import data, report
+from fedhet.client.cache import open_client
+from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
-from fedhet.config import Config, absolute, check, data_spec
+from fedhet.config.resolve import Config, absolute, check, data_spec
+from fedhet.config.schema import refused
 from fedhet.devices import find_device
-from fedhet.runlog import Watcher
+from fedhet.runs.log import Watcher
 from fedhet.server_app import components
-from fedhet.settings import refused
-from fedhet.state import replacing
+from fedhet.storage import replacing
 
 
 def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedhet.config.schema import Settings
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
-from fedhet.settings import Settings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""

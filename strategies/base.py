@@ -30,24 +30,14 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from torch import nn
 
-from fedhet.attacks import Attack
-from fedhet.checkpoint import Checkpoint
-from fedhet.config import data_spec, pool
-from fedhet.contract import Array, Contract, Shapes, WeightsField
+from fedhet.arrays import Array, Shapes
+from fedhet.config.resolve import data_spec, pool
+from fedhet.config.schema import MethodSettings, Settings, refused
 from fedhet.data import Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, FedhetError, KnowledgeError, StateError
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import (
-    Envelope,
-    Knowledge,
-    decode,
-    encode,
-    expect,
-    payload_bytes,
-    read_arrays,
-)
-from fedhet.metrics import (
+from fedhet.runs.log import RunLog
+from fedhet.runs.records import (
     Accuracy,
     Measured,
     RoundRecord,
@@ -56,13 +46,23 @@ from fedhet.metrics import (
     spread,
     summarise,
 )
-from fedhet.runlog import RunLog
 from fedhet.seeding import numpy_rng
-from fedhet.settings import MethodSettings, Settings, refused
-from fedhet.spool import Spooled
+from fedhet.server.attacks import Attack
+from fedhet.server.members import Member, Roster
+from fedhet.server.proxy import Courier, Failures, StoredReply, name_of, reasons
+from fedhet.storage import Checkpoint
 from fedhet.training import evaluate
-from strategies.courier import Courier, Failures, name_of, reasons
-from strategies.roster import Member, Roster
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import (
+    Envelope,
+    Knowledge,
+    decode,
+    encode,
+    expect,
+    payload_bytes,
+    read_arrays,
+)
 
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 NOTHING_TO_SAY = Knowledge()
@@ -393,7 +393,9 @@ class HetStrategy(Strategy):
     def _accept(self, round: int, name: str, result: FitRes) -> Reply:
         """Return the reply of a client, validated. Raises KnowledgeError."""
         payload = result.parameters
-        if isinstance(payload, Spooled):  # not put into `result`, which outlives this reply's turn
+        if isinstance(
+            payload, StoredReply
+        ):  # not put into `result`, which outlives this reply's turn
             payload = payload.take()
         self._record.bytes_up += payload_bytes(payload)
         if result.status.code != Code.OK or "error" in result.metrics:

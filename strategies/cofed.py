@@ -12,12 +12,13 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from fedhet.contract import Array, Contract, ScalarField, TensorField, smallest_uint
+from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
+from fedhet.arrays import Array, grouped, groups
+from fedhet.config.schema import Count, MethodSettings, refused
 from fedhet.errors import KnowledgeError, nearest
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, grouped, groups, is_name
-from fedhet.settings import Count, MethodSettings, refused
-from fedhet.voting import Vote, aggregate, conflicts, for_space
+from fedhet.wire.contract import Contract, ScalarField, TensorField, smallest_uint
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge, is_name
 from strategies.base import HetStrategy, Reply
 
 EQUAL, SAMPLES = "equal", "samples"

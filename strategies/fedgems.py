@@ -14,17 +14,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhet.contract import Array, Contract, TensorField
+from fedhet.algorithms.selective import Lesson, fuse, fuse_all, split, taught_loss
+from fedhet.arrays import Array, group, grouped
+from fedhet.config.schema import Count, MethodSettings
 from fedhet.data import refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import StateError
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, group, grouped
 from fedhet.models import ModelName, build
 from fedhet.seeding import seeded, torch_generator
-from fedhet.selective import Lesson, fuse, fuse_all, split, taught_loss
-from fedhet.settings import Count, MethodSettings
 from fedhet.training import logits_of, optimization, train_epoch
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 

@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from fedhet.averaging import average_weights
-from fedhet.contract import Array, Contract, Shapes, WeightsField
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, group, grouped
-from fedhet.models import ModelName, build
-from fedhet.proxies import LEAST_SCALE, START_SCALE, proxy_shapes
-from fedhet.settings import MethodSettings
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.proxies import LEAST_SCALE, START_SCALE
+from fedhet.arrays import Array, Shapes, group, grouped
+from fedhet.config.schema import MethodSettings
+from fedhet.models import ModelName, build, shapes, trained_shapes
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 
@@ -33,6 +34,14 @@ class FedTypeServerSettings(MethodSettings):
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="pFedMe's share of the new average in the server's proxy"
     )
+
+
+def proxy_shapes(proxy: str, shape: tuple[int, ...], classes: int) -> dict[str, Shapes]:
+    """Return the tensors of a proxy, and, as "scale", of those of them that are trained."""
+    return {
+        "proxy": shapes(proxy, shape, classes),
+        "scale": trained_shapes(proxy, shape, classes),
+    }
 
 
 class FedTypeStrategy(HetStrategy):

@@ -11,13 +11,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.averaging import average_weights
-from fedhet.classwise import ClassMeans, average
-from fedhet.contract import Array, Contract, Shapes, TensorField, WeightsField
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, grouped, groups
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.classwise import ClassMeans, average
+from fedhet.arrays import Array, Shapes, grouped, groups
+from fedhet.config.schema import Count, MethodSettings
 from fedhet.models import shapes
-from fedhet.settings import Count, MethodSettings
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 

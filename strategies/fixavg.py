@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedhet.averaging import average_weights
-from fedhet.contract import Array, Contract, Shapes, WeightsField
-from fedhet.fixmatch import augmentations
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, group, grouped
-from fedhet.metrics import mean_figures
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.fixmatch import augmentations
+from fedhet.arrays import Array, Shapes, group, grouped
 from fedhet.models import build, shapes
+from fedhet.runs.records import mean_figures
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 

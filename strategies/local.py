@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 

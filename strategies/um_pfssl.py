@@ -12,17 +12,26 @@ from functools import partial
 import numpy as np
 from pydantic import Field
 
-from fedhet.contract import Array, Contract, ScalarField, Shapes, TensorField, WeightsField
+from fedhet.algorithms.helpers import (
+    Helper,
+    Key,
+    Plan,
+    from_arrays,
+    refreshable,
+    replaceable,
+    to_arrays,
+)
+from fedhet.algorithms.uncertainty import has_dropout
+from fedhet.arrays import Array, Shapes, group, grouped, groups
+from fedhet.config.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.errors import KnowledgeError
-from fedhet.helpers import Helper, Key, Plan, from_arrays, refreshable, replaceable, to_arrays
-from fedhet.identity import ClientInfo
-from fedhet.knowledge import Knowledge, group, grouped, groups
-from fedhet.metrics import mean_figures
 from fedhet.models import build, shapes
+from fedhet.runs.records import mean_figures
 from fedhet.seeding import numpy_rng
-from fedhet.settings import Count, CountOrNone, MethodSettings, refused
-from fedhet.shelf import Shelf
-from fedhet.uncertainty import has_dropout
+from fedhet.storage import ModelStore
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply, Told
 
 KEPT = 3
@@ -82,7 +91,7 @@ class UmPfsslStrategy(HetStrategy):
         if not has_dropout(build(name, task.shape, task.classes, seed=self.run.seed)):
             raise refused("models", name, "a model with dropout, e.g. resnet9 or cnn2-dropout")
         self._shapes = shapes(name, task.shape, task.classes)
-        self.pool = Shelf(self.log.directory / "pool")
+        self.pool = ModelStore(self.log.directory / "pool")
         self.numbers: dict[str, int] = {}
         """Clients by name to their models' numbers."""
         self.versions: dict[int, int] = {}

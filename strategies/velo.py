@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from fedhet.classwise import newest
-from fedhet.contract import Array, TensorField
-from fedhet.cvae import Cvae, all_finite, synthesise, train_cvae
-from fedhet.knowledge import group, grouped
+from fedhet.algorithms.classwise import newest
+from fedhet.algorithms.cvae import Cvae, all_finite, synthesise, train_cvae
+from fedhet.arrays import Array, group, grouped
+from fedhet.config.schema import Count, Positive
 from fedhet.seeding import numpy_rng, seeded, torch_generator
-from fedhet.settings import Count, Positive
+from fedhet.wire.contract import TensorField
 from strategies.base import SERVER, Reply
 from strategies.felo import FeloServerSettings, FeloStrategy
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 
-from clients.node import read_node
 from fedhet import simulate as simulation
-from fedhet.config import Config, resolve
-from fedhet.registry import find_method
-from fedhet.runlog import RunLog
+from fedhet.client.node import read_node
+from fedhet.config.methods import find_method
+from fedhet.config.resolve import Config, resolve
+from fedhet.runs.log import RunLog
 from strategies.base import HetStrategy
 
 SMALL = {

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet import attacks
-from fedhet.attacks import (
+from fedhet.config.methods import find_method
+from fedhet.errors import SettingsError
+from fedhet.server.attacks import (
     Attack,
     Benign,
     far_vector,
@@ -20,10 +22,8 @@ from fedhet.attacks import (
     poisonable,
     z_max,
 )
-from fedhet.contract import Contract, ScalarField, TensorField, WeightsField
-from fedhet.errors import SettingsError
-from fedhet.knowledge import Knowledge, decode
-from fedhet.registry import find_method
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge, decode
 
 LOGITS = Contract((TensorField("logits", "float32", ("Q", "C"), "logits"),))
 MODELS = Contract((WeightsField("weights", "weights"), ScalarField("eta", float, "a figure")))

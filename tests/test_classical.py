@@ -14,7 +14,7 @@ from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
 
 from fedhet import models
-from fedhet.config import check, resolve
+from fedhet.config.resolve import check, resolve
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import Refitted
 from fedhet.seeding import derive

@@ -133,7 +133,7 @@ def test_lists(call):
 
 def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path):
     from fedhet.cli.options import gather
-    from fedhet.config import resolve
+    from fedhet.config.resolve import resolve
 
     values = gather("local", "felo-cifar10", None, [])
     config = resolve(values)

@@ -10,15 +10,15 @@ from federation import Server, records, run, small, without_times
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from torch.nn import functional as F
 
-from clients.node import read_node
 from fedhet import models
-from fedhet.config import preset_names, read_preset, resolve
+from fedhet.client.node import read_node
+from fedhet.config.resolve import preset_names, read_preset, resolve
 from fedhet.errors import KnowledgeError, SettingsError
-from fedhet.knowledge import Knowledge, decode, encode
 from fedhet.models import Within
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
 from fedhet.training import batches
+from fedhet.wire.knowledge import Knowledge, decode, encode
 from strategies.cofed import CofedStrategy
 
 TASKS = {
@@ -451,6 +451,6 @@ def test_a_vote_outside_its_space_is_named():
 
 
 def opened_info():
-    from fedhet.identity import ClientInfo
+    from fedhet.wire.identity import ClientInfo
 
     return ClientInfo("client-0", "mlp", 10, 5, (3,))

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from fedhet.conformal import (
+from fedhet.algorithms.conformal import (
     Calibration,
     Raps,
     calibrate,
@@ -27,12 +27,13 @@ from fedhet.conformal import (
     consensus,
     dynamic_penalty,
     fit_temperature,
+    imitation_loss,
     mass_above_and_rank,
     prediction_sets,
     raps_scores,
     top_sets,
 )
-from fedhet.losses import distillation_loss, imitation_loss
+from fedhet.algorithms.distillation import distillation_loss
 
 FORMS = ["g1", "g2", "g3", "g4"]
 DRAWS = 200

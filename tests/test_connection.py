@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedhet import connection
-from fedhet.connection import Connection, readable
+from fedhet.deployment.flower_cli import Connection, readable
 from fedhet.errors import FedhetError
 
 HEAD = [

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.contract import Contract, ScalarField, TensorField, WeightsField, check_finite
 from fedhet.errors import KnowledgeError
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField, check_finite
 from strategies.felo import FeloStrategy
 
 SENDER = "client-3"

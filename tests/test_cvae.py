@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from torch import distributions as dist
 
 from fedhet import models
-from fedhet.classwise import Teacher, VariedTeacher, newest
-from fedhet.cvae import (
+from fedhet.algorithms.classwise import (
+    Teacher,
+    VariedTeacher,
+    class_feature_loss,
+    felo_loss,
+    newest,
+)
+from fedhet.algorithms.cvae import (
     LIMIT,
     Cvae,
     all_finite,
@@ -24,7 +30,6 @@ from fedhet.cvae import (
 )
 from fedhet.data import DataSpec, load
 from fedhet.devices import CPU
-from fedhet.losses import class_feature_loss, felo_loss
 from fedhet.seeding import seeded
 from fedhet.training import Optimization, train_epoch
 from strategies.velo import VeloServerSettings

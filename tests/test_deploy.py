@@ -13,11 +13,11 @@ import pytest
 import torch
 from federation import run, small, without_times
 
-from fedhet import certs
-from fedhet.config import resolve
-from fedhet.connection import submit
-from fedhet.deploy import LocalDeployment, free_port
-from fedhet.registry import find_method, method_names
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import resolve
+from fedhet.deployment import certs
+from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.local import LocalDeployment, free_port
 
 MODELS = "mlp,cnn2,cnn3"
 ORDINARY = "felo"

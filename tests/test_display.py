@@ -6,7 +6,7 @@ import pytest
 from federation import run, small
 from rich.console import Console
 
-from fedhet.display import LineDisplay, LiveDisplay, human_bytes
+from fedhet.runs.display import LineDisplay, LiveDisplay, human_bytes
 
 
 def test_lines_say_each_round(tmp_path):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from federation import records, run, small, without_times
 
-from fedhet.config import Config, resolve
-from fedhet.connection import submit
-from fedhet.deploy import LocalDeployment, site_name
+from fedhet.config.resolve import Config, resolve
+from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.local import LocalDeployment, site_name
 from fedhet.errors import FedhetError
-from fedhet.runlog import RunLog
+from fedhet.runs.log import RunLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 # Flower gives a client's process up after a minute without a sign of life; a round must wait for

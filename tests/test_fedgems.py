@@ -7,16 +7,16 @@ from federation import Server, records, run, small, without_times
 from flwr.common import parameters_to_ndarrays
 from torch.nn import functional as F
 
-from clients.node import read_node
-from clients.open import open_client
-from fedhet.config import data_spec
+from fedhet.client.cache import open_client
+from fedhet.client.node import read_node
+from fedhet.config.resolve import data_spec
 from fedhet.data import client_data, common_test, public_set
 from fedhet.data.site import site_data
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
-from fedhet.knowledge import Knowledge, decode
 from fedhet.models import build
 from fedhet.seeding import torch_generator
 from fedhet.training import batches
+from fedhet.wire.knowledge import Knowledge, decode
 
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}
 

@@ -8,13 +8,14 @@ from flwr.common import parameters_to_ndarrays
 from torch.nn import functional as F
 
 from clients.fedtype import Reciprocity
-from clients.node import read_node
-from fedhet.conformal import consensus
+from fedhet.algorithms.conformal import consensus, imitation_loss
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.algorithms.proxies import START_SCALE, Proxy
+from fedhet.arrays import grouped
+from fedhet.client.node import read_node
 from fedhet.errors import SettingsError
-from fedhet.knowledge import Envelope, Knowledge, decode, encode, grouped
-from fedhet.losses import distillation_loss, imitation_loss
 from fedhet.models import build
-from fedhet.proxies import START_SCALE, Proxy
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 CHANGES = {"clients": 3, "models": "mlp,cnn2,cnn3", "fedtype.proxy": "mlp3"}
 
@@ -128,7 +129,7 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
         payloads += [b"".join(ins.parameters.tensors) for _, ins in told]
         for partition in range(3):
             node_config = {"partition-id": partition, "num-partitions": 3}
-            from clients.open import open_client
+            from fedhet.client.cache import open_client
 
             node = read_node(node_config, config.run, str(tmp_path / "run" / "state"))
             private = open_client(config, node).models["private"]

@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet import models
-from fedhet.classwise import ClassMeans, ClassSums, Teacher, average
-from fedhet.losses import class_feature_loss, class_logit_loss, felo_loss
+from fedhet.algorithms.classwise import (
+    ClassMeans,
+    ClassSums,
+    Teacher,
+    average,
+    class_feature_loss,
+    class_logit_loss,
+    felo_loss,
+)
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,11 @@ import torch
 from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 
-from clients.node import read_node
 from fedhet import models
-from fedhet.knowledge import Knowledge, decode, grouped
+from fedhet.arrays import grouped
+from fedhet.client.node import read_node
 from fedhet.training import batches
+from fedhet.wire.knowledge import Knowledge, decode
 
 
 @pytest.fixture(autouse=True)

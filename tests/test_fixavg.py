@@ -6,10 +6,10 @@ import torch
 from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 
+from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
 from fedhet.errors import DataError, FedhetError
-from fedhet.fixmatch import augmentations, confident_labels, fixmatch_loss
-from fedhet.knowledge import decode
 from fedhet.seeding import seeded
+from fedhet.wire.knowledge import decode
 
 
 def fixavg(**changes):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.helpers import (
+from fedhet.algorithms.helpers import (
     Helper,
     bounded_cost,
     filled,

@@ -13,9 +13,9 @@ import time
 import pytest
 from federation import records, small
 
-from fedhet.config import resolve
-from fedhet.connection import submit
-from fedhet.deploy import LocalDeployment
+from fedhet.config.resolve import resolve
+from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.local import LocalDeployment
 
 TAG = f"fh{os.getpid() % 100_000}"
 SERVER = "10.231.77.1"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedhet._generated import knowledge_pb2 as wire
+from fedhet.arrays import grouped
 from fedhet.errors import KnowledgeError
-from fedhet.knowledge import (
+from fedhet.wire.knowledge import (
     DTYPES,
     MAX_MANIFEST_BYTES,
     Envelope,
@@ -23,7 +24,6 @@ from fedhet.knowledge import (
     decode,
     encode,
     expect,
-    grouped,
     is_name,
     payload_bytes,
     read_arrays,

@@ -8,12 +8,13 @@ from federation import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.node import read_node
-from fedhet.config import labelled_alpha, pool, resolve
+from fedhet.arrays import grouped
+from fedhet.client.node import read_node
+from fedhet.config.resolve import labelled_alpha, pool, resolve
 from fedhet.data import UNKNOWN, Split, split_labels
 from fedhet.data.labelled import LEAST
 from fedhet.errors import DataError, SettingsError
-from fedhet.knowledge import Knowledge, grouped
+from fedhet.wire.knowledge import Knowledge
 
 
 def samples(count):

@@ -14,7 +14,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.proxies import (
+from fedhet.algorithms.proxies import (
     LEAST_SCALE,
     START_SCALE,
     MoreauProxy,
@@ -23,8 +23,8 @@ from fedhet.proxies import (
     VariationalProxy,
     gaussian_kl,
     inverse_softplus,
-    proxy_shapes,
 )
+from strategies.fedtype import proxy_shapes
 
 X = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 10

@@ -11,7 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedhet.config import check, data_spec, resolve
+from fedhet.config.resolve import check, data_spec, resolve
+from fedhet.config.schema import Settings
 from fedhet.data import (
     DataSpec,
     client_data,
@@ -22,7 +23,6 @@ from fedhet.data import (
     refuse_overlap,
 )
 from fedhet.errors import DataError, SettingsError
-from fedhet.settings import Settings
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
 SHAPE = (1, 8, 8)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from fedhet.config import all_settings, defaults_toml, preset_names, read_preset, resolve
-from fedhet.contract import ScalarField, TensorField, WeightsField
+from fedhet.config.methods import Method, find_method, method_names
+from fedhet.config.reference import reference
+from fedhet.config.resolve import all_settings, defaults_toml, preset_names, read_preset, resolve
+from fedhet.config.schema import MethodSettings
 from fedhet.errors import SettingsError
-from fedhet.reference import reference
-from fedhet.registry import Method, find_method, method_names
-from fedhet.settings import MethodSettings
+from fedhet.wire.contract import ScalarField, TensorField, WeightsField
 
 ROOT = Path(__file__).parent.parent
 MATHEMATICS = ["losses", "classwise", "averaging", "training", "seeding", "uncertainty", "fixmatch"]

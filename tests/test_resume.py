@@ -16,10 +16,10 @@ import pytest
 import torch
 from federation import SMALL, records, run, small, without_times
 
-from fedhet.checkpoint import Checkpoints
-from fedhet.config import Config, resolve
+from fedhet.config.methods import method_names
+from fedhet.config.resolve import Config, resolve
 from fedhet.errors import StateError
-from fedhet.registry import method_names
+from fedhet.storage import Checkpoints
 
 PYTHON = [sys.executable, "-m", "fedhet"]
 

@@ -7,12 +7,12 @@ from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
-from clients.node import read_node
 from fedhet import simulate as simulation
+from fedhet.client.node import read_node
 from fedhet.errors import FedhetError, KnowledgeError
-from fedhet.identity import ClientInfo, order_of, read_properties
-from fedhet.runlog import RunLog
-from strategies.roster import Roster, commonest_task
+from fedhet.runs.log import RunLog
+from fedhet.server.members import Roster, commonest_task
+from fedhet.wire.identity import ClientInfo, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
 

@@ -9,11 +9,11 @@ import torch
 from federation import Server, records, run, small, without_times
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
-from clients.node import read_node
-from clients.open import open_client
 from fedhet import simulate as simulation
+from fedhet.client.cache import open_client
+from fedhet.client.node import read_node
 from fedhet.errors import DataError, SettingsError, StateError
-from fedhet.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +315,7 @@ def test_felo_never_mixes_architectures(tmp_path):
 
 
 def test_config_left_by_a_run_runs_again(felo, tmp_path):
-    from fedhet.config import read_toml, resolve
+    from fedhet.config.resolve import read_toml, resolve
 
     directory, summary = felo
     config = resolve({**read_toml(directory / "config.toml"), "out": ""})

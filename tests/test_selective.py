@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.selective import (
+from fedhet.algorithms.selective import (
     LEAST_ENTROPY,
     Lesson,
     entropy,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, field_validator, model_validator
 
-from fedhet.config import (
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import (
     Config,
     all_settings,
     data_spec,
@@ -21,9 +22,8 @@ from fedhet.config import (
     resolve,
     resolve_items,
 )
+from fedhet.config.schema import MethodSettings, Settings, allowed, build, kebab
 from fedhet.errors import SettingsError, nearest
-from fedhet.registry import find_method, method_names
-from fedhet.settings import MethodSettings, Settings, allowed, build, kebab
 
 
 def often(examples):

@@ -5,9 +5,9 @@ import pytest
 from flwr.common import Parameters
 
 from fedhet.errors import StateError
-from fedhet.knowledge import payload_bytes
-from fedhet.shelf import Shelf
-from fedhet.spool import Spooled
+from fedhet.server.proxy import StoredReply
+from fedhet.storage import ModelStore
+from fedhet.wire.knowledge import payload_bytes
 
 
 def model(seed):
@@ -16,7 +16,7 @@ def model(seed):
 
 
 def test_what_is_put_is_got(tmp_path):
-    shelf = Shelf(tmp_path / "pool")
+    shelf = ModelStore(tmp_path / "pool")
     assert shelf.contents() == []
     for key in ((3, 1), (3, 12), (10, 2)):
         shelf.put(key, model(sum(key)))
@@ -31,7 +31,7 @@ def test_what_is_put_is_got(tmp_path):
 
 
 def test_old_versions_go(tmp_path):
-    shelf = Shelf(tmp_path)
+    shelf = ModelStore(tmp_path)
     for key in ((0, 1), (0, 2), (0, 9), (0, 10), (1, 1)):
         shelf.put(key, model(0))
     shelf.trim(0, 2)
@@ -42,19 +42,19 @@ def test_old_versions_go(tmp_path):
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(StateError, match="4-2"):
-        Shelf(tmp_path).get((4, 2))
+        ModelStore(tmp_path).get((4, 2))
 
 
 def test_a_read_only_array_can_be_put(tmp_path):
     value = np.frombuffer(np.arange(3, dtype=np.float32).tobytes(), np.float32)
-    Shelf(tmp_path).put((0, 0), {"x": value})
-    np.testing.assert_array_equal(Shelf(tmp_path).get((0, 0))["x"], [0, 1, 2])
+    ModelStore(tmp_path).put((0, 0), {"x": value})
+    np.testing.assert_array_equal(ModelStore(tmp_path).get((0, 0))["x"], [0, 1, 2])
 
 
 @pytest.mark.parametrize("tensors", [[], [b""], [b"abc", b"", b"\x00" * 1000, b"x"]])
 def test_a_payload_waits_on_disk(tmp_path, tensors):
     given = Parameters(tensors=list(tensors), tensor_type="numpy.ndarray")
-    waiting = Spooled(tmp_path / "inbox" / "client-0", given)
+    waiting = StoredReply(tmp_path / "inbox" / "client-0", given)
     assert payload_bytes(waiting) == 0
     assert (tmp_path / "inbox" / "client-0").stat().st_size == sum(map(len, tensors))
     assert waiting.take() == given

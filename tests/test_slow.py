@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from federation import run
 
-from fedhet.config import read_preset, resolve
+from fedhet.config.resolve import read_preset, resolve
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

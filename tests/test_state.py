@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import fedhet.state
+import fedhet.storage
 from fedhet.errors import StateError
-from fedhet.state import ClientStore, load, load_facts, replacing, save
+from fedhet.storage import ClientStore, load, load_facts, replacing, save
 
 CPU = torch.device("cpu")
 STATE = "round-000001.safetensors"
@@ -405,7 +405,7 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
 
     store.save(1, *OLD)
     with monkeypatch.context() as patch:
-        patch.setattr(fedhet.state, "save_file", interrupted)
+        patch.setattr(fedhet.storage, "save_file", interrupted)
         with pytest.raises(raised):
             store.save(1, *NEW)
     assert files(store.root) == [STATE]
@@ -418,7 +418,7 @@ def test_a_write_that_the_system_cuts_off(tmp_path):
 import resource, sys, torch
 from pathlib import Path
 from fedhet.errors import StateError
-from fedhet.state import ClientStore
+from fedhet.storage import ClientStore
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
 store.save(1, {"w": torch.ones(100)}, {"version": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -464,7 +464,7 @@ def test_replacing_puts_a_finished_file_in_place(tmp_path):
 KILLED = """
 import os, random, signal, sys, torch
 from pathlib import Path
-from fedhet.state import ClientStore
+from fedhet.storage import ClientStore
 
 torch.set_num_threads(1)
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.config import data_spec, read_preset, resolve
+from fedhet.config.resolve import data_spec, read_preset, resolve
 from fedhet.data import DataSpec, client_data, common_test, label_counts, load, partition, site_data
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.superclass import deal, joined, label_spaces, parse

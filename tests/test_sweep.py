@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedhet.cli import app
+from fedhet.cli.sweep import folder_name, read_sweep
 from fedhet.errors import SettingsError
-from fedhet.sweep import folder_name, read_sweep
 
 
 def test_a_range_has_both_ends_and_exact_decimals():

@@ -7,7 +7,7 @@ import pytest
 import sklearn.datasets
 import torch
 
-from fedhet.config import check, resolve
+from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, client_data, load, public_set, validate
 from fedhet.errors import DataError, SettingsError
 

@@ -11,15 +11,16 @@ from flwr.common import parameters_to_ndarrays
 from test_helpers import ranks_lowest, replace_helper
 
 from benchmarks.model_pool import Pool, settings, traffic
-from clients.node import read_node
 from fedhet import models
-from fedhet.config import resolve
+from fedhet.algorithms.helpers import Helper, to_arrays
+from fedhet.algorithms.uncertainty import predictive
+from fedhet.arrays import grouped
+from fedhet.client.node import read_node
+from fedhet.config.resolve import resolve
 from fedhet.errors import FedhetError, KnowledgeError
-from fedhet.helpers import Helper, to_arrays
-from fedhet.knowledge import Knowledge, decode, grouped
 from fedhet.seeding import seeded
 from fedhet.training import batches
-from fedhet.uncertainty import predictive
+from fedhet.wire.knowledge import Knowledge, decode
 
 MODEL = "cnn2-dropout"
 

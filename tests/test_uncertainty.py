@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedhet import models
-from fedhet.losses import LEAST_PSEUDO, pseudo_label_loss, semi_supervised_loss
-from fedhet.models.het import HetModel
-from fedhet.seeding import seeded
-from fedhet.uncertainty import (
+from fedhet.algorithms.uncertainty import (
+    LEAST_PSEUDO,
     aggregation_weights,
     certainty,
     dropping,
@@ -21,9 +19,13 @@ from fedhet.uncertainty import (
     has_dropout,
     most_certain,
     predictive,
+    pseudo_label_loss,
     relation,
+    semi_supervised_loss,
     split_at_dropout,
 )
+from fedhet.models.het import HetModel
+from fedhet.seeding import seeded
 
 DROPPERS = ["cnn2-dropout", "cnn3-dropout", "resnet9"]
 

@@ -6,15 +6,15 @@ import torch
 from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 
-from clients.node import read_node
 from fedhet import models
-from fedhet.classwise import average
-from fedhet.config import pool, read_preset, resolve
-from fedhet.cvae import synthesise, train_cvae
+from fedhet.algorithms.classwise import average
+from fedhet.algorithms.cvae import synthesise, train_cvae
+from fedhet.client.node import read_node
+from fedhet.config.resolve import pool, read_preset, resolve
 from fedhet.errors import KnowledgeError, SettingsError
-from fedhet.knowledge import Knowledge, decode
 from fedhet.seeding import torch_generator
 from fedhet.training import batches
+from fedhet.wire.knowledge import Knowledge, decode
 from strategies.base import Reply
 from strategies.felo import read_means
 

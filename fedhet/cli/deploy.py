@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedhet import certs, report
+from fedhet import report
 from fedhet.cli.options import (
     Clients,
     ConfigFile,
@@ -27,9 +27,10 @@ from fedhet.cli.options import (
     say,
     say_where,
 )
-from fedhet.config import resolve
-from fedhet.connection import Connection, submit
-from fedhet.deploy import deploy_local, site_name
+from fedhet.config.resolve import resolve
+from fedhet.deployment import certs
+from fedhet.deployment.flower_cli import Connection, submit
+from fedhet.deployment.local import deploy_local, site_name
 from fedhet.server_app import run_directory
 
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]

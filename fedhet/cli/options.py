@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedhet.config import parse_pairs, read_preset, read_toml
-from fedhet.settings import Settings
+from fedhet.config.resolve import parse_pairs, read_preset, read_toml
+from fedhet.config.schema import Settings
 
 PIPED_WIDTH = 130
 

@@ -33,13 +33,13 @@ from fedhet.cli.options import (
     say_where,
 )
 from fedhet.cli.results import show_comparison
-from fedhet.config import Config, resolve
-from fedhet.display import LineDisplay, LiveDisplay
+from fedhet.cli.sweep import folder_name, read_sweep
+from fedhet.config.resolve import Config, resolve
 from fedhet.errors import SettingsError, StateError
-from fedhet.runlog import Watcher
+from fedhet.runs.display import LineDisplay, LiveDisplay
+from fedhet.runs.log import Watcher
 from fedhet.server_app import run_directory
 from fedhet.simulate import simulate
-from fedhet.sweep import folder_name, read_sweep
 
 
 def run_command(

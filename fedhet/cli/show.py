@@ -12,10 +12,10 @@ from rich.table import Table
 
 from fedhet import data, models
 from fedhet.cli.options import Clients, ConfigFile, Dataset, Preset, Set, console, gather
-from fedhet.config import data_spec, defaults_toml, preset_names, read_preset, resolve
-from fedhet.contract import Contract
-from fedhet.registry import find_method, method_names
-from fedhet.settings import Settings, allowed
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import data_spec, defaults_toml, preset_names, read_preset, resolve
+from fedhet.config.schema import Settings, allowed
+from fedhet.wire.contract import Contract
 
 
 def methods_command(

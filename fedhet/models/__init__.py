@@ -14,9 +14,11 @@ from fedhet.models.registry import (
     is_registered,
     names,
     shapes,
+    trained_shapes,
 )
 from fedhet.models.setting import ModelName
 from fedhet.models.space import Within
+from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
     "WITHOUT_GRADIENTS",
@@ -34,6 +36,9 @@ __all__ = [
     "describe",
     "describe_classical",
     "is_registered",
+    "load_weights",
     "names",
     "shapes",
+    "to_arrays",
+    "trained_shapes",
 ]

@@ -13,20 +13,16 @@ import torch
 from torch import Tensor, nn
 
 
-class HetModel(nn.Module):
-    """An extractor [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]."""
+class HetModel(nn.Sequential):
+    """An extractor [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C], one after the other."""
+
+    extractor: nn.Module
+    classifier: nn.Module
 
     def __init__(self, extractor: nn.Module, classifier: nn.Module, feature_dim: int) -> None:
         """Join the two; `feature_dim` is D, the width that passes between them."""
-        super().__init__()
-        self.extractor = extractor
-        self.classifier = classifier
+        super().__init__(OrderedDict(extractor=extractor, classifier=classifier))
         self.feature_dim = feature_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C] of the samples [N, *shape]."""
-        logits: Tensor = self.classifier(self.extractor(x))
-        return logits
 
     def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features [N, D] and the logits [N, C] of one pass."""

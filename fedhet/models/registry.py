@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -113,6 +114,13 @@ def shapes(
     Registered models take no memory for it; a user's own is built and dropped. Cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim))
+
+
+@lru_cache(maxsize=64)
+def trained_shapes(name: str, shape: Shape, classes: int) -> Mapping[str, tuple[Shape, str]]:
+    """Return `shapes` of those tensors alone that are trained. Cached."""
+    trained = {key for key, _ in build(name, shape, classes, seed=0).named_parameters()}
+    return {k: v for k, v in shapes(name, shape, classes).items() if k in trained}
 
 
 @lru_cache(maxsize=1024)

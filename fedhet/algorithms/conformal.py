@@ -1,0 +1,166 @@
+"""Conformal prediction sets that follow a model as it trains; all on tensors, on the device.
+
+Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
+Reciprocity Learning (FedType), Section 3.2 and Appendix B; RAPS is from Angelopoulos et al.,
+Uncertainty Sets for Image Classifiers using Conformal Prediction.
+
+Logits and probabilities are [N, C], sets are masks [N, C] of bool, labels [N].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+START_TEMPERATURE = 1.3
+TEMPERATURE_STEPS = 10
+TEMPERATURE_RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Raps:
+    """RAPS' regularisation: lambda, the weight of a rank beyond k_reg, and k_reg itself."""
+
+    penalty: float = 0.5
+    k_reg: int = 5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What Eq. 5 learns on held-out data: a temperature and the threshold tau (both scalars)."""
+
+    temperature: Tensor
+    tau: Tensor
+
+
+def calibrate(
+    logits: Tensor, labels: Tensor, u: Tensor, *, theta: float, raps: Raps
+) -> Calibration:
+    """Return the conformal model of Eq. 5 from held-out logits [n, C], labels [n], u [n].
+
+    Temperature scaling, RAPS scores of the true labels, and their (1 - theta) quantile.
+    """
+    temperature = fit_temperature(logits, labels)
+    probabilities = (logits / temperature).softmax(1)
+    scores = raps_scores(probabilities, u, raps.penalty, raps.k_reg)
+    own = scores.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return Calibration(temperature, conformal_quantile(own, theta))
+
+
+@torch.no_grad()
+def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the temperature T (a scalar) after a few gradient steps on the likelihood.
+
+    Platt scaling as in Appendix F: SGD with rate 0.01, 10 iterations, from 1.3; each over all n
+    samples (ours). With p = softmax(z / T), the gradient of the mean negative log-likelihood is
+    the mean of (z_y - sum_k p_k z_k) / T^2.
+    """
+    temperature = logits.new_tensor(START_TEMPERATURE)
+    own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    for _ in range(TEMPERATURE_STEPS):
+        expected = ((logits / temperature).softmax(1) * logits).sum(1)
+        gradient = (own - expected).mean() / temperature.square()
+        temperature = temperature - TEMPERATURE_RATE * gradient
+    return temperature
+
+
+def conformal_quantile(scores: Tensor, theta: float) -> Tensor:
+    """Return tau: the ceil((n + 1)(1 - theta)) / n quantile of scores [n] (Appendix B, step 3).
+
+    Infinity where that level exceeds 1: so few samples warrant no smaller set than all classes.
+    """
+    count = len(scores)
+    # 1e-9: (n + 1)(1 - theta) may come out a hair above the whole number that it is.
+    position = math.ceil((count + 1) * (1 - theta) - 1e-9)
+    if position > count:
+        return scores.new_tensor(torch.inf)
+    return scores.kthvalue(max(position, 1)).values
+
+
+def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg: int) -> Tensor:
+    """Return pi(y) u + rho(y) + penalty (o(y) - k_reg)^+ for every class y, [N, C] (Eq. 6)."""
+    rho, rank = mass_above_and_rank(probabilities)
+    excess = (rank - k_reg).clamp_min(0)
+    return probabilities * u.unsqueeze(1) + rho + penalty * excess
+
+
+def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rho [N, C] and o [N, C] of Eq. 6 for probabilities [N, C].
+
+    rho(y) is the mass of the labels strictly more likely than y; o(y) is the number of labels at
+    least as likely as y, so that equally likely labels share the last of their ranks.
+    """
+    values, order = probabilities.sort(dim=1, descending=True)
+    before = values.cumsum(1).roll(1, dims=1)
+    before[:, 0] = 0
+    place = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    differs = values[:, 1:] != values[:, :-1]
+    edge = torch.ones_like(values[:, :1], dtype=torch.bool)
+    first = place.where(torch.cat([edge, differs], 1), 0).cummax(1).values
+    after = place.where(torch.cat([differs, edge], 1), values.shape[1] - 1)
+    last = after.flip(1).cummin(1).values.flip(1)
+    rho = torch.empty_like(values).scatter_(1, order, before.gather(1, first))
+    rank = torch.empty_like(order).scatter_(1, order, last + 1)
+    return rho, rank
+
+
+@torch.no_grad()
+def prediction_sets(
+    logits: Tensor, calibration: Calibration, u: Tensor, *, penalty: float | Tensor, k_reg: int
+) -> Tensor:
+    """Return the sets of Eq. 6, a mask [N, C], for logits [N, C] and u [N].
+
+    `penalty` is g(delta, lambda). A set that comes out empty becomes the most likely label.
+    """
+    probabilities = (logits.float() / calibration.temperature).softmax(1)
+    scores = raps_scores(probabilities, u, penalty, k_reg)
+    sets = scores <= calibration.tau
+    top = torch.zeros_like(sets).scatter_(1, probabilities.argmax(1, keepdim=True), True)
+    return sets | (top & ~sets.any(1, keepdim=True))
+
+
+@torch.no_grad()
+def top_sets(logits: Tensor, size: int) -> Tensor:
+    """Return the `size` most likely labels as a mask [N, C]: the ablation FedType_TopK."""
+    size = min(size, logits.shape[1])
+    best = logits.topk(size, dim=1).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True)
+
+
+def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
+    """Return g(delta, lambda): Eq. 7 (g1) or one of Section 4.2.4's alternatives (g2, g3, g4).
+
+    delta in [-1, 1] is the change of the proxy's accuracy on the calibration data.
+    """
+    if delta >= 0:
+        return penalty
+    return {
+        "g1": penalty * delta - delta + penalty,
+        "g2": penalty,
+        "g3": penalty * delta**2 + penalty,
+        "g4": -penalty * delta**2 - delta + penalty,
+    }[form]
+
+
+def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
+    """Return eta [N] of Eq. 8 from the proxy's sets S and the private model's sets L, [N, C].
+
+    |S and L| / |S or L| where S is at least as large as L, else |S and L| / |S|.
+    """
+    common = (proxy_sets & private_sets).sum(1)
+    either = (proxy_sets | private_sets).sum(1)
+    own, other = proxy_sets.sum(1), private_sets.sum(1)
+    return common / torch.where(own >= other, either, own)
+
+
+def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor) -> Tensor:
+    """Return FedType's backward loss, Eq. 3, the mean over samples, with the minus that it needs.
+
+    - eta sum_{k in S} log softmax(logits)_k, for logits [N, C], sets S [N, C] of bool, eta [N]. As
+    printed, without the minus, minimising it would push the confident labels down.
+    """
+    inside = (logits.float().log_softmax(1) * sets).sum(1)
+    return -(eta * inside).mean()

@@ -1,0 +1,155 @@
+"""How a proxy is trained so that its kind of average means something: four ways, one face.
+
+FedAvg (McMahan et al.), FedProx (Li et al., Eq. 2), pFedMe (T. Dinh et al., Algorithm 1) and
+pFedBayes (Zhang et al., Algorithm 1). FedType takes any of them for its proxies (Section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+Weights = Mapping[str, Tensor]
+
+START_SCALE = 0.01
+"""Standard deviation of every weight of a new variational proxy."""
+LEAST_SCALE = 1e-6
+"""No weight becomes more certain than this; the divergence divides by it."""
+
+
+class Proxy:
+    """A proxy that is averaged as it is: FedAvg.
+
+    `model` is the client's proxy; `anchor` are the server's weights by name, as they came.
+    """
+
+    def __init__(self, model: nn.Module, anchor: Weights) -> None:
+        self.model = model
+        self.anchor = {name: anchor[name] for name, _ in model.named_parameters()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what the optimiser moves."""
+        return list(self.model.parameters())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits [N, C] of samples x [N, ...] while training."""
+        logits: Tensor = self.model(x)
+        return logits
+
+    def regulariser(self) -> Tensor | float:
+        """Return what the proxy's loss has besides the forward loss; a scalar."""
+        return 0.0
+
+    def stepped(self) -> None:
+        """Do what follows an optimiser's step."""
+
+    def upload(self) -> dict[str, Tensor]:
+        """Return the tensors that go to the server, by the names of the state dict."""
+        return dict(self.model.state_dict())
+
+
+class ProximalProxy(Proxy):
+    """FedProx: mu / 2 ||p - p_g||^2 keeps the proxy near the server's."""
+
+    def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
+        super().__init__(model, anchor)
+        self.mu = mu
+
+    def regulariser(self) -> Tensor:
+        """Return the proximal term."""
+        return self.mu / 2 * squared_distance(self.model, self.anchor)
+
+
+class MoreauProxy(Proxy):
+    """pFedMe: the proxy is the personal model of a Moreau envelope around a local copy w.
+
+    The proxy minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it,
+    w <- w - rate lambda (w - p). The copy, not the proxy, is averaged.
+    """
+
+    def __init__(self, model: nn.Module, anchor: Weights, strength: float, rate: float) -> None:
+        super().__init__(model, anchor)
+        self.strength, self.rate = strength, rate
+        self.local = {name: tensor.clone() for name, tensor in self.anchor.items()}
+
+    def regulariser(self) -> Tensor:
+        """Return the envelope's term."""
+        return self.strength / 2 * squared_distance(self.model, self.local)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Move the local copy towards the personal proxy."""
+        for name, parameter in self.model.named_parameters():
+            self.local[name].lerp_(parameter, min(self.rate * self.strength, 1.0))
+
+    def upload(self) -> dict[str, Tensor]:
+        """Return the local copy, with the proxy's running statistics."""
+        return {**self.model.state_dict(), **self.local}
+
+
+class VariationalProxy(Proxy):
+    """pFedBayes: every weight is a Gaussian; its mean and scale are trained, and averaged.
+
+    The model's own parameters are the means. The loss is of one draw of the weights a batch,
+    plus zeta KL(q || server's q).
+    """
+
+    def __init__(
+        self, model: nn.Module, anchor: Weights, scale: Weights, zeta: float, seed: int
+    ) -> None:
+        super().__init__(model, anchor)
+        self.zeta = zeta
+        self.anchor_scale = dict(scale)
+        self.raw = {name: nn.Parameter(inverse_softplus(value)) for name, value in scale.items()}
+        device = next(model.parameters()).device
+        self._noise = torch.Generator(device).manual_seed(seed)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return means and raw scales."""
+        return [*self.model.parameters(), *self.raw.values()]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of one draw of the weights."""
+        drawn = {}
+        for name, mean in self.model.named_parameters():
+            noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
+            drawn[name] = mean + self._scale(name) * noise
+        logits: Tensor = functional_call(self.model, drawn, (x,))
+        return logits
+
+    def regulariser(self) -> Tensor:
+        """Return zeta KL(q || q_g), summed over the weights."""
+        terms = [
+            gaussian_kl(mean, self._scale(name), self.anchor[name], self.anchor_scale[name])
+            for name, mean in self.model.named_parameters()
+        ]
+        return self.zeta * torch.stack(terms).sum()
+
+    def scale(self) -> dict[str, Tensor]:
+        """Return the standard deviation of every weight."""
+        return {name: self._scale(name).detach() for name in self.raw}
+
+    def _scale(self, name: str) -> Tensor:
+        return F.softplus(self.raw[name]).clamp_min(LEAST_SCALE)
+
+
+def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
+    """Return ||p - anchor||^2 over the parameters of `model`."""
+    terms = [(p - anchor[name]).square().sum() for name, p in model.named_parameters()]
+    return torch.stack(terms).sum()
+
+
+def gaussian_kl(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:
+    """Return KL(N(mean, scale^2) || N(other_mean, other_scale^2)), summed over the elements."""
+    ratio = (scale / other_scale).square()
+    shift = ((mean - other_mean) / other_scale).square()
+    return 0.5 * (ratio + shift - 1 - ratio.log()).sum()
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """Return r with softplus(r) = value > 0."""
+    return value + torch.log(-torch.expm1(-value))

@@ -1,0 +1,168 @@
+"""How sure a model is of samples it has no label for, and what follows: UM-pFSSL's Eqs. 9 to 14.
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning. N unlabelled samples, C classes, M helpers, T passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.devices import CPU, Compute
+from fedhet.training import EVALUATION_BATCH, evaluating
+
+RelationKind = Literal["en+ta", "en", "ta"]
+"""Which terms of Eq. 13 count: entropy and test accuracy, or one alone (Table III)."""
+
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Tell whether any layer of `module` drops anything out."""
+    return any(isinstance(part, DROPOUTS) and part.p > 0 for part in module.modules())
+
+
+@contextlib.contextmanager
+def dropping(model: nn.Module) -> Iterator[None]:
+    """Turn on dropout, and nothing else: batch normalisation neither uses nor updates a batch's."""
+    with evaluating(model):
+        for part in model.modules():
+            if isinstance(part, DROPOUTS):
+                part.train()
+        yield
+
+
+@torch.no_grad()
+def predictive(
+    model: nn.Module,
+    x: Tensor,
+    passes: int,
+    compute: Compute = CPU,
+    batch_size: int = EVALUATION_BATCH,
+) -> Tensor:
+    """Return the mean prediction of T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
+
+    The passes are rows of one batch, as many samples at once as `batch_size` rows allow. Layers
+    before the first dropout give the same in every pass and are computed once. The masks are drawn
+    from torch's global generator.
+    """
+    steady, noisy = split_at_dropout(model)
+    with dropping(model), compute.autocast():
+        parts = [
+            _mean_of_passes(noisy, steady(compute.images(part)), passes)
+            for part in torch.split(x, max(1, batch_size // passes))
+        ]
+    return torch.cat(parts)
+
+
+def _mean_of_passes(noisy: nn.Module, x: Tensor, passes: int) -> Tensor:
+    logits: Tensor = noisy(x.repeat(passes, *[1] * (x.ndim - 1)))
+    return logits.float().softmax(1).reshape(passes, len(x), -1).mean(0)
+
+
+def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return the layers before the first that drops out, and the rest: together `model`."""
+    layers = _layers(model)
+    first = next((i for i, layer in enumerate(layers) if has_dropout(layer)), 0)
+    return nn.Sequential(*layers[:first]), nn.Sequential(*layers[first:])
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that run one after the other; what else calls them stays one module."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return [layer for part in module for layer in _layers(part)]
+    return [module]
+
+
+def entropy(predictions: Tensor) -> Tensor:
+    """Return H of Eq. 10 of each row of `predictions` [..., C]: [...], from 0 to log C.
+
+    Infinity for a row of NaN, as of a model whose finite weights overflow: it is sure of nothing.
+    """
+    each: Tensor = torch.special.entr(predictions)
+    return each.sum(-1).nan_to_num(nan=math.inf)
+
+
+def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pseudo-labels of Eq. 11, [N, C], and which helper gave each, [N].
+
+    Of `predictions` [M, N, C], each sample takes that of the helper of least entropy on it.
+    """
+    helper = entropy(predictions).argmin(0)
+    rows = torch.arange(predictions.shape[1], device=predictions.device)
+    return predictions[helper, rows], helper
+
+
+def certainty(entropies: Tensor, classes: int) -> float:
+    """Return H-bar of Eq. 14, from 0 to 1, of the entropies [N] of one model.
+
+    The mean stands for the sum of Eq. 12, which alone makes the paper's 0 <= H-bar <= 1 true.
+    0 where there is no sample.
+    """
+    if len(entropies) == 0:
+        return 0.0
+    return min(max(1 - entropies.mean().item() / math.log(classes), 0.0), 1.0)
+
+
+def relation(certainty: float, accuracy: float, labelled: float, kind: RelationKind) -> float:
+    """Return Corr(k|j) of Eq. 13, from 0 to 1; `labelled` is mu_k, the labelled share (Eq. 2).
+
+    `en` is the certainty alone, `ta` the accuracy alone: a factor that all helpers of a client
+    share changes neither their order nor their weights.
+    """
+    if kind == "en":
+        return certainty
+    if kind == "ta":
+        return accuracy
+    return (1 - labelled) * certainty + labelled * accuracy
+
+
+def aggregation_weights(relations: Tensor) -> Tensor:
+    """Return each helper's weight in Algorithm 1, line 18: Corr over the sum of Corr, [M].
+
+    Equal weights where no helper is related at all.
+    """
+    total = relations.sum()
+    if total <= 0:
+        return torch.full_like(relations, 1 / len(relations))
+    return relations / total
+
+
+LEAST_PSEUDO = 1e-7
+"""No class of a pseudo-label is less likely than this; the divergence takes its logarithm."""
+
+
+def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
+    """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C].
+
+    The gradient reaches the logits alone.
+    """
+    own = logits.float().log_softmax(1)
+    return (own.exp() * (own - pseudo.detach().clamp(min=LEAST_PSEUDO).log())).sum(1)
+
+
+def semi_supervised_loss(
+    logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor
+) -> Tensor:
+    """Return UM-pFSSL's Eq. 1 of a batch, a scalar; `labels` [N], `pseudo` [N, C] where needed.
+
+    mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 is the mean over all samples, each with
+    its own term: cross-entropy where `labelled` [N], else the divergence. That is also, but for
+    the factor, what lines 22 and 23 of Algorithm 1 sum.
+    """
+    supervised = F.cross_entropy(logits.float(), labels, reduction="none")
+    return torch.where(labelled, supervised, pseudo_label_loss(logits, pseudo)).mean()

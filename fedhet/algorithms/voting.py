@@ -1,0 +1,79 @@
+"""Pseudolabels by vote: CoFED's Algorithm 1, and what of its outcome suits a participant.
+
+Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model Federated Multitask Learning,
+Sections 4.3 and 4.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedhet.arrays import Array
+
+CELLS = 2**17
+"""Counts of a block of instances, which stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one participant says: predictions [N], each in its label space [P], and its weight."""
+
+    predictions: Array
+    space: Array
+    weight: float = 1.0
+
+
+def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
+    """Return who joins which pseudolabelled set, [C, N] bool: row k is P_k (Algorithm 1).
+
+    Instance x joins P_k if, of the weight of those whose label space holds c_k, a share strictly
+    above `threshold` predicts c_k for x (Eq. 18; the weights are Section 4.6's). Several sets may
+    take one instance. Sums run in the order of `votes`; weights that are whole numbers, or equal,
+    give the same in any order.
+    """
+    instances = len(votes[0].predictions) if votes else 0
+    total = holding(votes, classes)[:, None]
+    joined = np.zeros((classes, instances), bool)
+    step = max(1, CELLS // max(classes, 1))
+    for start in range(0, instances, step):
+        count = _counts(votes, classes, slice(start, min(start + step, instances)))
+        share = np.divide(count, total, out=np.zeros_like(count), where=total > 0)
+        np.greater(share, threshold, out=joined[:, start : start + step])
+    return joined
+
+
+def holding(votes: Sequence[Vote], classes: int) -> Array:
+    """Return TOTAL [C]: the weight of those whose label space holds each class (line 5)."""
+    total = np.zeros(classes)
+    for vote in votes:
+        total[vote.space] += vote.weight
+    return total
+
+
+def _counts(votes: Sequence[Vote], classes: int, block: slice) -> Array:
+    """Return COUNT [C, block]: the weight of those who predict each class (lines 8 to 10)."""
+    width = block.stop - block.start
+    count = np.zeros(classes * width)
+    place = np.arange(width)
+    for vote in votes:
+        # No place appears twice, as each instance has one prediction: += adds each.
+        count[vote.predictions[block].astype(np.intp) * width + place] += vote.weight
+    return count.reshape(classes, width)
+
+
+def for_space(joined: Array, space: Array) -> tuple[Array, Array]:
+    """Return R_i for a label space [P]: instances [M], ascending, and their classes [M] (Eq. 19).
+
+    An instance that is in more than one of these P_k is removed (Section 4.3, last paragraph).
+    """
+    own = joined[space]
+    kept = np.flatnonzero(own.sum(0) == 1)
+    return kept, np.asarray(space)[own[:, kept].argmax(0)]
+
+
+def conflicts(joined: Array, space: Array) -> int:
+    """Return how many instances are in more than one P_k of a label space [P]."""
+    return int((joined[space].sum(0) > 1).sum())

@@ -1,0 +1,46 @@
+"""The values that `fedhet sweep` gives a setting."""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+from fedhet.config.resolve import all_settings
+from fedhet.config.schema import parse_text, unknown
+from fedhet.errors import SettingsError
+
+MOST_VALUES = 1000
+
+
+def read_sweep(text: str) -> tuple[str, list[object]]:
+    """Return the setting and its values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends in.
+
+    Raises SettingsError for what is neither, for an unknown setting, or a value given twice.
+    """
+    name, sign, spelled = text.partition("=")
+    known = all_settings()
+    if not sign or not spelled:
+        raise SettingsError(f"'{text}' is no sweep: write KEY=START:STOP:STEP, or KEY=a,b,c")
+    if name not in known:
+        raise unknown(name, known)
+    parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
+    values = [parse_text(known[name], part.strip()) for part in parts]
+    if len(set(map(str, values))) != len(values):
+        raise SettingsError(f"'{text}' is no sweep: a value is given twice")
+    return name, values
+
+
+def folder_name(value: object) -> str:
+    """Return a value as a folder's name."""
+    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in str(value))
+    return kept.lstrip("._-")[:60] or "empty"
+
+
+def _steps(text: str, ends: list[str]) -> list[str]:
+    """Return START, START + STEP, ... up to STOP, in decimals: 0.3 is 0.3."""
+    try:
+        start, stop, step = (Decimal(end.strip()) for end in ends)
+    except (ValueError, InvalidOperation):
+        raise SettingsError(f"'{text}' is no sweep: START:STOP:STEP are three numbers") from None
+    if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
+        raise SettingsError(f"'{text}' is no sweep: it takes 1 to {MOST_VALUES} steps upward")
+    return [str(start + n * step) for n in range(int((stop - start) / step) + 1)]

@@ -1,0 +1,87 @@
+"""What a node knows of itself, from Flower's command line or its place in a simulation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from fedhet import data
+from fedhet.config.methods import find_method
+from fedhet.config.resolve import data_spec, pool
+from fedhet.config.schema import CountOrNone, Schema, Settings, build
+from fedhet.data import ClientData
+from fedhet.errors import SettingsError
+from fedhet.models import deal
+
+STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
+
+
+class NodeSettings(Schema):
+    """What `--node-config` may say. Flower's own two keys are the first two."""
+
+    partition_id: int = Field(-1, ge=-1, description="which client of the partition this node is")
+    num_partitions: CountOrNone = Field(0, description="number of nodes, as Flower tells it")
+    name: str = Field("", description="the client's name; empty = client-<partition-id>")
+    data: str = Field("", description="the site's own data folder, instead of a partition")
+    model: str = Field("", description="the site's model; empty = as the run's pool deals it")
+    device: str = Field("", description="the site's device; empty = as the run says")
+    state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A client's identity, model, device and place for private state."""
+
+    name: str
+    partition: int
+    folder: str
+    model: str
+    device: str
+    state_dir: Path
+
+    def load_data(self, run: Settings) -> ClientData:
+        """Return the client's data: its own folder's, or its part of the run's dataset."""
+        spec = data_spec(run)
+        if self.folder:
+            return data.site_data(
+                self.folder,
+                spec=spec,
+                classes=run.num_classes,
+                name=self.name,
+                unlabelled=find_method(run.method).needs_unlabelled,
+            )
+        return data.client_data(spec, self.partition)
+
+
+def read_node(config: Mapping[str, object], run: Settings, state_dir: str = "") -> Node:
+    """Return the node that `config` (Flower's node config) describes. Raises SettingsError."""
+    settings = build(NodeSettings, config, prefix="node-config ")
+    has_partition = 0 <= settings.partition_id < run.clients
+    if not has_partition and not (settings.data and settings.name):
+        raise SettingsError(
+            f"node-config 'partition-id' = {settings.partition_id}: it takes 0 to "
+            f"{run.clients - 1}; a site with its own data needs 'data' and 'name' instead"
+        )
+    name = settings.name or data.client_name(settings.partition_id, run.clients)
+    return Node(
+        name=name,
+        partition=settings.partition_id,
+        folder=settings.data,
+        model=settings.model or _dealt(run, settings.partition_id),
+        device=settings.device or run.device,
+        state_dir=_state_dir(settings.state_dir or state_dir),
+    )
+
+
+def _dealt(run: Settings, partition: int) -> str:
+    dealt = deal(pool(run), run.clients, run.seed, run.deal)
+    return dealt[partition % len(dealt)]
+
+
+def _state_dir(given: str) -> Path:
+    fallback = Path.home() / ".local" / "state" / "fedhet"
+    return Path(given or os.environ.get(STATE_DIR_VARIABLE) or fallback)

@@ -1,0 +1,1 @@
+"""Settings: declared once, resolved once; and the methods, found by name."""

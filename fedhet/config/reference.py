@@ -1,0 +1,91 @@
+"""What the declarations in the code say, written where it has to stand a second time.
+
+docs/reference.md: every setting and every field that travels. pyproject.toml: the run config that
+`flwr run` starts from. `python -m fedhet.config.reference`, in the project's root, writes both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from fedhet.config.methods import Method, find_method, method_names
+from fedhet.config.resolve import defaults_toml
+from fedhet.config.schema import Settings, allowed
+from fedhet.wire.contract import Contract
+
+HEAD = """# Reference
+
+Made from the declarations in the code by `make reference`; not written by hand.
+
+## Settings of every run
+
+On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flwr run` by
+`--run-config`.
+"""
+
+
+def reference() -> str:
+    """Return the page as Markdown."""
+    parts = [HEAD, _settings(Settings.fields()), "\n## Methods\n"]
+    parts += [_method(find_method(name)) for name in method_names()]
+    return "\n".join(parts)
+
+
+def _method(method: Method) -> str:
+    parts = [
+        f"### {method.name}\n",
+        f"{method.title[0].upper()}{method.title[1:]}. {method.paper}.",
+    ]
+    parts.append(f"Headline: the {method.headline} protocol.\n")
+    if method.settings():
+        parts.append(_settings(method.settings()))
+    parts.append(_contract("The server sends", method.server_sends))
+    parts.append(_contract("A client sends", method.client_sends))
+    return "\n".join(parts)
+
+
+def _settings(settings: Mapping[str, FieldInfo]) -> str:
+    rows = [
+        (f"`{name}`", f"`{_literal(info.default)}`", allowed(info), info.description or "")
+        for name, info in settings.items()
+    ]
+    return _table(("setting", "default", "takes", "what it is"), rows)
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _contract(title: str, contract: Contract) -> str:
+    if not contract.fields:
+        return f"{title} nothing.\n"
+    rows = [
+        (f"`{f.name}`", f.describe(), f.help + ("" if f.required else " (optional)"))
+        for f in contract.fields
+    ]
+    return f"{title}:\n\n{_table(('field', 'type', 'what it is'), rows)}"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_run_config(pyproject: str) -> str:
+    """Return the text of pyproject.toml with every setting at its default as the run config."""
+    before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
+    after = rest[rest.index("[tool.ruff]") :]
+    settings = re.sub(r"^\[", "[tool.flwr.app.config.", defaults_toml(), flags=re.MULTILINE)
+    return f"{before}{start}{settings.strip()}\n\n{after}"
+
+
+if __name__ == "__main__":
+    Path("docs/reference.md").write_text(reference(), encoding="utf-8")
+    project = Path("pyproject.toml")
+    project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")

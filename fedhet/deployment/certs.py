@@ -1,0 +1,183 @@
+"""Keys and certificates for a deployment: a development CA, a server certificate, node keys.
+
+A deployment with an authority of its own needs the node keys alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedhet.errors import FedhetError
+from fedhet.wire.knowledge import is_name
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
+SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
+NODES = "nodes"
+
+
+def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
+    """Write what is missing of a CA, a server certificate and a key pair a node; name the files.
+
+    `hosts` are the names and addresses by which nodes reach the server; loopback is always
+    among them. What is there already is kept. Raises FedhetError where it does not go together.
+    """
+    _check_names(nodes)
+    written: list[Path] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not (directory / CA_CERTIFICATE).exists():
+            written += _make_authority(directory, days)
+        if not (directory / SERVER_CERTIFICATE).exists():
+            written += _make_server(directory, [*LOCAL_HOSTS, *hosts], days)
+        elif hosts:
+            raise FedhetError(
+                f"{directory / SERVER_CERTIFICATE} exists and is kept: remove it to have one made "
+                f"for {', '.join(hosts)}"
+            )
+        for node in nodes:
+            if not (directory / NODES / node).exists():
+                written += make_node_key(directory / NODES / node)
+    except OSError as error:
+        raise FedhetError(f"cannot write keys in {directory}: {error}") from None
+    return written
+
+
+def make_node_key(path: Path) -> list[Path]:
+    """Write a node's private key (ECDSA P-384, OpenSSH) to `path` and the public one to path.pub.
+
+    The private key stays at the site; only the public one is registered at the server.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    public_path = path.with_name(f"{path.name}.pub")
+    _write(public_path, public + b"\n", mode=0o644)
+    return [path, public_path]
+
+
+def _make_authority(directory: Path, days: int) -> list[Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet development CA")])
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        _certificate(name, name, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _write_pair(directory / CA_CERTIFICATE, certificate, directory / CA_KEY, key)
+
+
+def _make_server(directory: Path, hosts: Iterable[str], days: int) -> list[Path]:
+    authority, signer = _read_authority(directory)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet server")])
+    alternatives = x509.SubjectAlternativeName([_host(host) for host in dict.fromkeys(hosts)])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    certificate = (
+        _certificate(name, authority.subject, key.public_key(), days)
+        .add_extension(alternatives, critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+    return _write_pair(directory / SERVER_CERTIFICATE, certificate, directory / SERVER_KEY, key)
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        # An hour of grace for clocks that are not quite alike.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _read_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    path = directory / CA_KEY
+    try:
+        certificate = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise FedhetError(
+            f"cannot sign a server certificate with {path}: {error}; an authority of your own "
+            "signs it itself"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedhetError(f"{path} is not a key that fedhet made: it takes an EC key")
+    return certificate, key
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise FedhetError(f"'{host}' is neither an address nor a host's name: {error}") from None
+
+
+def _check_names(nodes: Sequence[str]) -> None:
+    for node in nodes:
+        if not is_name(node):
+            rule = "letters, digits, '.', '_' and '-'"
+            raise FedhetError(f"'{node}' cannot name a node: it takes {rule}")
+
+
+def _write_pair(
+    certificate_path: Path,
+    certificate: x509.Certificate,
+    key_path: Path,
+    key: ec.EllipticCurvePrivateKey,
+) -> list[Path]:
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _write(key_path, private)
+    _write(certificate_path, certificate.public_bytes(Encoding.PEM), mode=0o644)
+    return [certificate_path, key_path]
+
+
+def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a new file; one that is there is never replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

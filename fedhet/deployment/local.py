@@ -1,0 +1,247 @@
+"""A deployment on this machine: Flower's SuperLink and SuperNodes as processes, over gRPC.
+
+What separate machines do (docs/deploy.md), with throw-away keys: TLS, authenticated nodes, every
+node with its own place for private state. The only room that starts processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from fedhet.config.resolve import Config, absolute, check
+from fedhet.deployment import certs
+from fedhet.deployment.flower_cli import Connection, program, submit
+from fedhet.errors import FedhetError
+
+LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_768)
+"""Below those that Linux and macOS give to outgoing connections."""
+START_SECONDS = 120.0
+STOP_SECONDS = 10.0
+
+
+def site_name(index: int) -> str:
+    """Return the name under which node `index` is registered."""
+    return f"site-{index}"
+
+
+@dataclass
+class LocalDeployment:
+    """A SuperLink and `nodes` SuperNodes on loopback; everything they write is below `root`.
+
+    Leaving the context ends every process that was started, and all that those started.
+    """
+
+    root: Path
+    nodes: int
+    host: str = LOOPBACK
+    within: Callable[[str], Sequence[str]] = lambda name: ()
+    """The words before the command of a process, by its name: `ip netns exec …`, `nice`."""
+
+    def __post_init__(self) -> None:
+        self.fleet_port, self.control_port = free_port(), free_port()
+        self.certs = self.root / "certs"
+        self.processes: dict[str, psutil.Popen] = {}
+        self.connection = Connection(
+            self.root / "flower",
+            f"{self.host}:{self.control_port}",
+            self.certs / certs.CA_CERTIFICATE,
+        )
+
+    def __enter__(self) -> LocalDeployment:
+        try:
+            self.prepare()
+            self.start_server()
+            for index in range(self.nodes):
+                self.register(index)
+            for index in range(self.nodes):
+                self.start_node(index)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def prepare(self) -> None:
+        """Make keys and certificates, and tell Flower's command line where the server is."""
+        certs.make(self.certs, [self.host], [site_name(k) for k in range(self.nodes)], days=30)
+        self.connection.prepare()
+        (self.root / "log").mkdir(exist_ok=True)
+
+    def start_server(self) -> None:
+        """Start the SuperLink and wait until it listens; its database outlives it."""
+        self._start(
+            "server",
+            "flower-superlink",
+            *("--ssl-ca-certfile", self.certs / certs.CA_CERTIFICATE),
+            *("--ssl-certfile", self.certs / certs.SERVER_CERTIFICATE),
+            *("--ssl-keyfile", self.certs / certs.SERVER_KEY),
+            "--enable-supernode-auth",
+            *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
+            *("--host", self.host, "--port", self.control_port),
+            *("--database", self.root / "superlink.db"),
+            "--disable-runtime-dependency-installation",
+        )
+        for port in (self.control_port, self.fleet_port):
+            self._wait_for(port)
+
+    def register(self, index: int) -> None:
+        """Make node `index` known to the server by its public key."""
+        self.connection.register(self.certs / certs.NODES / f"{site_name(index)}.pub")
+
+    def start_node(self, index: int, **options: object) -> None:
+        """Start SuperNode `index`; `options` stand in for those that it needs by default."""
+        given = {
+            "root-certificates": self.certs / certs.CA_CERTIFICATE,
+            "superlink": f"{self.host}:{self.fleet_port}",
+            "auth-supernode-private-key": self.certs / certs.NODES / site_name(index),
+            "port": free_port(),
+            "node-config": f"partition-id={index} num-partitions={self.nodes}",
+            **options,
+        }
+        words = [word for name, value in given.items() for word in _option(name, value)]
+        state = {"FEDHET_STATE_DIR": str(self.root / "state" / site_name(index))}
+        self._start(site_name(index), "flower-supernode", *words, environment=state)
+
+    def log_of(self, name: str) -> str:
+        """Return what the server or a node has logged."""
+        return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def stop(self, *names: str) -> None:
+        """End processes by name, or all, with everything that they have started."""
+        ended = [self.processes.pop(name) for name in names or list(self.processes)]
+        end_trees(ended)
+
+    def _start(
+        self,
+        name: str,
+        executable: str,
+        *words: object,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        command = [*self.within(name), program(executable), *map(str, words)]
+        with (self.root / "log" / f"{name}.log").open("ab") as log:
+            self.processes[name] = psutil.Popen(
+                command,
+                env={**self.connection.environment(), **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _wait_for(self, port: int) -> None:
+        """Wait until the server listens. Raises FedhetError with its last words if it ends."""
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.processes["server"].poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection((self.host, port), 1.0):
+                return
+            time.sleep(0.1)
+        raise FedhetError(f"the server does not start: {_last_words(self.log_of('server'))}")
+
+
+def deploy_local(
+    config: Config, directory: Path, keep: Path | None, say: Callable[[str], None]
+) -> None:
+    """Run `config` on a deployment of this machine to its end; what it leaves is in `directory`.
+
+    Keys, logs and the sites' state go to a folder that is thrown away, or to `keep`. Raises
+    FedhetError where the run fails; the folder is then kept.
+    """
+    check(config)
+    placed = absolute(config)
+    placed = replace(placed, run=placed.run.model_copy(update={"out": str(directory)}))
+    root = _root(keep)
+    with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
+        say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
+        try:
+            submit(placed, deployment.connection, say)
+        except FedhetError as error:
+            raise FedhetError(f"{error}; logs are in {root / 'log'}") from None
+    if keep is None:
+        shutil.rmtree(root)
+
+
+def _root(keep: Path | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="fedhet-"))
+    if keep.exists() and any(keep.iterdir()):
+        raise FedhetError(f"{keep} is not empty; give another folder with --keep")
+    keep.mkdir(parents=True, exist_ok=True)
+    return keep.resolve()
+
+
+@contextlib.contextmanager
+def _interrupted_by_terminate() -> Iterator[None]:
+    """Let a SIGTERM end the block as Ctrl-C does, so that nothing that was started stays."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def free_port() -> int:
+    """Return a port on loopback that nobody listens on. Raises FedhetError if none is found.
+
+    Not one that the system would give to an outgoing connection: it might, before it is used.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise FedhetError(f"no free port was found in {PORTS.start} to {PORTS.stop - 1}")
+
+
+def end_trees(roots: Sequence[psutil.Popen]) -> None:
+    """End processes and all their descendants: asked first, killed if they stay."""
+    trees = [process for root in roots for process in _tree(root)]
+    for process in trees:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(trees, timeout=STOP_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_SECONDS)
+
+
+def _tree(root: psutil.Popen) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield from psutil.Process(root.pid).children(recursive=True)
+    yield root
+
+
+def _option(name: str, value: object) -> list[str]:
+    """Return the words of an option; an empty value is a switch, None leaves the option out."""
+    if value is None:
+        return []
+    return [f"--{name}", str(value)] if str(value) else [f"--{name}"]
+
+
+def _last_words(log: str) -> str:
+    return " ".join(log.split())[-500:] or "it says nothing"

@@ -1,0 +1,85 @@
+"""A run's directory: made for a new run, or taken up again by the run that began in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import IO
+
+from fedhet.config.resolve import PLACE, Config, read_toml
+from fedhet.errors import StateError
+from fedhet.runs.records import RoundRecord
+from fedhet.wire.knowledge import is_name
+
+
+def make_empty(directory: Path) -> None:
+    """Make the directory of a new run. Raises StateError where there is anything in it already."""
+    if (directory / "config.toml").exists():
+        raise StateError(
+            f"{directory} holds a run already; give another directory with --out, or go on with "
+            "the run by --resume (on a deployment: --set resume=true)"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise StateError(f"{directory} is not empty; give another directory with --out")
+    except OSError as error:
+        raise StateError(f"cannot make the run's directory {directory}: {error}") from None
+
+
+def claimed(directory: Path) -> IO[str]:
+    """Return an open file that makes the directory this process's; the system frees it at its end.
+
+    Raises StateError where another process has the run.
+    """
+    file = (directory / "run.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StateError(f"the run in {directory} is still going on in another process") from None
+    return file
+
+
+def check_same(config: Config, directory: Path) -> None:
+    """Raise StateError unless `directory` holds an unfinished run of these very settings."""
+    if (directory / "summary.json").exists():
+        raise StateError(f"the run in {directory} is complete; there is nothing to resume")
+    there = read_toml(directory / "config.toml")
+    here = {name: value for name, value in config.flat().items() if name not in PLACE}
+    for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
+        if here.get(name) != there.get(name):
+            raise StateError(
+                f"{directory} holds a run with '{name}' = {there.get(name)!r}, not "
+                f"{here.get(name)!r}: it is resumed with its own settings, or another run begun "
+                "in another directory"
+            )
+
+
+def read_run_name(directory: Path) -> str:
+    """Return the name by which the clients know the run. Raises StateError."""
+    path = directory / "run.json"
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"cannot read {path}: {error!r}") from None
+    if not isinstance(name, str) or not is_name(name):
+        raise StateError(f"{path}: {name!r} cannot name a run")
+    return name
+
+
+def read_records(path: Path) -> list[RoundRecord]:
+    """Return the whole records of metrics.jsonl in order; its last line may have been cut short."""
+    if not path.exists():
+        return []
+    records: list[RoundRecord] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = RoundRecord.from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            break
+        if record.round != len(records) + 1:
+            break
+        records.append(record)
+    return records

@@ -1,0 +1,239 @@
+"""What a run leaves in its directory while it goes on, and who watches it.
+
+config.toml  run.json  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
+checkpoints/ (the server's state after the last rounds, from which a run can be resumed)
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fedhet.arrays import Array
+from fedhet.config.resolve import Config
+from fedhet.errors import StateError
+from fedhet.runs.directory import check_same, claimed, make_empty, read_records, read_run_name
+from fedhet.runs.records import RoundRecord, Seconds, peak_memory_mb
+from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
+
+
+class Watcher(Protocol):
+    """Is told what happens in a run; every call is short and must not fail."""
+
+    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+        """The clients are known: name to model."""
+
+    def round_started(self, number: int, asked: Sequence[str]) -> None:
+        """These clients are asked to train."""
+
+    def client_answered(self, client: str, error: str) -> None:
+        """A client's reply is there, or (error not empty) will not come."""
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """The round is aggregated and evaluated."""
+
+    def notice(self, text: str) -> None:
+        """Something that a person should know."""
+
+    def run_finished(self, summary: Mapping[str, Any]) -> None:
+        """The last round is over."""
+
+
+class RunLog:
+    """Writes a run's files and passes its events on to watchers."""
+
+    def __init__(
+        self, config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher] = ()
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.watchers = tuple(watchers)
+        self.models: dict[str, str] = {}
+        self.peak_memory_mb = 0.0
+        self.resumed: Checkpoint | None = None
+        """The state from which the run goes on, where it is not a new one."""
+        self._checkpoints = Checkpoints(directory)
+        self.workers = workers
+        """How many clients train at once."""
+        self._history: list[RoundRecord] = []
+        self._seconds = Seconds()
+        self._started = time.perf_counter()
+        self._metrics = directory / "metrics.jsonl"
+        if config.run.resume and (directory / "config.toml").exists():
+            check_same(config, directory)
+            self._claim = claimed(directory)
+            self._go_on()
+        else:
+            make_empty(directory)
+            self._claim = claimed(directory)
+            self._begin()
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=self.done + 1)
+
+    @property
+    def done(self) -> int:
+        """Return how many rounds are behind the run, before this process took it up."""
+        return self.resumed.round if self.resumed else 0
+
+    def _begin(self) -> None:
+        # One length for all, so that it tells on no byte count. Not a draw that a result hangs on.
+        self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
+        with replacing(self.directory / "run.json") as path:
+            path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
+        with replacing(self.directory / "config.toml") as path:
+            path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    def _go_on(self) -> None:
+        """Take the run up after its last whole round; what is of a later one is left out."""
+        self.run_name = read_run_name(self.directory)
+        self.resumed = self._checkpoints.newest(self.notice)
+        self._checkpoints.forget_after(self.done)
+        self._history = read_records(self._metrics)[: self.done]
+        if len(self._history) < self.done:
+            raise StateError(
+                f"{self._metrics} holds {len(self._history)} whole rounds, "
+                f"the last checkpoint is of round {self.done}: the run cannot be resumed"
+            )
+        with replacing(self._metrics) as path:
+            path.write_text("".join(map(_line, self._history)), encoding="utf-8")
+        for record in self._history:
+            self._seconds.add(record.seconds)
+        self._started -= self._seconds.total
+        self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
+
+    def begin(self, models: Mapping[str, str]) -> None:
+        """Note the clients: name to model."""
+        self.models = dict(sorted(models.items()))
+        for watcher in self.watchers:
+            watcher.run_started(self.config, self.directory, self.models)
+
+    def joined(self, models: Mapping[str, str]) -> None:
+        """Note clients that have come since: name to model."""
+        self.models = dict(sorted({**self.models, **models}.items()))
+
+    def round_started(self, number: int, asked: Sequence[str]) -> None:
+        """Pass the start of a round on."""
+        for watcher in self.watchers:
+            watcher.round_started(number, asked)
+
+    def client_answered(self, client: str, error: str = "") -> None:
+        """Pass a client's answer on."""
+        for watcher in self.watchers:
+            watcher.client_answered(client, error)
+
+    def notice(self, text: str) -> None:
+        """Pass a notice on."""
+        for watcher in self.watchers:
+            watcher.notice(text)
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Write a round's record and pass it on."""
+        busy = record.seconds.train + record.seconds.evaluate
+        at_once = max(1, min(self.workers, len(record.asked)))
+        lost = record.seconds.total - record.seconds.server - busy / at_once
+        record.seconds.overhead = max(lost, 0.0)
+        self._history.append(record)
+        self._seconds.add(record.seconds)
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+        self._write_events(record)
+        for watcher in self.watchers:
+            watcher.round_finished(record)
+
+    def checkpoint(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
+        """Keep the server's state after a round, from which the run can be resumed."""
+        self._checkpoints.write(round, tensors, facts)
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json and pass it on; return what it holds."""
+        self._board.close()
+        summary = self._summary()
+        with replacing(self.directory / "summary.json") as path:
+            path.write_text(json.dumps(summary, indent=1, allow_nan=False), encoding="utf-8")
+        for watcher in self.watchers:
+            watcher.run_finished(summary)
+        self._claim.close()
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        run = self.config.run
+        last = self._history[-1] if self._history else RoundRecord(0)
+        relative = {"relative": last.relative} if last.relative else {}
+        seconds = vars(self._seconds) | {"total": time.perf_counter() - self._started}
+        return {
+            "method": self.config.method.name,
+            "dataset": run.dataset,
+            "seed": run.seed,
+            "rounds": len(self._history),
+            "clients": len(self.models),
+            "models": self.models,
+            "headline": self._headline(),
+            "accuracy": last.accuracy,
+            **relative,
+            "history": [_brief(record) for record in self._history],
+            "bytes_up": sum(record.bytes_up for record in self._history),
+            "bytes_down": sum(record.bytes_down for record in self._history),
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "peak_memory_mb": round(max(self.peak_memory_mb, peak_memory_mb()), 1),
+            "versions": versions(),
+        }
+
+    def _headline(self) -> str:
+        """Return the method's headline protocol, or personal where there is no common test set."""
+        measured = self._history[-1].accuracy if self._history else {}
+        headline = self.config.method.headline
+        return headline if headline in measured or not measured else "personal"
+
+    def _write_events(self, record: RoundRecord) -> None:
+        for protocol, kinds in record.accuracy.items():
+            for kind, values in kinds.items():
+                for statistic in ("mean", "std", "worst"):
+                    tag = f"accuracy-{protocol}-{kind}/{statistic}"
+                    self._board.add_scalar(tag, values[statistic], record.round)
+        for protocol, values in record.relative.items():
+            for statistic in ("mean", "best", "worst"):
+                tag = f"relative-{protocol}/{statistic}"
+                self._board.add_scalar(tag, values[statistic], record.round)
+        if record.loss:
+            self._board.add_scalar("loss/mean", record.loss["mean"], record.round)
+        self._board.add_scalar("bytes/up", record.bytes_up, record.round)
+        self._board.add_scalar("bytes/down", record.bytes_down, record.round)
+        for name, value in record.method.items():
+            self._board.add_scalar(f"{self.config.method.name}/{name}", value, record.round)
+        for name, value in vars(record.seconds).items():
+            self._board.add_scalar(f"seconds/{name}", value, record.round)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions on which a run's numbers may depend."""
+    found = {"python": platform.python_version()}
+    for package in ("fedhet", "flwr", "torch", "torchvision", "numpy", "scikit-learn"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _line(record: RoundRecord) -> str:
+    return json.dumps(record.as_json(), allow_nan=False) + "\n"
+
+
+def _brief(record: RoundRecord) -> dict[str, Any]:
+    return {
+        "round": record.round,
+        "accuracy": {
+            protocol: {kind: values["mean"] for kind, values in kinds.items()}
+            for protocol, kinds in record.accuracy.items()
+        },
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
+        "seconds": round(record.seconds.total, 3),
+    }

@@ -1,0 +1,196 @@
+"""Poisoning attacks on what clients send: PAF, LIE and OFOM, for every method.
+
+Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al. (OFOM). The adversary
+of the paper knows the benign updates of the round and disturbs the logits or weights of some
+clients on their way to the server. No client knows the others' updates, so the attack is made
+where the replies meet, just before the method sees them: the same on Ray, in one process and in a
+deployment. The clients themselves are honest, and are judged like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from fedhet.arrays import Array
+from fedhet.config.schema import Settings
+from fedhet.seeding import numpy_rng
+from fedhet.wire.contract import Contract, Field, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
+"""Clients poisoned a round, Section 4.3."""
+
+
+@dataclass(frozen=True)
+class Benign:
+    """What is known of the benign updates of one tensor: their number n, mean and deviation.
+
+    `mean` and `std` have the tensor's shape; `std` is of the population.
+    """
+
+    n: int
+    mean: Array
+    std: Array
+
+
+def far_vector(mean: Array, scale: float, rng: np.random.Generator) -> Array:
+    """Return theta' of Eq. 7: a random direction, `scale` times as long as the mean.
+
+    The paper says "significantly large"; the length is ours.
+    """
+    direction = rng.standard_normal(mean.shape)
+    length = np.linalg.norm(direction)
+    return direction * (scale * np.linalg.norm(mean) / length if length else 0.0)
+
+
+def z_max(benign: int, malicious: int) -> float:
+    """Return z^max of Eq. 8 and 9 for n benign and epsilon n malicious updates.
+
+    The largest z whose share of the normal distribution is below (n - s) / n, where
+    s = floor(n / 2 + 1) - epsilon n. That share is kept from 0 and 1, where z is infinite (ours).
+    """
+    supporters = benign // 2 + 1 - malicious
+    share = (benign - supporters) / benign
+    edge = 1 / (2 * benign)
+    return NormalDist().inv_cdf(min(max(share, edge), 1 - edge))
+
+
+def paf(benign: Benign, far: Array) -> Array:
+    """Return Eq. 7: the benign mean and a large vector."""
+    return benign.mean + far
+
+
+def lie(benign: Benign, malicious: int) -> Array:
+    """Return Eq. 10: the benign mean, moved a little in every coordinate."""
+    return benign.mean + z_max(benign.n, malicious) * benign.std
+
+
+def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
+    """Return Eq. 11: one far from the mean, or, `second`, the mean of it and the benign ones."""
+    first = paf(benign, far)
+    return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
+
+
+def poisonable(contract: Contract) -> tuple[Field, ...]:
+    """Return the fields of a message that are logits or weights.
+
+    Those that have a least value are not: what is below it would not be taken.
+    """
+    return tuple(
+        field
+        for field in contract.fields
+        if (isinstance(field, WeightsField) and field.low is None)
+        or (isinstance(field, TensorField) and field.name == "logits")
+    )
+
+
+class Attack:
+    """The attack of a run, on the replies of clients that keep the contract `sends`."""
+
+    def __init__(self, run: Settings, sends: Contract) -> None:
+        self.run = run
+        self.sends = sends
+        self.count = run.attackers or IN_THE_PAPER[run.attack]
+
+    def victims(self, round: int, asked: Sequence[str]) -> Set[str]:
+        """Return whose answers are poisoned in a round, drawn among those asked."""
+        order = numpy_rng(self.run.seed, "attack", round).permutation(len(asked))
+        return {sorted(asked)[index] for index in order[: self.count]}
+
+    def poison(
+        self, round: int, replies: Mapping[str, Knowledge], victims: Set[str]
+    ) -> dict[str, Knowledge]:
+        """Return the replies by client, those of `victims` poisoned.
+
+        Where all who answered are victims, what they would have sent counts as benign.
+        """
+        benign = [replies[name] for name in sorted(replies.keys() - victims)]
+        struck = sorted(replies.keys() & victims)
+        benign = benign or [replies[name] for name in struck]
+        poisoned = dict(replies)
+        for turn, name in enumerate(struck):
+            poisoned[name] = self._poisoned(round, replies[name], benign, len(struck), turn)
+        return poisoned
+
+    def _poisoned(
+        self, round: int, own: Knowledge, benign: Sequence[Knowledge], malicious: int, turn: int
+    ) -> Knowledge:
+        tensors = dict(own.tensors)
+        for field in poisonable(self.sends):
+            ids = _ids(self.sends, field)
+            alike = _alike(field, own, benign, ids)
+            for name, value in own.tensors.items():
+                if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
+                    known = _known(name, own, alike, ids)
+                    # Drawn by the tensor's name: all who attack it in a round move the same way.
+                    rng = numpy_rng(self.run.seed, "attack", round, name)
+                    crafted = self._craft(known, malicious, turn, rng)
+                    if name.endswith("running_var"):  # below 0 a model's outputs are NaN
+                        crafted = crafted.clip(min=0)
+                    tensors[name] = crafted.astype(value.dtype)
+        return Knowledge(tensors, own.scalars)
+
+    def _craft(self, benign: Benign, malicious: int, turn: int, rng: np.random.Generator) -> Array:
+        """Return the malicious update of the attacker whose `turn` it is, from 0."""
+        if self.run.attack == "lie":
+            return lie(benign, malicious)
+        far = far_vector(benign.mean, self.run.attack_scale, rng)
+        if self.run.attack == "paf":
+            return paf(benign, far)
+        return ofom(benign, far, second=turn % 2 == 1)
+
+
+def _is_of(field: Field, name: str) -> bool:
+    return name == field.name or name.startswith(field.name + "/")
+
+
+def _alike(field: Field, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> list[Knowledge]:
+    """Return the benign replies whose tensors of a field lie over one's own.
+
+    Of models, those of one architecture; of rows that the field `ids` numbers, all that have any.
+    """
+    if ids:
+        return [reply for reply in benign if ids in reply.tensors]
+    shapes = _shapes(field, own)
+    return [reply for reply in benign if _shapes(field, reply) == shapes]
+
+
+def _shapes(field: Field, reply: Knowledge) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in reply.tensors.items() if _is_of(field, name)}
+
+
+def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
+    """Return what the benign replies say of the attacker's own tensor, coordinate by coordinate.
+
+    Where nobody else says anything, what the attacker would have sent itself.
+    """
+    honest = own.tensors[name].astype(np.float64)
+    seen = np.full((max(len(benign), 1), *honest.shape), np.nan)
+    for place, reply in enumerate(benign):
+        seen[place] = _aligned(own, reply, name, ids)
+    unknown = np.isnan(seen).all(0)
+    seen[0, ...][unknown] = honest[unknown]
+    return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
+
+
+def _ids(sends: Contract, field: Field) -> str:
+    """Return the field that numbers the rows of a tensor field, such as Felo's classes, or ""."""
+    if not isinstance(field, TensorField):
+        return ""
+    rows = [f for f in sends.fields if isinstance(f, TensorField) and f.ids]
+    return next((f.name for f in rows if f.axes == field.axes[:1]), "")
+
+
+def _aligned(own: Knowledge, other: Knowledge, name: str, ids: str) -> Array:
+    """Return another's tensor in the shape of one's own; NaN where the other has no such row."""
+    mine, theirs = own.tensors[name], other.tensors[name].astype(np.float64)
+    if not ids:
+        return theirs
+    rows = np.full(mine.shape, np.nan)
+    _, here, there = np.intersect1d(own.tensors[ids], other.tensors[ids], return_indices=True)
+    rows[here] = theirs[there]
+    return rows

@@ -1,0 +1,114 @@
+"""The way to a client and back: Flower's proxy, with the client's name and what goes by it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
+from flwr.server.client_proxy import ClientProxy
+
+from fedhet.errors import words_of
+from fedhet.server.members import Member
+
+Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
+Answered = Callable[[str, str], None]
+"""Is told the name of a client that answered, and what went wrong, or nothing."""
+
+
+class Courier(ClientProxy):
+    """A client's proxy that carries its name, and tells when its answer is there."""
+
+    def __init__(self, member: Member, answered: Answered) -> None:
+        super().__init__(member.proxy.cid)
+        self.name = member.info.name
+        self.make: Callable[[], Parameters] | None = None
+        """Makes the payload of an instruction that comes without one."""
+        self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        """Is held while such a payload is there."""
+        self.spool: Path | None = None
+        """The folder where replies wait to be read."""
+        self._proxy = member.proxy
+        self._answered = answered
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        """Pass the instruction on; an error carries the client's name."""
+        try:
+            with self.turn:
+                if self.make is not None:
+                    ins = FitIns(self.make(), ins.config)
+                result = self._proxy.fit(ins, timeout, group_id)
+                if self.spool is not None:
+                    result.parameters = StoredReply(self.spool / self.name, result.parameters)
+        except Exception as error:
+            self._answered(self.name, words_of(error))
+            raise ClientFailureError(self.name, words_of(error)) from error
+        self._answered(self.name, str(result.metrics.get("error", "")))
+        return result
+
+    def evaluate(
+        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
+    ) -> EvaluateRes:
+        """Pass the instruction on; an error carries the client's name."""
+        try:
+            return self._proxy.evaluate(ins, timeout, group_id)
+        except Exception as error:
+            raise ClientFailureError(self.name, words_of(error)) from error
+
+    def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.get_properties(ins, timeout, group_id)
+
+    def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.get_parameters(ins, timeout, group_id)
+
+    def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
+        """Pass on."""
+        return self._proxy.reconnect(ins, timeout, group_id)
+
+
+class ClientFailureError(Exception):
+    """A client did not answer, or answered with an error of Flower's."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(f"{client}: {reason}")
+        self.client, self.reason = client, reason
+
+
+def name_of(proxy: ClientProxy) -> str:
+    """Return the name of the client that a proxy of ours leads to."""
+    assert isinstance(proxy, Courier)
+    return proxy.name
+
+
+def reasons(failures: Failures) -> dict[str, str]:
+    """Return why each client failed whose failure is known."""
+    found: dict[str, str] = {}
+    for failure in failures:
+        if isinstance(failure, ClientFailureError):
+            found[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
+        elif isinstance(failure, tuple):
+            proxy, result = failure
+            found[name_of(proxy)] = result.status.message[:300] or "failed"
+    return found
+
+
+class StoredReply(Parameters):
+    """A payload that lies on disk; `take` reads it back, once."""
+
+    def __init__(self, path: Path, parameters: Parameters) -> None:
+        super().__init__(tensors=[], tensor_type=parameters.tensor_type)
+        self._path = path
+        self._sizes = [len(tensor) for tensor in parameters.tensors]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.writelines(parameters.tensors)
+
+    def take(self) -> Parameters:
+        """Return the payload and remove it from disk."""
+        with self._path.open("rb") as file:
+            tensors = [file.read(size) for size in self._sizes]
+        self._path.unlink()
+        return Parameters(tensors=tensors, tensor_type=self.tensor_type)

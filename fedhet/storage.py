@@ -1,0 +1,283 @@
+"""State on disk: tensors and a few facts in one safetensors file, written as a whole.
+
+Of clients (their private states), of servers (a checkpoint a round), of models (a store of them).
+
+A file is written under a temporary name, synced and renamed, so that a reader finds the old
+state or the new one, never half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedhet.algorithms.helpers import Key
+from fedhet.arrays import Array
+from fedhet.errors import StateError
+from fedhet.wire.knowledge import is_name
+
+Facts = Mapping[str, int | float | str]
+_KEY = "fedhet"
+KEPT_STATES = 3
+"""States of a client that stay on disk: a server that falls back finds the one it goes on from."""
+KEPT_CHECKPOINTS = 2
+"""Checkpoints of a server that stay on disk."""
+
+
+@dataclass(frozen=True)
+class ClientStore:
+    """One client's private states in one run: ROOT/<run>/<client>/round-<n>.safetensors.
+
+    A state is that at the end of the client's part in a round; the last few are kept.
+    """
+
+    root: Path
+    run: str
+    client: str
+
+    def __post_init__(self) -> None:
+        for part in (self.run, self.client):
+            if not is_name(part):
+                raise StateError(f"{part!r} cannot name a folder of private state")
+
+    @property
+    def folder(self) -> Path:
+        """Return where the states lie."""
+        return self.root / self.run / self.client
+
+    def path(self, round: int) -> Path:
+        """Return where the state at the end of `round` lies."""
+        return self.folder / f"round-{round:06d}.safetensors"
+
+    def rounds(self) -> list[int]:
+        """Return the rounds of which there is a state, ascending."""
+        return sorted(map(round_of, self.folder.glob("round-*.safetensors")))
+
+    def save(self, round: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+        """Add the state of `round`, whole or not at all.
+
+        Then those of later rounds go, which a server that has fallen back knows nothing of, and
+        all but the last few.
+        """
+        save(self.path(round), tensors, facts)
+        rounds = self.rounds()
+        past = [known for known in rounds if known <= round]
+        for unwanted in sorted(set(rounds) - set(past[-KEPT_STATES:])):
+            self.path(unwanted).unlink(missing_ok=True)
+
+    def load(
+        self, round: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+        """Return the tensors, on `device`, and facts of the state of `round`."""
+        return load(self.path(round), device)
+
+    def facts(self, round: int) -> dict[str, int | float | str]:
+        """Return the facts alone of the state of `round`."""
+        return load_facts(self.path(round))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run as it was after `round`."""
+
+    round: int
+    tensors: Mapping[str, Array]
+    facts: Facts
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / "checkpoints"
+
+    def write(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
+        """Add the checkpoint of `round`, then remove all but the last two. Raises StateError."""
+        kept = {
+            name: torch.from_numpy(np.require(value, requirements="W"))
+            for name, value in tensors.items()
+        }
+        save(self._folder / f"round-{round:06d}.safetensors", kept, facts)
+        for old in self._files()[:-KEPT_CHECKPOINTS]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
+        """Return the last whole checkpoint, or None where there never was one.
+
+        One that cannot be read is passed over with a notice. Raises StateError if there are
+        checkpoints, but none is whole.
+        """
+        files = self._files()
+        for path in reversed(files):
+            try:
+                tensors, facts = load(path, torch.device("cpu"))
+            except StateError as error:
+                notice(f"{error}; the checkpoint before it is tried")
+                continue
+            found = {name: tensor.numpy() for name, tensor in tensors.items()}
+            return Checkpoint(round_of(path), found, facts)
+        if files:
+            raise StateError(f"{self._folder}: none of {len(files)} checkpoints can be read")
+        return None
+
+    def forget_after(self, round: int) -> None:
+        """Put the checkpoints after `round`, which could not be read, out of the way."""
+        for path in self._files():
+            if round_of(path) > round:
+                path.replace(path.with_suffix(".unreadable"))
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("round-*.safetensors"))
+
+
+@dataclass(frozen=True)
+class ModelStore:
+    """A folder of models, one safetensors file each; none stays in memory."""
+
+    folder: Path
+
+    def put(self, key: Key, weights: Mapping[str, Array]) -> None:
+        """Write a model in one atomic step. Raises StateError."""
+        tensors = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
+        save(self._path(key), tensors, {})
+
+    def get(self, key: Key) -> dict[str, Array]:
+        """Return a model's tensors. Raises StateError where it is not there."""
+        tensors, _ = load(self._path(key), torch.device("cpu"))
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    def __contains__(self, key: Key) -> bool:
+        return self._path(key).exists()
+
+    def contents(self) -> list[Key]:
+        """Return what is there, sorted."""
+        names = (path.stem.split("-") for path in self.folder.glob("*-*.safetensors"))
+        return sorted((int(number), int(version)) for number, version in names)
+
+    def trim(self, number: int, newest: int) -> None:
+        """Remove all but the newest versions of a model."""
+        versions = sorted(key for key in self.contents() if key[0] == number)
+        for key in versions[:-newest]:
+            self._path(key).unlink(missing_ok=True)
+
+    def keep(self, wanted: Collection[Key]) -> None:
+        """Remove all but `wanted`."""
+        for key in set(self.contents()) - set(wanted):
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: Key) -> Path:
+        return self.folder / f"{key[0]}-{key[1]}.safetensors"
+
+
+def round_of(path: Path) -> int:
+    """Return the round that a file round-<n>.safetensors is of. Raises StateError."""
+    number = path.name.removeprefix("round-").removesuffix(".safetensors")
+    if not number.isdecimal():
+        raise StateError(f"{path} is not named as a state is: round-<number>.safetensors")
+    return int(number)
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    """Write `tensors` and `facts` to `path` in one atomic step. Raises StateError."""
+    _clear_leavings(path)
+    with replacing(path, private=True) as temporary:
+        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the processor, each with memory of its own."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in taken:
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        apart[name] = own
+    return apart
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
+    """Give a temporary path; when the block ends well, sync it and put it in `path`'s place.
+
+    A private file can be read by its owner alone.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            os.chmod(temporary, 0o600 if private else 0o644)
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot write {path}: {error}; what stood there before stands") from error
+
+
+def load(
+    path: Path, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
+    """Return the tensors and facts of `path`. Raises StateError."""
+    with _opened(path, str(device)) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, _facts(path, file)  # noqa: SIM118
+
+
+def load_facts(path: Path) -> dict[str, int | float | str]:
+    """Return the facts of `path` without reading its tensors. Raises StateError."""
+    with _opened(path, "cpu") as file:
+        return _facts(path, file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: str) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot read {path}: {error}") from error
+
+
+def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
+    try:
+        facts = json.loads((file.metadata() or {})[_KEY])
+    except (KeyError, ValueError, RecursionError):
+        raise StateError(f"{path} is no state of fedhet's") from None
+    if not isinstance(facts, dict):
+        raise StateError(f"{path} is no state of fedhet's")
+    return facts
+
+
+def _clear_leavings(path: Path) -> None:
+    """Remove what writers that were killed have left, here and in save_file; none takes an hour."""
+    for leaving in [*path.parent.glob(f".*{path.suffix}.*"), *path.parent.glob(".tmp*")]:
+        with contextlib.suppress(OSError):
+            if time.time() - leaving.stat().st_mtime > 3600:
+                leaving.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,250 @@
+"""What a message may hold: a method's declaration of its fields, and the check against it.
+
+Each half of a method declares the fields of the knowledge it sends. From this one declaration
+come the validation of every message, `fedhet methods NAME` and the reference page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedhet.arrays import Array, Shapes
+from fedhet.errors import KnowledgeError, nearest
+
+
+@dataclass(frozen=True)
+class TensorField:
+    """One named tensor.
+
+    An axis is a number or a letter. Letters that the run fixes (C classes, D feature width) must
+    have the run's size; any other letter must have one size throughout the message. The dtype
+    "uint" is the smallest unsigned integer below the size that `ids` or `numbers` names.
+    """
+
+    name: str
+    dtype: str
+    axes: tuple[str | int, ...]
+    help: str
+    required: bool = True
+    ids: str = ""
+    """Letter of the axis that the values number: each in [0, size), none twice."""
+    numbers: str = ""
+    """Letter of a size that the values stay below; they may repeat."""
+    low: float | None = None
+    """Least value allowed."""
+    needs: tuple[str, ...] = ()
+    """Fields that must be there if this one is."""
+
+    def describe(self) -> str:
+        """Return e.g. `float32 [P, D]`."""
+        return f"{self.dtype} [{', '.join(map(str, self.axes))}]"
+
+
+@dataclass(frozen=True)
+class WeightsField:
+    """A whole model: tensors `name/<name in the state dict>`, all of them or none."""
+
+    name: str
+    help: str
+    required: bool = True
+    low: float | None = None
+    """Least value allowed."""
+    stacked: str = ""
+    """Letter of a first axis that every tensor has: so many models, one after the other."""
+
+    def describe(self) -> str:
+        """Return a short word for the type."""
+        return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
+
+
+@dataclass(frozen=True)
+class ScalarField:
+    """One small value."""
+
+    name: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    help: str
+    required: bool = True
+    low: float | None = None
+    high: float | None = None
+
+    def describe(self) -> str:
+        """Return the type's name."""
+        return self.type.__name__
+
+
+Field = TensorField | WeightsField | ScalarField
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The fields of the knowledge that one half of a method sends."""
+
+    fields: tuple[Field, ...] = ()
+
+    def replacing(self, field: Field) -> Contract:
+        """Return this contract with `field` in the place of the one of its name."""
+        return Contract(tuple(field if old.name == field.name else old for old in self.fields))
+
+    def check(
+        self,
+        sender: str,
+        tensors: Mapping[str, Array],
+        scalars: Mapping[str, bool | int | float | str],
+        *,
+        dims: Mapping[str, int],
+        shapes: Mapping[str, Shapes],
+    ) -> None:
+        """Raise KnowledgeError for the first fault of a message.
+
+        `dims` gives the run's sizes by letter, e.g. {"C": 10, "D": 64}; `shapes` gives, for each
+        WeightsField, the tensors that its model has.
+        """
+        self._check_names(sender, tensors, scalars)
+        sizes = dict(dims)
+        for field in self.fields:
+            if isinstance(field, ScalarField):
+                _check_scalar(sender, field, scalars)
+            elif isinstance(field, WeightsField):
+                _check_weights(sender, field, tensors, shapes.get(field.name, {}), sizes)
+            else:
+                _check_tensor(sender, field, tensors, sizes)
+
+    def _check_names(
+        self, sender: str, tensors: Mapping[str, Array], scalars: Mapping[str, object]
+    ) -> None:
+        scalar_names = {f.name for f in self.fields if isinstance(f, ScalarField)}
+        tensor_names = {f.name for f in self.fields if isinstance(f, TensorField)}
+        groups = {f.name for f in self.fields if isinstance(f, WeightsField)}
+        for name in scalars:
+            if name not in scalar_names:
+                raise _undeclared(sender, name, scalar_names)
+        for name in tensors:
+            group, slash, _ = name.partition("/")
+            if name not in tensor_names and not (slash and group in groups):
+                raise _undeclared(sender, name, tensor_names | groups)
+
+
+def smallest_uint(size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned integer type for the values 0 to size - 1."""
+    return np.min_scalar_type(max(size, 1) - 1)
+
+
+def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
+    known = ", ".join(sorted(names)) or "nothing"
+    return KnowledgeError(
+        sender, name, f"not in the contract, which has {known}{nearest(name, names)}"
+    )
+
+
+def _check_scalar(
+    sender: str, field: ScalarField, scalars: Mapping[str, bool | int | float | str]
+) -> None:
+    if field.name not in scalars:
+        if field.required:
+            raise KnowledgeError(sender, field.name, "missing")
+        return
+    value = scalars[field.name]
+    if type(value) is not field.type:
+        fault = f"is {type(value).__name__}, must be {field.type.__name__}"
+        raise KnowledgeError(sender, field.name, fault)
+    if isinstance(value, float) and not np.isfinite(value):
+        raise KnowledgeError(sender, field.name, f"is {value}, must be finite")
+    if isinstance(value, int | float):
+        if field.low is not None and value < field.low:
+            raise KnowledgeError(sender, field.name, f"is {value}, must be at least {field.low}")
+        if field.high is not None and value > field.high:
+            raise KnowledgeError(sender, field.name, f"is {value}, must be at most {field.high}")
+
+
+def _check_tensor(
+    sender: str,
+    field: TensorField,
+    tensors: Mapping[str, Array],
+    sizes: dict[str, int],
+) -> None:
+    if field.name not in tensors:
+        if field.required:
+            raise KnowledgeError(sender, field.name, "missing")
+        return
+    value = tensors[field.name]
+    dtype = field.dtype
+    if dtype == "uint":
+        dtype = smallest_uint(sizes[field.ids or field.numbers]).name
+    if value.dtype != np.dtype(dtype):
+        raise KnowledgeError(sender, field.name, f"is {value.dtype}, must be {dtype}")
+    if value.ndim != len(field.axes):
+        fault = f"has shape {list(value.shape)}, must be {field.describe()}"
+        raise KnowledgeError(sender, field.name, fault)
+    for axis, size in zip(field.axes, value.shape, strict=True):
+        expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
+        if size != expected:
+            where = "" if isinstance(axis, int) else f" with {axis} = {expected}"
+            fault = f"has shape {list(value.shape)}, must be {field.describe()}{where}"
+            raise KnowledgeError(sender, field.name, fault)
+    check_finite(sender, field.name, value)
+    _check_low(sender, field.name, value, field.low)
+    if field.numbers:
+        _check_below(sender, field.name, value, sizes[field.numbers])
+    if field.ids:
+        _check_ids(sender, field, value, sizes[field.ids])
+    for name in field.needs:
+        if name not in tensors:
+            raise KnowledgeError(sender, name, f"missing, {field.name} needs it")
+
+
+def _check_ids(sender: str, field: TensorField, value: Array, size: int) -> None:
+    _check_below(sender, field.name, value, size)
+    ids, counts = np.unique(value, return_counts=True)
+    if (counts > 1).any():
+        raise KnowledgeError(sender, field.name, f"holds {ids[counts > 1][0]} more than once")
+
+
+def _check_below(sender: str, name: str, value: Array, size: int) -> None:
+    outside = value[(value < 0) | (value >= size)]
+    if outside.size:
+        raise KnowledgeError(sender, name, f"holds {outside[0]}, must be from 0 to {size - 1}")
+
+
+def _check_weights(
+    sender: str,
+    field: WeightsField,
+    tensors: Mapping[str, Array],
+    shapes: Shapes,
+    sizes: dict[str, int],
+) -> None:
+    found = {k: v for k, v in tensors.items() if k.startswith(field.name + "/")}
+    if not found and not field.required:
+        return
+    expected = {f"{field.name}/{name}": spec for name, spec in shapes.items()}
+    for name in sorted(expected.keys() ^ found.keys()):
+        fault = "missing" if name in expected else "not a tensor of this client's model"
+        raise KnowledgeError(sender, name, fault)
+    for name, (one, dtype) in expected.items():
+        value = found[name]
+        shape = (_stack(field, value, sizes), *one) if field.stacked else one
+        if value.shape != shape or value.dtype != np.dtype(dtype):
+            fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
+            raise KnowledgeError(sender, name, fault)
+        check_finite(sender, name, value)
+        _check_low(sender, name, value, field.low)
+
+
+def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
+    """Return how many models a message must hold: as many as the first field with the letter."""
+    return sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
+
+
+def _check_low(sender: str, name: str, value: Array, low: float | None) -> None:
+    if low is not None and value.size and value.min() < low:
+        raise KnowledgeError(sender, name, f"holds {value.min()}, the least is {low}")
+
+
+def check_finite(sender: str, name: str, value: Array) -> None:
+    """Raise KnowledgeError where a floating tensor holds NaN or infinity."""
+    if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+        raise KnowledgeError(sender, name, "holds NaN or infinity")

@@ -1,0 +1,86 @@
+"""What a client says of itself before a run: who it is and what task its data is of."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedhet.errors import KnowledgeError
+from fedhet.wire.knowledge import is_name
+
+MAX_CLASSES = 100_000
+MAX_SIDE = 65_536
+_ORDER = re.compile(r"([0-9a-f]{16})?")
+_MODEL = re.compile(r"[\w.:-]{1,200}")
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What a client says of itself; no sample, no label count."""
+
+    name: str
+    model: str
+    samples: int
+    """Training samples."""
+    classes: int
+    shape: tuple[int, ...]
+    """Of one sample."""
+    order: str = ""
+    """A digest of the classes' names in their order (`order_of`)."""
+
+    def properties(self) -> dict[str, int | str]:
+        """Return the client's words as flat properties; `read_properties` takes them back."""
+        shape = ",".join(map(str, self.shape))
+        return {
+            "name": self.name,
+            "model": self.model,
+            "samples": self.samples,
+            "classes": self.classes,
+            "shape": shape,
+            "order": self.order,
+        }
+
+
+def order_of(classes: Sequence[str]) -> str:
+    """Return a digest of the names in their order; of bare numbers 0, 1, ... nothing, as of none.
+
+    It tells two clients that mean the same classes by their numbers from two that do not.
+    """
+    if list(classes) == [str(number) for number in range(len(classes))]:
+        return ""
+    return hashlib.blake2b("\0".join(classes).encode(), digest_size=8).hexdigest()
+
+
+def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
+    """Return what a client says of itself. Raises KnowledgeError naming the node and the field."""
+    if "error" in properties:
+        raise KnowledgeError(node, "properties", str(properties["error"])[:300])
+    name = properties.get("name")
+    if not isinstance(name, str) or not is_name(name) or name == "server":
+        raise KnowledgeError(node, "name", f"is {name!r}, must be letters, digits, '.', '_', '-'")
+    model = properties.get("model")
+    if not isinstance(model, str) or not _MODEL.fullmatch(model):
+        raise KnowledgeError(name, "model", "must be a model's name")
+    shape = _shape(name, properties.get("shape"))
+    samples = _whole(name, "samples", properties.get("samples"), 2, 10**12)
+    classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
+    order = properties.get("order", "")
+    if not isinstance(order, str) or not _ORDER.fullmatch(order):
+        raise KnowledgeError(name, "order", "must be 16 hexadecimal digits, or empty")
+    return ClientInfo(name, model, samples, classes, shape, order)
+
+
+def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        fault = f"is {value!r}, must be an integer from {low} to {high}"
+        raise KnowledgeError(sender, field, fault)
+    return value
+
+
+def _shape(sender: str, text: object) -> tuple[int, ...]:
+    sides = str(text).split(",")
+    if not 1 <= len(sides) <= 4 or not all(s.isdecimal() and len(s) < 6 for s in sides):
+        raise KnowledgeError(sender, "shape", f"is {text!r}, must be 1 to 4 sizes like '3,32,32'")
+    return tuple(_whole(sender, "shape", int(s), 1, MAX_SIDE) for s in sides)

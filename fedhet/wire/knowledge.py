@@ -1,0 +1,232 @@
+"""Knowledge <-> Flower arrays: the one place that encodes and decodes what travels.
+
+The first array is the manifest (proto/fedhet/v1/knowledge.proto), the others are the tensors it
+lists. Nothing here unpickles, allocates what a header merely claims, or trusts an order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.common import Parameters
+from google.protobuf.message import DecodeError
+
+from fedhet._generated import knowledge_pb2 as wire
+from fedhet.arrays import Array, group
+from fedhet.errors import KnowledgeError
+
+SCHEMA_VERSION = 1
+DTYPES = frozenset(
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    ]
+)
+MAX_MANIFEST_BYTES = 4 * 2**20
+MAX_RANK = 8
+_DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00(..)\{'descr': '(..\d)', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n",
+    re.DOTALL,
+)
+"""The header that numpy writes for the types that travel, and no other that it would read."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+Scalars = Mapping[str, bool | int | float | str]
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Who says it, in which run, for which method, in which round (from 1)."""
+
+    run: str
+    method: str
+    round: int
+    sender: str
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What one side tells the other: named tensors and named scalars."""
+
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    scalars: Scalars = field(default_factory=dict)
+
+    def group(self, name: str) -> dict[str, Array]:
+        """Return the tensors `name/<key>` by their keys: a model's weights."""
+        return group(self.tensors, name)
+
+
+def is_name(text: str) -> bool:
+    """Tell whether `text` can name a run or a client: it becomes a folder of that name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
+    """Return the arrays of a message: the manifest as uint8 [bytes], then each tensor.
+
+    Raises KnowledgeError for a tensor or a scalar that the contract has no type for.
+    """
+    manifest = wire.Manifest(
+        schema_version=SCHEMA_VERSION,
+        run=envelope.run,
+        method=envelope.method,
+        round=envelope.round,
+        sender=envelope.sender,
+    )
+    for name, tensor in knowledge.tensors.items():
+        if tensor.dtype.str.encode() not in _DTYPES or tensor.ndim > MAX_RANK:
+            fault = f"{tensor.dtype} of rank {tensor.ndim} cannot travel"
+            raise KnowledgeError(envelope.sender, name, fault)
+        manifest.tensors.add(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
+    for name, value in knowledge.scalars.items():
+        try:
+            manifest.scalars[name].CopyFrom(_scalar(value))
+        except (TypeError, ValueError):
+            raise KnowledgeError(envelope.sender, name, f"{value!r} cannot travel") from None
+    head = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
+    return [head, *knowledge.tensors.values()]
+
+
+def decode(arrays: Sequence[Array], sender: str) -> tuple[Envelope, Knowledge]:
+    """Return what the arrays of a message say; `sender` names them in an error.
+
+    Raises KnowledgeError if the manifest is no manifest, is of another schema version, or does
+    not describe the arrays that follow it. The method's fields are checked by its Contract.
+    """
+    manifest = _read_manifest(arrays, sender)
+    specs = manifest.tensors
+    if len(specs) != len(arrays) - 1:
+        fault = f"lists {len(specs)} tensors, {len(arrays) - 1} came"
+        raise KnowledgeError(sender, "manifest", fault)
+    tensors: dict[str, Array] = {}
+    for spec, array in zip(specs, arrays[1:], strict=True):
+        if spec.name in tensors:
+            raise KnowledgeError(sender, spec.name, "appears twice")
+        if spec.dtype not in DTYPES or (spec.dtype, tuple(spec.shape)) != (
+            array.dtype.name,
+            array.shape,
+        ):
+            listed, came = f"{spec.dtype} {list(spec.shape)}", f"{array.dtype} {list(array.shape)}"
+            raise KnowledgeError(sender, spec.name, f"listed as {listed}, came as {came}")
+        tensors[spec.name] = array
+    scalars = {name: _value(sender, name, scalar) for name, scalar in manifest.scalars.items()}
+    envelope = Envelope(manifest.run, manifest.method, manifest.round, manifest.sender)
+    return envelope, Knowledge(tensors, scalars)
+
+
+def expect(
+    envelope: Envelope, *, run: str | None, method: str, round: int | None, sender: str
+) -> None:
+    """Raise KnowledgeError unless a message is of this run, method, round and sender.
+
+    None stands for any run, or any round from 1.
+    """
+    if not is_name(envelope.run) or (run is not None and envelope.run != run):
+        raise KnowledgeError(sender, "run", f"is {envelope.run!r}, must be {run or 'a name'!r}")
+    if envelope.method != method:
+        raise KnowledgeError(sender, "method", f"is {envelope.method!r}, must be {method!r}")
+    if envelope.round < 1 or (round is not None and envelope.round != round):
+        raise KnowledgeError(sender, "round", f"is {envelope.round}, must be {round or 'from 1'}")
+    if envelope.sender != sender:
+        raise KnowledgeError(sender, "sender", f"signs as {envelope.sender!r}")
+
+
+def payload_bytes(parameters: Parameters) -> int:
+    """Return the bytes of a message's payload as Flower sends it."""
+    return sum(len(tensor) for tensor in parameters.tensors)
+
+
+def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Array]:
+    """Return the arrays in Flower's `parameters`, read without pickles.
+
+    Raises KnowledgeError if they are more than `max_bytes` or not well-formed .npy.
+    """
+    size = payload_bytes(parameters)
+    if size > max_bytes:
+        fault = f"is {size / 1e6:.1f} MB, the most allowed is {max_bytes / 1e6:.1f} MB"
+        raise KnowledgeError(sender, "payload", fault)
+    return [
+        _read_npy(data, sender, f"array {position}")
+        for position, data in enumerate(parameters.tensors)
+    ]
+
+
+def _read_npy(data: bytes, sender: str, name: str) -> Array:
+    """Return the array of an .npy whose header claims neither more nor less than is there."""
+    header = _NPY.match(data)
+    if header is None or int.from_bytes(header[1], "little") != header.end() - header.end(1):
+        raise KnowledgeError(sender, name, "is not an .npy array of a type that travels")
+    dtype, body = _DTYPES.get(header[2]), memoryview(data)[header.end() :]
+    if dtype is None:
+        raise KnowledgeError(
+            sender, name, f"holds {header[2].decode('latin1')}, which cannot travel"
+        )
+    shape = tuple(int(side) for side in header[4].split(b",") if side.strip())
+    if len(shape) > MAX_RANK or math.prod(shape) * dtype.itemsize != len(body):
+        fault = f"claims {dtype} {list(shape)}, {len(body)} bytes came"
+        raise KnowledgeError(sender, name, fault)
+    if dtype == np.bool_ and np.frombuffer(body, np.uint8).max(initial=0) > 1:
+        raise KnowledgeError(sender, name, "holds a truth that is neither 0 nor 1")
+    try:
+        flat = np.frombuffer(body, dtype=dtype)
+        return flat.reshape(shape, order="F" if header[3] == b"True" else "C")
+    except ValueError as error:
+        raise KnowledgeError(sender, name, f"claims {list(shape)} ({error})") from None
+
+
+def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
+    if not arrays or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
+        raise KnowledgeError(sender, "manifest", "the first array must be uint8 [bytes]")
+    if arrays[0].size > MAX_MANIFEST_BYTES:
+        fault = f"is {arrays[0].size} bytes, the most allowed is {MAX_MANIFEST_BYTES}"
+        raise KnowledgeError(sender, "manifest", fault)
+    manifest = wire.Manifest()
+    try:
+        manifest.ParseFromString(arrays[0].tobytes())
+    except DecodeError as error:
+        raise KnowledgeError(sender, "manifest", f"cannot be read ({error})") from None
+    if manifest.schema_version != SCHEMA_VERSION:
+        fault = f"is {manifest.schema_version}, this side reads {SCHEMA_VERSION}"
+        raise KnowledgeError(sender, "schema_version", fault)
+    return manifest
+
+
+def _scalar(value: bool | int | float | str) -> wire.Scalar:
+    if isinstance(value, bool):
+        return wire.Scalar(flag=value)
+    if isinstance(value, int):
+        return wire.Scalar(integer=value)
+    if isinstance(value, float):
+        return wire.Scalar(real=value)
+    if isinstance(value, str):
+        return wire.Scalar(text=value)
+    raise TypeError(value)
+
+
+def _value(sender: str, name: str, scalar: wire.Scalar) -> bool | int | float | str:
+    match scalar.WhichOneof("value"):
+        case "flag":
+            return scalar.flag
+        case "integer":
+            return scalar.integer
+        case "real":
+            return scalar.real
+        case "text":
+            return scalar.text
+    raise KnowledgeError(sender, name, "has no value")
