@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedhet import connection
+from fedhet.deployment import flower_cli as connection
 from fedhet.deployment.flower_cli import Connection, readable
 from fedhet.errors import FedhetError
 

@@ -369,10 +369,10 @@ def fails(*_args, **_options):
 
 
 CRASHES = {
-    "disk full": ("fedhet.state.save_file", half_written, "No space left"),
-    "sync fails": ("fedhet.state.os.fsync", fails, "Input/output error"),
-    "rename fails": ("fedhet.state.os.replace", fails, "Input/output error"),
-    "no temporary file": ("fedhet.state.tempfile.mkstemp", fails, "Input/output error"),
+    "disk full": ("fedhet.storage.save_file", half_written, "No space left"),
+    "sync fails": ("fedhet.storage.os.fsync", fails, "Input/output error"),
+    "rename fails": ("fedhet.storage.os.replace", fails, "Input/output error"),
+    "no temporary file": ("fedhet.storage.tempfile.mkstemp", fails, "Input/output error"),
 }
 
 
