@@ -56,12 +56,12 @@ def plain_epochs(client: HetClient, model_name: str) -> Callable[[], object]:
     device = client.compute.device
     model = build(model_name, client.info.shape, client.info.classes, seed=0).to(device)
     data = TensorDataset(client.x.cpu(), client.y.cpu())
-    loader = DataLoader(data, batch_size=client.run.batch_size, shuffle=True)
+    loader = DataLoader(data, batch_size=client.run.training.batch_size, shuffle=True)
 
     def train() -> None:
-        optimizer = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+        optimizer = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
         model.train()
-        for _ in range(client.run.local_epochs):
+        for _ in range(client.run.training.local_epochs):
             total = 0.0
             for x, y in loader:
                 x, y = x.to(device), y.to(device)

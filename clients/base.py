@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from fedhet.arrays import Shapes, group
 from fedhet.client.node import Node
-from fedhet.config.resolve import data_spec, labelled_alpha
 from fedhet.config.schema import MethodSettings, Settings
 from fedhet.data import GENERATED, Split, labelled_parts, public_set, refuse_overlap
 from fedhet.devices import compute_for
@@ -58,14 +57,16 @@ class HetClient(NumPyClient):
         self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
     ) -> None:
         self.run = (
-            run if node.device == run.device else run.model_copy(update={"device": node.device})
+            run
+            if node.device == run.engine.device
+            else run.model_copy(update={"device": node.device})
         )
         self.settings = settings
         self.receives = receives
         self.node = node
         self.compute = compute_for(self.run)
         data = node.load_data(run)
-        labelled, rest = labelled_parts(data, labelled_alpha(run), run.seed, node.name)
+        labelled, rest = labelled_parts(data, run.data.labelled_alpha, run.seed, node.name)
         samples = len(labelled) + len(rest)
         classes, order = len(data.classes), order_of(data.classes)
         self.info = ClientInfo(node.name, node.model, samples, classes, data.shape, order)
@@ -194,9 +195,11 @@ class HetClient(NumPyClient):
         Raises DataError if any sample of this client is in it.
         """
         classes = self.info.classes if labelled else None
-        public = public_set(data_spec(self.run), self.info.shape, classes)
+        public = public_set(DataSpec.of(self.run), self.info.shape, classes)
         # A share of the run's dataset is apart from the others' by its rows, not from a site's own.
-        if self.run.public_dataset != GENERATED and (self.run.public_dataset or self.node.folder):
+        if self.run.data.public_dataset != GENERATED and (
+            self.run.data.public_dataset or self.node.folder
+        ):
             for split in (Split(self.x, self.y), self.unlabelled, self.tests["personal"]):
                 refuse_overlap(public, split, self.info.name)
         return public
@@ -205,7 +208,7 @@ class HetClient(NumPyClient):
         """Measure models, by kind, on every test split that the client has."""
         return {
             (protocol, kind): evaluate(
-                model, split.x, split.y, self.compute, self.run.eval_batch_size
+                model, split.x, split.y, self.compute, self.run.engine.eval_batch_size
             )
             for protocol, split in self.tests.items()
             for kind, model in judged.items()
@@ -234,7 +237,7 @@ class HetClient(NumPyClient):
             self.y if rows is None else self.y[rows],
             loss_of,
             optimizing,
-            batch_size=self.run.batch_size,
+            batch_size=self.run.training.batch_size,
             generator=generator,
             compute=self.compute,
             stepped=stepped,

@@ -10,24 +10,14 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from clients.base import HetClient
-from fedhet.config.schema import Count, CountOrNone, MethodSettings
 from fedhet.runs.records import PROTOCOLS
 from fedhet.training import logits_of
 from fedhet.wire.contract import Contract, TensorField, smallest_uint
 from fedhet.wire.knowledge import Knowledge
-
-
-class CofedClientSettings(MethodSettings):
-    """What CoFED's clients read."""
-
-    update_epochs: CountOrNone = Field(
-        0, description="epochs of a network's update training; 0 = local-epochs"
-    )
-    update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
+from strategies.cofed import CofedSettings
 
 
 class CofedClient(HetClient):
@@ -37,8 +27,7 @@ class CofedClient(HetClient):
     """
 
     any_model = True
-    settings_type = CofedClientSettings
-    settings: CofedClientSettings
+    settings: CofedSettings
     sends = Contract(
         (
             TensorField(
@@ -111,8 +100,8 @@ class CofedClient(HetClient):
         self.fit_private(
             self.x,
             self.y,
-            epochs=self.run.local_epochs,
-            batch_size=self.run.batch_size,
+            epochs=self.run.training.local_epochs,
+            batch_size=self.run.training.batch_size,
             generator=self.generator(round, "batches"),
         )
         for (protocol, _), score in self.scores({"local": self.private}).items():
@@ -121,13 +110,13 @@ class CofedClient(HetClient):
     def _update(self, round: int) -> None:
         self.fit_private(
             *self.training_set(),
-            epochs=self.settings.update_epochs or self.run.local_epochs,
+            epochs=self.settings.update_epochs or self.run.training.local_epochs,
             batch_size=self.settings.update_batch_size,
             generator=self.generator(round, "update"),
         )
 
     def _predictions(self) -> Knowledge:
-        logits = logits_of(self.private, self.public, self.compute, self.run.eval_batch_size)
+        logits = logits_of(self.private, self.public, self.compute, self.run.engine.eval_batch_size)
         dtype = smallest_uint(self.info.classes)
         predictions = logits.argmax(1).cpu().numpy().astype(dtype)
         return Knowledge(

@@ -7,18 +7,15 @@ Server Models via Selective Knowledge Fusion.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import HetClient
 from fedhet.algorithms.selective import taught_loss
 from fedhet.arrays import Array
-from fedhet.config.schema import Count, MethodSettings
 from fedhet.data import Split
 from fedhet.devices import Compute
 from fedhet.errors import KnowledgeError
@@ -26,22 +23,13 @@ from fedhet.models import HetModel
 from fedhet.training import Optimization, logits_of, train_epoch
 from fedhet.wire.contract import Contract, TensorField
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedGemsClientSettings(MethodSettings):
-    """What FedGEMS' clients read."""
-
-    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
-    )
-    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
+from strategies.fedgems import FedGemsSettings
 
 
 class FedGemsClient(HetClient):
     """Distils from the server on the public set, trains on its own data, helps where asked."""
 
-    settings_type = FedGemsClientSettings
-    settings: FedGemsClientSettings
+    settings: FedGemsSettings
     sends = Contract(
         (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
     )
@@ -71,7 +59,7 @@ class FedGemsClient(HetClient):
             return F.cross_entropy(model(x).float(), y)
 
         generator = self.generator(round, "batches")
-        for _ in range(self.run.local_epochs):
+        for _ in range(self.run.training.local_epochs):
             self.train_epoch(loss_of, optimizing, generator)
         return Knowledge({"logits": self._answer(model, knowledge)})
 
@@ -109,7 +97,7 @@ class FedGemsClient(HetClient):
                 numbers,
                 loss_of,
                 optimizing,
-                batch_size=self.run.batch_size,
+                batch_size=self.run.training.batch_size,
                 generator=generator,
                 compute=self.compute,
             )
@@ -119,7 +107,9 @@ class FedGemsClient(HetClient):
         rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
         if not len(rows):
             return np.zeros((0, self.info.classes), np.float32)
-        logits = logits_of(model, self.public.x[rows], self.compute, self.run.eval_batch_size)
+        logits = logits_of(
+            model, self.public.x[rows], self.compute, self.run.engine.eval_batch_size
+        )
         return logits.cpu().numpy()
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:

@@ -7,10 +7,7 @@ Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciproci
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,69 +32,21 @@ from fedhet.algorithms.proxies import (
 )
 from fedhet.arrays import Array, Shapes, grouped
 from fedhet.client.node import Node
-from fedhet.config.schema import Count, MethodSettings, NonNegative, Positive, Settings
+from fedhet.config.schema import MethodSettings, Settings
 from fedhet.errors import KnowledgeError
-from fedhet.models import HetModel, ModelName, build
+from fedhet.models import HetModel, build
 from fedhet.models.weights import load_weights
 from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, logits_of
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
-from strategies.fedtype import proxy_shapes
-
-
-class FedTypeClientSettings(MethodSettings):
-    """What FedType's clients read."""
-
-    proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
-    aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
-        "fedavg", description="how proxies are trained and averaged"
-    )
-    backward: Literal["conformal", "topk", "symmetric"] = Field(
-        "conformal", description="what the private model imitates: conformal sets, top-k, or all"
-    )
-    eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
-    g: Literal["g1", "g2", "g3", "g4"] = Field(
-        "g1", description="how sets shrink as the proxy gets worse; g2 does not"
-    )
-    lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
-    k_reg: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
-        5, description="ranks that RAPS does not penalise"
-    )
-    theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="share of sets that may miss the truth"
-    )
-    u: str | float = Field(
-        "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
-    )
-    top_k: Count = Field(3, description="labels in a set, for backward = topk")
-    epoch_data: Literal["full", "part"] = Field(
-        "full", description="does an epoch see all data, or its part of local-epochs parts?"
-    )
-    calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="share of a client's samples held out to calibrate on"
-    )
-    prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
-    moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
-    moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
-    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy a batch")
-    bayes_zeta: NonNegative = Field(
-        1e-4, description="weight of pFedBayes' divergence from the server's proxy"
-    )
-
-    @field_validator("u")
-    @classmethod
-    def _u_is_a_share(cls, value: str | float) -> str | float:
-        if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
-            return value
-        raise ValueError("it takes random, or a number from 0 to 1")
+from strategies.fedtype import FedTypeSettings, proxy_shapes
 
 
 class FedTypeClient(HetClient):
     """Trains a private model and a proxy on each other; only the proxy travels."""
 
-    settings_type = FedTypeClientSettings
-    settings: FedTypeClientSettings
+    settings: FedTypeSettings
     sends = Contract(
         (
             WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
@@ -157,7 +106,7 @@ class FedTypeClient(HetClient):
         load_weights(self.models["proxy"], knowledge.group("proxy"))
         proxy = self._proxy(round, knowledge)
         learning = Reciprocity(self, proxy, round)
-        for epoch in range(self.run.local_epochs):
+        for epoch in range(self.run.training.local_epochs):
             learning.run_epoch(epoch)
         return Knowledge(self._upload(proxy), learning.figures())
 
@@ -225,7 +174,7 @@ class Reciprocity:
         """Return the epoch's part of the data; None is all of it."""
         if self.settings.epoch_data == "full":
             return None
-        part = self.parts.tensor_split(self.client.run.local_epochs)[epoch]
+        part = self.parts.tensor_split(self.client.run.training.local_epochs)[epoch]
         return part.to(self.client.compute.device)
 
     def calibrate(self) -> None:

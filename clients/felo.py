@@ -6,34 +6,22 @@ Learning, Computer Networks.
 
 from __future__ import annotations
 
-from pydantic import Field
 from torch import Tensor
 
 from clients.base import HetClient
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
 from fedhet.arrays import Shapes, grouped
-from fedhet.config.schema import Count, MethodSettings, NonNegative
 from fedhet.models import HetModel, shapes
 from fedhet.models.weights import load_weights, to_arrays
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
-
-
-class FeloClientSettings(MethodSettings):
-    """What Felo's clients read."""
-
-    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
-    feature_dim: Count = Field(64, description="width of the features that travel, D")
-    share_weights: bool = Field(
-        True, description="send the weights too, to be averaged within an architecture"
-    )
+from strategies.felo import FeloSettings
 
 
 class FeloClient(HetClient):
     """Trains on Eq. 1 and answers with its class means, and its weights if they are shared."""
 
-    settings_type = FeloClientSettings
-    settings: FeloClientSettings
+    settings: FeloSettings
     sends = Contract(
         (
             TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
@@ -101,8 +89,8 @@ class FeloClient(HetClient):
             self.optimization(model.parameters()),
             self.generator(round, "batches"),
         )
-        for epoch in range(self.run.local_epochs):
-            gathering = epoch == self.run.local_epochs - 1
+        for epoch in range(self.run.training.local_epochs):
+            gathering = epoch == self.run.training.local_epochs - 1
             self.train_epoch(loss_of, optimizing, generator)
         return sums.means()
 

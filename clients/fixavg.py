@@ -5,40 +5,25 @@ Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from clients.base import HetClient
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
 from fedhet.arrays import Shapes, grouped
-from fedhet.config.schema import MethodSettings, NonNegative
 from fedhet.data import UNKNOWN
 from fedhet.models import shapes
 from fedhet.models.weights import load_weights, to_arrays
 from fedhet.training import evaluating, train_epoch
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
-
-
-class FixAvgClientSettings(MethodSettings):
-    """What FixAvg's clients read."""
-
-    threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.95, description="likelihood from which a prediction becomes a pseudo-label"
-    )
-    unlabelled_weight: NonNegative = Field(
-        1.0, description="weight of an unlabelled sample against a labelled one"
-    )
+from strategies.fixavg import FixAvgSettings
 
 
 class FixAvgClient(HetClient):
     """Trains the averaged model on weak images with labels, strong ones with pseudo-labels."""
 
-    settings_type = FixAvgClientSettings
-    settings: FixAvgClientSettings
+    settings: FixAvgSettings
     sends = Contract(
         (
             WeightsField("weights", "the model after training"),
@@ -95,14 +80,14 @@ class FixAvgClient(HetClient):
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        for _ in range(self.run.local_epochs):
+        for _ in range(self.run.training.local_epochs):
             counts.zero_()
             self.loss = train_epoch(
                 x,
                 torch.arange(len(x), device=x.device),
                 loss_of,
                 optimizing,
-                batch_size=self.run.batch_size,
+                batch_size=self.run.training.batch_size,
                 generator=generator,
                 compute=self.compute,
             )

@@ -16,8 +16,8 @@ class LocalClient(HetClient):
         self.fit_private(
             self.x,
             self.y,
-            epochs=self.run.local_epochs,
-            batch_size=self.run.batch_size,
+            epochs=self.run.training.local_epochs,
+            batch_size=self.run.training.batch_size,
             generator=self.generator(round, "batches"),
         )
         return Knowledge()

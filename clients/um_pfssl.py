@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,7 +28,6 @@ from fedhet.algorithms.helpers import (
 )
 from fedhet.algorithms.helpers import to_arrays as list_to_arrays
 from fedhet.algorithms.uncertainty import (
-    RelationKind,
     aggregation_weights,
     certainty,
     entropy,
@@ -39,7 +37,6 @@ from fedhet.algorithms.uncertainty import (
     semi_supervised_loss,
 )
 from fedhet.arrays import Array, Shapes, grouped
-from fedhet.config.schema import Count, CountOrNone, MethodSettings
 from fedhet.data import UNKNOWN
 from fedhet.errors import KnowledgeError
 from fedhet.models import HetModel, shapes
@@ -49,30 +46,16 @@ from fedhet.storage import ModelStore
 from fedhet.training import evaluate, train_epoch
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
+from strategies.um_pfssl import UmPfsslSettings
 
 KEPT = 3
 """Lists whose models stay on disk: a client may be asked to go back by a round or two."""
 
 
-class UmPfsslClientSettings(MethodSettings):
-    """What UM-pFSSL's clients read."""
-
-    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
-    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
-    warm_up: CountOrNone = Field(
-        5, description="epochs on labelled data alone, in a round of all clients before t = 1"
-    )
-    passes: Count = Field(8, description="dropout masks of a prediction, T")
-    relation: RelationKind = Field(
-        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
-    )
-
-
 class UmPfsslClient(HetClient):
     """Finds helpers, starts from their mean, and learns from its labels and from theirs."""
 
-    settings_type = UmPfsslClientSettings
-    settings: UmPfsslClientSettings
+    settings: UmPfsslSettings
     sends = Contract(
         (
             TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
@@ -175,13 +158,13 @@ class UmPfsslClient(HetClient):
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        for _ in range(self.run.local_epochs):
+        for _ in range(self.run.training.local_epochs):
             self.loss = train_epoch(
                 x,
                 torch.arange(len(x), device=x.device),
                 loss_of,
                 optimizing,
-                batch_size=self.run.batch_size,
+                batch_size=self.run.training.batch_size,
                 generator=generator,
                 compute=self.compute,
             )
@@ -233,7 +216,7 @@ class UmPfsslClient(HetClient):
         """Return the helper with its relation to this client's data (Eq. 13)."""
         model = self._spare(weights)
         sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
-        score = evaluate(model, self.x, self.y, self.compute, self.run.eval_batch_size)
+        score = evaluate(model, self.x, self.y, self.compute, self.run.engine.eval_batch_size)
         share = len(self.y) / (len(self.y) + len(self.unlabelled))
         found = relation(sure, score.accuracy, share, self.settings.relation)
         return Helper(helper.number, helper.version, found)
@@ -250,7 +233,7 @@ class UmPfsslClient(HetClient):
                 self.unlabelled.x,
                 self.settings.passes,
                 self.compute,
-                self.run.eval_batch_size,
+                self.run.engine.eval_batch_size,
             )
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:

@@ -6,27 +6,16 @@ Learning, Computer Networks.
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from clients.felo import FeloClient, FeloClientSettings
+from clients.felo import FeloClient
 from fedhet.algorithms.classwise import Teacher, VariedTeacher
-from fedhet.config.schema import Count
 from fedhet.wire.knowledge import Knowledge
-
-
-class VeloClientSettings(FeloClientSettings):
-    """What Velo's clients read."""
-
-    samples_per_class: Count = Field(
-        1, description="synthetic features of each class that are sent a round, S"
-    )
+from strategies.velo import VeloSettings
 
 
 class VeloClient(FeloClient):
     """Trains on Eq. 1 with one of the server's synthetic features of its class for each sample."""
 
-    settings_type = VeloClientSettings
-    settings: VeloClientSettings
+    settings: VeloSettings
 
     def dims(self) -> dict[str, int]:
         """Return C, D and the features that come of each class, S."""

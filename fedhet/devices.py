@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.schema import Settings
+from fedhet.config.tables import ComputeSettings
 from fedhet.errors import SettingsError
 
 
@@ -42,7 +42,7 @@ class Compute:
 CPU = Compute(torch.device("cpu"))
 
 
-def compute_for(settings: Settings) -> Compute:
+def compute_for(settings: ComputeSettings) -> Compute:
     """Return what `device`, `precision` and `channels-last` name. Raises SettingsError."""
     device = find_device(settings.device)
     last = {"true": True, "false": False, "auto": device.type == "cuda"}[settings.channels_last]

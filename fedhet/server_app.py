@@ -26,8 +26,7 @@ class FederationServer(Server):
     """Flower's server, which goes on after the last whole round and closes the run's log."""
 
     def __init__(self, config: Config, log: RunLog) -> None:
-        method = config.method
-        strategy = method.strategy(config.run, config.server, method.client_sends, log)
+        strategy = config.method.strategy(config, log)
         super().__init__(client_manager=SimpleClientManager(), strategy=strategy)
         self.set_max_workers(config.run.clients)
         self._log = log
@@ -52,14 +51,14 @@ def components(
 ) -> ServerAppComponents:
     """Return what Flower runs on the server."""
     log = RunLog(config, directory, workers=workers, watchers=watchers)
-    rounds = ServerConfig(config.run.rounds, config.run.round_timeout)
+    rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     return ServerAppComponents(server=FederationServer(config, log), config=rounds)
 
 
 def run_directory(config: Config) -> Path:
     """Return the run's directory; its name identifies the run. Raises SettingsError."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    dataset = config.run.dataset.partition(":")[0]
+    dataset = config.run.data.dataset.partition(":")[0]
     default = f"runs/{config.method.name}-{dataset}-s{config.run.seed}-{stamp}"
     directory = Path(config.run.out or default).resolve()
     if not is_name(directory.name):

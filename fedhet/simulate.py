@@ -34,7 +34,7 @@ from fedhet import data, report
 from fedhet.client.cache import open_client
 from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
-from fedhet.config.resolve import Config, absolute, check, data_spec
+from fedhet.config.resolve import Config, absolute, check
 from fedhet.config.schema import refused
 from fedhet.devices import find_device
 from fedhet.runs.log import Watcher
@@ -48,8 +48,8 @@ def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) 
     Raises FedhetError before anything is trained if this machine cannot run it.
     """
     check(config)
-    run_it = _run_on_ray if config.run.backend == "ray" else _run_inline
-    workers = ray_workers(config) if config.run.backend == "ray" else 1
+    run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
+    workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
     parts = components(config, directory, workers=workers, watchers=watchers)
     _write_partition(config, directory)
     with _logging_to(directory / "flower.log"):
@@ -71,7 +71,7 @@ def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> 
         backend_config={
             "init_args": {"include_dashboard": False, "log_to_driver": False},
             "client_resources": {
-                "num_cpus": config.run.cpus_per_client,
+                "num_cpus": config.run.engine.cpus_per_client,
                 "num_gpus": _gpu_share(config),
             },
         },
@@ -143,30 +143,32 @@ def _state_dir(directory: Path) -> str:
 
 
 def _gpu_share(config: Config) -> float:
-    if find_device(config.run.device).type != "cuda":
+    if find_device(config.run.engine.device).type != "cuda":
         return 0.0
-    return config.run.gpus_per_client
+    return config.run.engine.gpus_per_client
 
 
 def ray_workers(config: Config) -> int:
     """Return how many workers Ray will have. Raises SettingsError where it could have none."""
-    run = config.run
+    engine = config.run.engine
     cpus = os.cpu_count() or 1
-    if run.cpus_per_client > cpus:
-        raise refused("cpus-per-client", run.cpus_per_client, f"at most this machine's {cpus}")
-    workers = int(cpus / run.cpus_per_client)
-    if run.device.startswith("cuda:"):
+    if engine.cpus_per_client > cpus:
+        raise refused(
+            "engine.cpus-per-client", engine.cpus_per_client, f"at most this machine's {cpus}"
+        )
+    workers = int(cpus / engine.cpus_per_client)
+    if engine.device.startswith("cuda:"):
         rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
-        raise refused("device", run.device, rule)
+        raise refused("engine.device", engine.device, rule)
     if share := _gpu_share(config):
         # No worker has parts of two GPUs.
         workers = min(workers, torch.cuda.device_count() * int(1 / share))
-    return max(1, min(workers, run.clients))
+    return max(1, min(workers, config.run.clients))
 
 
 def _write_partition(config: Config, directory: Path) -> None:
     """Write who holds how many samples of which class."""
-    spec = data_spec(config.run)
+    spec = data.DataSpec.of(config.run)
     counts: Mapping[str, list[int]] = data.label_counts(spec)
     content = {"classes": list(data.load(spec).classes), "counts": dict(counts)}
     with replacing(directory / "partition.json") as path:

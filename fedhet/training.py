@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.schema import Settings
+from fedhet.config.tables import TrainingSettings
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
 
@@ -39,7 +39,7 @@ class Optimization:
 
 
 def optimization(
-    parameters: Iterable[nn.Parameter], settings: Settings, compute: Compute
+    parameters: Iterable[nn.Parameter], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
     """Return a fresh optimiser over `parameters`, as the settings name it."""
     chosen: torch.optim.Optimizer

@@ -31,7 +31,6 @@ from flwr.server.strategy import Strategy
 from torch import nn
 
 from fedhet.arrays import Array, Shapes
-from fedhet.config.resolve import data_spec, pool
 from fedhet.config.schema import MethodSettings, Settings, refused
 from fedhet.data import Split, common_test, public_set
 from fedhet.devices import compute_for
@@ -113,16 +112,18 @@ class HetStrategy(Strategy):
         self.log = log
         self.run_name = log.run_name
         self.members: dict[str, Member] = {}
-        self._attack = Attack(run, receives) if run.attack != "none" else None
+        self._attack = Attack(run, receives) if run.attack.kind != "none" else None
         weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
-        self._roster = Roster(run.round_timeout, pool(run) if weighed else None, log.notice)
+        self._roster = Roster(
+            run.engine.round_timeout, run.models.names if weighed else None, log.notice
+        )
         self._accuracy: Accuracy = {}
         self._stale: set[str] = set()
         """Clients whose models have changed since they were last measured."""
         self._record = RoundRecord(0)
         self._losses: dict[str, float] = {}
         self._absent: set[str] = set()
-        self._turns = threading.BoundedSemaphore(run.in_flight or log.workers)
+        self._turns = threading.BoundedSemaphore(run.engine.in_flight or log.workers)
         self._counting = threading.Lock()
         self._round_started = self._waiting_since = self._waiting = 0.0
 
@@ -210,12 +211,12 @@ class HetStrategy(Strategy):
     def public_set(self, *, labelled: bool) -> Split:
         """Return the data that no client owns, scaled; `labelled` if its labels are to be used."""
         classes = self.classes if labelled else None
-        return public_set(data_spec(self.run), self.task.shape, classes)
+        return public_set(DataSpec.of(self.run), self.task.shape, classes)
 
     def common_test(self) -> Split | None:
         """Return the common test set, scaled, or None where there is none of the clients' task."""
         try:
-            common = common_test(data_spec(self.run))
+            common = common_test(DataSpec.of(self.run))
         except DataError:  # sites with data of their own; 'dataset' names what is not here
             return None
         fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape
@@ -227,7 +228,7 @@ class HetStrategy(Strategy):
         """Wait for the clients, learn who they are, and prepare the method."""
         self._wait_for_clients(client_manager)
         self.members = self._roster.members(client_manager)
-        least = self.run.min_clients or self.run.clients
+        least = self.run.engine.min_clients or self.run.clients
         if len(self.members) < least:
             raise FedhetError(
                 f"{len(self.members)} clients can take part, at least {least} must: see the "
@@ -342,14 +343,14 @@ class HetStrategy(Strategy):
 
     def _wait_for_clients(self, manager: ClientManager) -> None:
         """Wait until all clients are there. Raises FedhetError where too few come in time."""
-        wanted, seconds = self.run.clients, self.run.join_timeout
+        wanted, seconds = self.run.clients, self.run.engine.join_timeout
         if manager.num_available() >= wanted:
             return
         self.log.notice(f"waiting for {wanted} clients, {manager.num_available()} are there")
         if manager.wait_for(wanted, int(seconds)):
             return
         there = f"{manager.num_available()} of {wanted} clients are there after {seconds:g} s"
-        if manager.num_available() < (self.run.min_clients or wanted):
+        if manager.num_available() < (self.run.engine.min_clients or wanted):
             raise FedhetError(
                 f"{there}: start the others, or change 'clients', 'join-timeout' or 'min-clients'"
             )
@@ -401,7 +402,7 @@ class HetStrategy(Strategy):
         if result.status.code != Code.OK or "error" in result.metrics:
             fault = str(result.metrics.get("error", result.status.message))[:300]
             raise KnowledgeError(name, "answer", fault)
-        limit = int(self.run.max_payload_mb * 1e6)
+        limit = int(self.run.engine.max_payload_mb * 1e6)
         envelope, knowledge = decode(read_arrays(payload, name, limit), name)
         expect(envelope, run=self.run_name, method=self.run.method, round=round, sender=name)
         info = self.members[name].info
@@ -492,7 +493,7 @@ class HetStrategy(Strategy):
         models = self.judged()
         if not models or (common := self.common_test()) is None:
             return
-        compute, size = compute_for(self.run), self.run.eval_batch_size
+        compute, size = compute_for(self.run), self.run.engine.eval_batch_size
         for kind, model in models.items():
             reached = evaluate(model, common.x, common.y, compute, size).accuracy
             self._accuracy.setdefault("common", {}).setdefault(kind, {})[SERVER] = reached

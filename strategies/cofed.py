@@ -50,8 +50,8 @@ def _is_credibility(text: str) -> str:
     return text
 
 
-class CofedServerSettings(MethodSettings):
-    """What CoFED's server reads."""
+class CofedSettings(MethodSettings):
+    """What CoFED lets a user choose."""
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3, description="alpha of Eq. 18: a class takes an instance by more than this share"
@@ -64,17 +64,25 @@ class CofedServerSettings(MethodSettings):
     iterations: Count = Field(
         1, description="times of predicting, voting and update training; rounds are one more"
     )
+    update_epochs: CountOrNone = Field(
+        0, description="epochs of a network's update training; 0 = local-epochs"
+    )
+    update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
 
 
 class CofedStrategy(HetStrategy):
     """Collects predictions on the public set, votes, and gives each client what suits its task."""
 
-    title = "pseudolabels on public data by vote; tasks and models of any kind"
-    paper = "Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)"
-    headline = "common"
-    needs_public = True
-    settings_type = CofedServerSettings
-    settings: CofedServerSettings
+    spec = MethodSpec(
+        title="pseudolabels on public data by vote; tasks and models of any kind",
+        paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
+        headline="common",
+        settings=CofedSettings,
+        kinds=("private", "local"),
+        needs_public=True,
+        any_model=True,
+    )
+    settings: CofedSettings
     sends = Contract(
         (
             ScalarField("predict", bool, "is the public set to be predicted after training?"),
@@ -92,7 +100,7 @@ class CofedStrategy(HetStrategy):
     @classmethod
     def fixed_rounds(cls, settings: MethodSettings) -> int:
         """Return one round of local training, and one of update training an iteration."""
-        assert isinstance(settings, CofedServerSettings)
+        assert isinstance(settings, CofedSettings)
         return settings.iterations + 1
 
     def init(self) -> None:

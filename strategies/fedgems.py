@@ -29,8 +29,8 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 
-class FedGemsServerSettings(MethodSettings):
-    """What FedGEMS' server reads."""
+class FedGemsSettings(MethodSettings):
+    """What FedGEMS lets a user choose."""
 
     server_model: ModelName = Field("gems-resnet56", description="the server's own model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -40,17 +40,20 @@ class FedGemsServerSettings(MethodSettings):
         True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
     )
     server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
+    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
 
 
 class FedGemsStrategy(HetStrategy):
     """Trains a model of its own on the public set, and asks the clients where it needs help."""
 
-    title = "a larger server model, selective distillation on labelled public data"
-    paper = "Cheng et al., FedGEMS: Federated Learning of Larger Server Models"
-    headline = "common"
-    needs_public = True
-    settings_type = FedGemsServerSettings
-    settings: FedGemsServerSettings
+    spec = MethodSpec(
+        title="a larger server model, selective distillation on labelled public data",
+        paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
+        headline="common",
+        settings=FedGemsSettings,
+        needs_public=True,
+    )
+    settings: FedGemsSettings
     sends = Contract(
         (
             TensorField(
@@ -81,10 +84,10 @@ class FedGemsStrategy(HetStrategy):
     def init(self) -> None:
         """Build the server's model; the pool of global logits is empty."""
         # Sums depend on the number of threads: the run is the same beside Ray's workers and alone.
-        torch.set_num_threads(self.run.threads)
+        torch.set_num_threads(self.run.engine.threads)
         self.compute = compute_for(self.run)
         public = self.public_set(labelled=True)
-        if self.run.public_dataset and (common := self.common_test()):
+        if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
         self.x, self.y = self.compute.images(public.x), public.y.to(self.compute.device)
         self.model = build(
@@ -224,7 +227,7 @@ class FedGemsStrategy(HetStrategy):
                 rows,
                 selective if self.settings.selective else unselective,
                 optimizing,
-                batch_size=self.run.batch_size,
+                batch_size=self.run.training.batch_size,
                 generator=generator,
                 compute=self.compute,
             )
@@ -243,4 +246,8 @@ class FedGemsStrategy(HetStrategy):
         }
 
     def _predict(self) -> Array:
-        return logits_of(self.model, self.x, self.compute, self.run.eval_batch_size).cpu().numpy()
+        return (
+            logits_of(self.model, self.x, self.compute, self.run.engine.eval_batch_size)
+            .cpu()
+            .numpy()
+        )

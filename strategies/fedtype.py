@@ -24,8 +24,8 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 
-class FedTypeServerSettings(MethodSettings):
-    """What FedType's server reads."""
+class FedTypeSettings(MethodSettings):
+    """What FedType lets a user choose."""
 
     proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
@@ -34,6 +34,44 @@ class FedTypeServerSettings(MethodSettings):
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="pFedMe's share of the new average in the server's proxy"
     )
+    backward: Literal["conformal", "topk", "symmetric"] = Field(
+        "conformal", description="what the private model imitates: conformal sets, top-k, or all"
+    )
+    eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
+    g: Literal["g1", "g2", "g3", "g4"] = Field(
+        "g1", description="how sets shrink as the proxy gets worse; g2 does not"
+    )
+    lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
+    k_reg: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        5, description="ranks that RAPS does not penalise"
+    )
+    theta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="share of sets that may miss the truth"
+    )
+    u: str | float = Field(
+        "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
+    )
+    top_k: Count = Field(3, description="labels in a set, for backward = topk")
+    epoch_data: Literal["full", "part"] = Field(
+        "full", description="does an epoch see all data, or its part of local-epochs parts?"
+    )
+    calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.1, description="share of a client's samples held out to calibrate on"
+    )
+    prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
+    moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
+    moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
+    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy a batch")
+    bayes_zeta: NonNegative = Field(
+        1e-4, description="weight of pFedBayes' divergence from the server's proxy"
+    )
+
+    @field_validator("u")
+    @classmethod
+    def _u_is_a_share(cls, value: str | float) -> str | float:
+        if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
+            return value
+        raise ValueError("it takes random, or a number from 0 to 1")
 
 
 def proxy_shapes(proxy: str, shape: tuple[int, ...], classes: int) -> dict[str, Shapes]:
@@ -47,11 +85,15 @@ def proxy_shapes(proxy: str, shape: tuple[int, ...], classes: int) -> dict[str, 
 class FedTypeStrategy(HetStrategy):
     """Averages the proxies by samples; knows nothing of the private models."""
 
-    title = "identical small proxies, and conformal sets between proxy and private model"
-    paper = "Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning"
-    headline = "personal"
-    settings_type = FedTypeServerSettings
-    settings: FedTypeServerSettings
+    spec = MethodSpec(
+        title="identical small proxies, and conformal sets between proxy and private model",
+        paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
+        headline="personal",
+        settings=FedTypeSettings,
+        sizes=proxy_sizes,
+        kinds=("private", "proxy", "global"),
+    )
+    settings: FedTypeSettings
     sends = Contract(
         (
             WeightsField("proxy", "the server's proxy; of a variational one, the means"),

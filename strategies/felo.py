@@ -22,23 +22,30 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 
-class FeloServerSettings(MethodSettings):
-    """What Felo's server reads."""
+class FeloSettings(MethodSettings):
+    """What Felo lets a user choose."""
 
     weighting: Literal["clients", "samples"] = Field(
         "clients", description="does a client count once in a class's mean, or by its samples?"
     )
     feature_dim: Count = Field(64, description="width of the features that travel, D")
+    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
+    share_weights: bool = Field(
+        True, description="send the weights too, to be averaged within an architecture"
+    )
 
 
 class FeloStrategy(HetStrategy):
     """Averages features and logits per class over all clients, weights within an architecture."""
 
-    title = "class-wise features and logits, and weights within an architecture"
-    paper = "Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning"
-    headline = "common"
-    settings_type = FeloServerSettings
-    settings: FeloServerSettings
+    spec = MethodSpec(
+        title="class-wise features and logits, and weights within an architecture",
+        paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
+        headline="common",
+        settings=FeloSettings,
+        sizes=felo_sizes,
+    )
+    settings: FeloSettings
     sends = Contract(
         (
             TensorField(

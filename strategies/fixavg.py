@@ -19,14 +19,31 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
 
+class FixAvgSettings(MethodSettings):
+    """What FixAvg lets a user choose."""
+
+    threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.95, description="likelihood from which a prediction becomes a pseudo-label"
+    )
+    unlabelled_weight: NonNegative = Field(
+        1.0, description="weight of an unlabelled sample against a labelled one"
+    )
+
+
 class FixAvgStrategy(HetStrategy):
     """Averages the models of all clients by their samples, labelled or not."""
 
-    title = "FedAvg with FixMatch on the unlabelled part; the baseline of um-pfssl"
-    paper = "McMahan et al., FedAvg, with Sohn et al., FixMatch"
-    headline = "personal"
-    needs_unlabelled = True
-    default_model = "cnn2-dropout"
+    spec = MethodSpec(
+        title="FedAvg with FixMatch on the unlabelled part; the baseline of um-pfssl",
+        paper="McMahan et al., FedAvg, with Sohn et al., FixMatch",
+        headline="personal",
+        settings=FixAvgSettings,
+        sizes=model_sizes,
+        kinds=("private", "global"),
+        needs_unlabelled=True,
+        default_model="cnn2-dropout",
+    )
+    settings: FixAvgSettings
     sends = Contract((WeightsField("weights", "the averaged model, from which clients start"),))
 
     def init(self) -> None:

@@ -12,9 +12,12 @@ from strategies.base import HetStrategy, Reply
 class LocalStrategy(HetStrategy):
     """No knowledge travels; the same clients, split and epochs as with a method."""
 
-    title = "each client trains alone; the yardstick of every table"
-    paper = "no paper"
-    headline = "common"
+    spec = MethodSpec(
+        title="each client trains alone; the yardstick of every table",
+        paper="no paper",
+        headline="common",
+        any_model=True,
+    )
 
     def configure(self, round: int, client: ClientInfo) -> Knowledge:
         """Tell a client nothing."""

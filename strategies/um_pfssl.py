@@ -38,8 +38,8 @@ KEPT = 3
 """Versions of a model that stay in the pool: a server that falls back finds the one it knew."""
 
 
-class UmPfsslServerSettings(MethodSettings):
-    """What UM-pFSSL's server reads."""
+class UmPfsslSettings(MethodSettings):
+    """What UM-pFSSL lets a user choose."""
 
     helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
     replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
@@ -47,6 +47,10 @@ class UmPfsslServerSettings(MethodSettings):
     refresh: Count = Field(10, description="rounds between updates of the helpers, nu")
     warm_up: CountOrNone = Field(
         5, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+    passes: Count = Field(8, description="dropout masks of a prediction, T")
+    relation: RelationKind = Field(
+        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
     )
 
 
@@ -57,14 +61,17 @@ class UmPfsslStrategy(HetStrategy):
     round less one. Later, who is neither sampled nor has anything to search or update is not asked.
     """
 
-    title = "personalised semi-supervised learning with helpers chosen by their uncertainty"
-    paper = "Shi et al., Uncertainty Minimization for Personalized Federated SSL"
-    headline = "personal"
-    needs_unlabelled = True
-    default_model = "cnn2-dropout"
-    spools = True
-    settings_type = UmPfsslServerSettings
-    settings: UmPfsslServerSettings
+    spec = MethodSpec(
+        title="personalised semi-supervised learning with helpers chosen by their uncertainty",
+        paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
+        headline="personal",
+        settings=UmPfsslSettings,
+        sizes=model_sizes,
+        needs_unlabelled=True,
+        default_model="cnn2-dropout",
+        large_messages=True,
+    )
+    settings: UmPfsslSettings
     sends = Contract(
         (
             ScalarField("own", int, "the client's own number in the pool", low=0),

@@ -20,11 +20,11 @@ from fedhet.config.schema import Count, Positive
 from fedhet.seeding import numpy_rng, seeded, torch_generator
 from fedhet.wire.contract import TensorField
 from strategies.base import SERVER, Reply
-from strategies.felo import FeloServerSettings, FeloStrategy
+from strategies.felo import FeloStrategy
 
 
-class VeloServerSettings(FeloServerSettings):
-    """What Velo's server reads."""
+class VeloSettings(FeloSettings):
+    """What Velo lets a user choose."""
 
     interval: Count = Field(1, description="rounds between trainings of the CVAE")
     samples_per_class: Count = Field(
@@ -48,9 +48,13 @@ class VeloServerSettings(FeloServerSettings):
 class VeloStrategy(FeloStrategy):
     """Trains a CVAE on the clients' features and sends what it decodes; the rest is Felo's."""
 
-    title = "Felo with synthetic features, from a conditional VAE on the server"
-    settings_type = VeloServerSettings
-    settings: VeloServerSettings
+    spec = replace(
+        FeloStrategy.spec,
+        title="Felo with synthetic features, from a conditional VAE on the server",
+        settings=VeloSettings,
+        sizes=velo_sizes,
+    )
+    settings: VeloSettings
     sends = FeloStrategy.sends.replacing(
         TensorField(
             "features",
@@ -84,7 +88,7 @@ class VeloStrategy(FeloStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: keep the features, train the CVAE if it is time, decode."""
         # As the clients do: sums must not depend on how many threads the server happens to have.
-        torch.set_num_threads(self.run.threads)
+        torch.set_num_threads(self.run.engine.threads)
         figures = dict(super().aggregate(round, replies))
         self._keep(round, replies)
         figures["features_kept"] = float(len(self.labels))

@@ -243,7 +243,7 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
     x = torch.cat([client.x, client.public[given]])
     y = torch.cat([client.y, torch.tensor(labels[given].astype(np.int64))])
     own = client.space.tolist()
-    adam = torch.optim.Adam(expected.parameters(), lr=client.run.lr)
+    adam = torch.optim.Adam(expected.parameters(), lr=client.run.training.lr)
     order = client.generator(2, "update")
     for _ in range(2):
         for index in batches(len(y), 40, order):

@@ -75,10 +75,14 @@ def transcription(run, state, x, y, pool, answers, rows, number, selective, epsi
     model = build("mlp2", (1, 8, 8), 10, seed=run.seed)
     model.load_state_dict(state)
     model.train()
-    adam = torch.optim.Adam(model.parameters(), lr=run.lr, weight_decay=run.weight_decay)
+    adam = torch.optim.Adam(
+        model.parameters(), lr=run.training.lr, weight_decay=run.training.weight_decay
+    )
     place = {int(row): position for position, row in enumerate(rows)}
     counts = [0, 0, 0]
-    for index in batches(len(y), run.batch_size, torch_generator(run.seed, "server", number)):
+    for index in batches(
+        len(y), run.training.batch_size, torch_generator(run.seed, "server", number)
+    ):
         logits = model(x[index])
         losses = []
         for own, i in zip(logits, index.tolist(), strict=True):
@@ -112,7 +116,7 @@ def test_the_server_follows_algorithm_1(tmp_path, selective, epsilon):
     )
     server = Server(config, tmp_path / "run")
     strategy = server.strategy
-    public = public_set(data_spec(config.run), (1, 8, 8), 10)
+    public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
     pool, parts = {}, set()
     for number in (1, 2, 3):
         before = {k: v.clone() for k, v in strategy.model.state_dict().items()}
@@ -150,7 +154,7 @@ def test_the_logits_asked_for_are_those_wrong_and_not_in_the_pool(tmp_path):
             client = client_of(server, proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(public_set(data_spec(client.run), (1, 8, 8), 10).x[wanted])
+                own = model(public_set(DataSpec.of(client.run), (1, 8, 8), 10).x[wanted])
             np.testing.assert_allclose(said(result.parameters)["logits"], own, rtol=1e-4, atol=1e-5)
         strategy.aggregate_fit(number, answers, [])
         assert strategy._record.method["upload_ratio"] == expected.mean()
@@ -258,7 +262,7 @@ def opened(tmp_path, **changes):
 def client_transcription(client, number, teacher, epsilon):
     """Lines 21 to 27: the public set by Eq. 6 where there is a teacher, then private data."""
     model = build("mlp", (1, 8, 8), 10, seed=client.run.seed).train()
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
 
     def step(losses):
         adam.zero_grad()
@@ -268,7 +272,7 @@ def client_transcription(client, number, teacher, epsilon):
     public = client.public
     if teacher is not None:
         order = client.generator(number, "public")
-        for index in batches(len(public), client.run.batch_size, order):
+        for index in batches(len(public), client.run.training.batch_size, order):
             step(
                 [
                     epsilon * -F.log_softmax(own, 0)[public.y[i]]
@@ -277,8 +281,8 @@ def client_transcription(client, number, teacher, epsilon):
                 ]
             )
     order = client.generator(number, "batches")
-    for _ in range(client.run.local_epochs):
-        for index in batches(len(client.y), client.run.batch_size, order):
+    for _ in range(client.run.training.local_epochs):
+        for index in batches(len(client.y), client.run.training.batch_size, order):
             rows = zip(model(client.x[index]), client.y[index], strict=True)
             step([-F.log_softmax(own, 0)[label] for own, label in rows])
     return model
@@ -346,12 +350,12 @@ def test_no_client_owns_a_public_sample(tmp_path):
     public = rows_of(server.strategy.x)
     assert len(public) == 60
     for number in range(4):
-        data = client_data(data_spec(server.strategy.run), number)
+        data = client_data(DataSpec.of(server.strategy.run), number)
         assert not public & (rows_of(data.train.x) | rows_of(data.test.x) | rows_of(data.common.x))
 
 
 def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
-    common = common_test(data_spec(fedgems().run))
+    common = common_test(DataSpec.of(fedgems().run))
     for part in ("train", "test"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
@@ -364,8 +368,8 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
 def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     """The share that is public is of the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
-    public = public_set(data_spec(config.run), (1, 8, 8), 10)
-    owned = client_data(data_spec(config.run), 0).train
+    public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
+    owned = client_data(DataSpec.of(config.run), 0).train
     for name in ("train", "test"):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
@@ -390,7 +394,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
         play(server, number)
         server.close(number)
     strategy = server.strategy
-    common = common_test(data_spec(strategy.run))
+    common = common_test(DataSpec.of(strategy.run))
     with torch.no_grad():
         right = strategy.model.eval()(common.x).argmax(1) == common.y
     found = strategy._record.accuracy["common"]["server"]

@@ -223,7 +223,7 @@ def test_another_type(kind, name):
 def test_a_whole_number_stands_for_a_number():
     config = resolve({"alpha": 1, "felo.alpha": 2})
     assert config == resolve({"alpha": 1.0, "felo.alpha": 2.0})
-    assert type(config.run.alpha) is type(config.client.alpha) is float
+    assert type(config.run.data.alpha) is type(config.client.alpha) is float
 
 
 LITERALS = [n for n, i in Settings.fields().items() if allowed(i).startswith("one of")]

@@ -101,15 +101,18 @@ def mean_loss(model):
 
 def plain_optimizer(model, run, fused):
     parameters = list(model.parameters())
-    if run.optimizer == "adam":
+    if run.training.optimizer == "adam":
         return torch.optim.Adam(
-            parameters, lr=run.lr, weight_decay=run.weight_decay, fused=fused or None
+            parameters,
+            lr=run.training.lr,
+            weight_decay=run.training.weight_decay,
+            fused=fused or None,
         )
     return torch.optim.SGD(
         parameters,
-        lr=run.lr,
-        momentum=run.momentum,
-        weight_decay=run.weight_decay,
+        lr=run.training.lr,
+        momentum=run.training.momentum,
+        weight_decay=run.training.weight_decay,
         fused=fused or None,
     )
 
@@ -121,7 +124,7 @@ def plain_loop(model, x, y, run, epochs, fused=True):
     means = []
     for _ in range(epochs):
         losses = []
-        for index in batches(len(y), run.batch_size, draws):
+        for index in batches(len(y), run.training.batch_size, draws):
             optimizer.zero_grad()
             logits = model(x[index])
             losses += nn.functional.cross_entropy(logits, y[index], reduction="none").tolist()
@@ -152,7 +155,7 @@ def trained(run, epochs=3, compute=CPU, model=None, seed=4):
             y,
             mean_loss(model),
             optimizing,
-            batch_size=run.batch_size,
+            batch_size=run.training.batch_size,
             generator=draws,
             compute=compute,
         )

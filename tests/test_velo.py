@@ -194,7 +194,7 @@ def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_p
     for round in (1, 2, 3):
         torch.set_num_threads(2)
         strategy.aggregate(round, two_replies(strategy, round))
-        assert torch.get_num_threads() == strategy.run.threads == 1
+        assert torch.get_num_threads() == strategy.run.engine.threads == 1
 
 
 def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
@@ -276,11 +276,11 @@ def knowledge(count, width=64, classes=(0, 2, 3, 4, 5, 6, 7, 9)):
 def transcription(client, round, taught, count):
     """Line 14 of Algorithm 1, sample by sample; which of a class's features is drawn a batch."""
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64).train()
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.lr)
+    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
     order, chance = client.generator(round, "batches"), client.generator(round, "features")
     rows = {y: row for row, y in enumerate(taught["classes"].tolist())}
-    for _ in range(client.run.local_epochs):
-        for index in batches(len(client.y), client.run.batch_size, order):
+    for _ in range(client.run.training.local_epochs):
+        for index in batches(len(client.y), client.run.training.batch_size, order):
             picks = torch.randint(count, (len(index),), generator=chance).tolist()
             features, logits = model.features_and_logits(client.x[index])
             losses = []
@@ -378,7 +378,7 @@ def test_the_extreme_pool_meets_in_one_width():
     """Table 3: ResNet-50 alone has features of another width than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
     width = config.server.feature_dim
-    names = pool(config.run)
+    names = config.run.models.names
     assert names == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
     assert config.client.feature_dim == width == 512
     for name in names:

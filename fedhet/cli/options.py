@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedhet.config.resolve import parse_pairs, read_preset, read_toml
-from fedhet.config.schema import Settings
+from fedhet.config.methods import find_method
+from fedhet.config.sources import all_settings, parse_pairs, read_preset, read_toml
+from fedhet.config.tables import RunSettings
 
 PIPED_WIDTH = 130
 
@@ -20,11 +21,13 @@ errors = Console(stderr=True)
 
 def of_setting(name: str, metavar: str = "TEXT") -> typer.models.OptionInfo:
     """Return the option for a setting that has its own flag; its help is the setting's."""
-    help_text = Settings.fields()[name].description
+    help_text = RunSettings.fields()[name].description
     option: typer.models.OptionInfo = typer.Option(help=help_text, metavar=metavar)
     return option
 
 
+OPTIONS = {"models": "models.pool"}
+"""Options that have another name than their setting's last part."""
 METHOD = typer.Argument(help="The method; `fedhet methods` lists them.")
 Method = Annotated[str, METHOD]
 Preset = Annotated[str | None, typer.Option(help="Named settings; `fedhet presets` lists them.")]
@@ -37,12 +40,12 @@ Set = Annotated[
         "--set", "-s", metavar="KEY=VALUE", help="Any setting; `fedhet settings` lists them."
     ),
 ]
-Dataset = Annotated[str | None, of_setting("dataset")]
+Dataset = Annotated[str | None, of_setting("data.dataset")]
 Clients = Annotated[str | None, of_setting("clients", "INT")]
-Models = Annotated[str | None, of_setting("models")]
+Models = Annotated[str | None, of_setting("models.pool")]
 Rounds = Annotated[str | None, of_setting("rounds", "INT")]
 Seed = Annotated[str | None, of_setting("seed", "INT")]
-Backend = Annotated[str | None, of_setting("backend")]
+Backend = Annotated[str | None, of_setting("engine.backend")]
 Out = Annotated[str | None, of_setting("out", "DIR")]
 
 
@@ -61,10 +64,13 @@ def gather(
         values |= read_toml(config)
     if method is not None:
         # So that `run local --preset felo-…` is the yardstick of that experiment.
-        values = {k: v for k, v in values.items() if "." not in k or k.startswith(f"{method}.")}
-        values["method"] = method
-    given = [f"{name}={value}" for name, value in flags.items() if value is not None]
-    return values | parse_pairs([*(pairs or []), *given])
+        shared, own = RunSettings.fields(), find_method(method).settings()
+        others = all_settings().keys() - shared.keys() - own.keys()
+        values = {k: v for k, v in values.items() if k not in others} | {"method": method}
+    given = [
+        f"{OPTIONS.get(name, name)}={value}" for name, value in flags.items() if value is not None
+    ]
+    return values | parse_pairs([*(pairs or []), *given], str(values.get("method", "")) or None)
 
 
 def say(line: str) -> None:

@@ -186,7 +186,7 @@ def sweep_command(
     ),
 ) -> None:
     """Run one setting at several values; end with a table and a figure over them."""
-    name, swept = read_sweep(over)
+    name, swept = read_sweep(over, method)
     values = gather(method, preset, config, set_, backend=backend)
     plan = {
         value: {

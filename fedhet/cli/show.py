@@ -13,8 +13,10 @@ from rich.table import Table
 from fedhet import data, models
 from fedhet.cli.options import Clients, ConfigFile, Dataset, Preset, Set, console, gather
 from fedhet.config.methods import find_method, method_names
-from fedhet.config.resolve import data_spec, defaults_toml, preset_names, read_preset, resolve
-from fedhet.config.schema import Settings, allowed
+from fedhet.config.resolve import resolve
+from fedhet.config.schema import allowed
+from fedhet.config.sources import defaults_toml, preset_names, read_preset
+from fedhet.config.tables import RunSettings
 from fedhet.wire.contract import Contract
 
 
@@ -28,18 +30,19 @@ def methods_command(
     table = _table("method", "what it does", "headline", "paper")
     for known in method_names():
         found = find_method(known)
-        table.add_row(known, found.title, found.headline, found.paper)
+        table.add_row(known, found.spec.title, found.spec.headline, found.spec.paper)
     console.print(table)
 
 
 def _show_method(name: str) -> None:
     method = find_method(name)
-    console.print(f"[bold]{method.name}[/]: {escape(method.title)}\n{escape(method.paper)}")
+    spec = method.spec
+    console.print(f"[bold]{method.name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
     if method.settings():
         console.print(_settings_table(method.settings()))
     for title, contract in (
-        ("the server sends", method.server_sends),
-        ("a client sends", method.client_sends),
+        ("the server sends", method.strategy.sends),
+        ("a client sends", method.client.sends),
     ):
         console.print(_contract_table(title, contract) if contract.fields else f"{title} nothing")
 
@@ -79,7 +82,7 @@ def settings_command(
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(_settings_table(Settings.fields()))
+    console.print(_settings_table(RunSettings.fields()))
     console.print("A method's own: `fedhet methods NAME`.")
 
 
@@ -92,7 +95,7 @@ def partition_command(
 ) -> None:
     """Show how the data is dealt: samples of each class at each client."""
     values = gather(None, preset, config, set_, dataset=dataset, clients=clients)
-    spec = data_spec(resolve(values).run)
+    spec = data.DataSpec.of(resolve(values).run)
     data.validate(spec)
     counts = data.label_counts(spec)
     table = _table("client", "samples", *data.load(spec).classes)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
-from fedhet.config.resolve import all_settings
-from fedhet.config.schema import parse_text, unknown
+from fedhet.config.methods import find_method
+from fedhet.config.schema import parse_text
+from fedhet.config.sources import full_name
+from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError
 
 MOST_VALUES = 1000
 
 
-def read_sweep(text: str) -> tuple[str, list[object]]:
+def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     """Return the setting and its values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends in.
 
     Raises SettingsError for what is neither, for an unknown setting, or a value given twice.
     """
     name, sign, spelled = text.partition("=")
-    known = all_settings()
+    known = RunSettings.fields() | find_method(method).settings()
     if not sign or not spelled:
         raise SettingsError(f"'{text}' is no sweep: write KEY=START:STOP:STEP, or KEY=a,b,c")
+    name = full_name(name.strip(), known)
     if name not in known:
-        raise unknown(name, known)
+        raise SettingsError(f"setting '{name}' is not of this run's method, which is {method}")
     parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
     values = [parse_text(known[name], part.strip()) for part in parts]
     if len(set(map(str, values))) != len(values):

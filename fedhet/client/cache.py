@@ -22,12 +22,11 @@ def open_client(config: Config, node: Node) -> HetClient:
     What it holds in memory is checked against its state on disk before each use, since another
     process may have trained it meanwhile.
     """
-    torch.set_num_threads(config.run.threads)
+    torch.set_num_threads(config.run.engine.threads)
     key = (config, node)
-    client = _open.pop(key, None)
+    client: HetClient | None = _open.pop(key, None)
     if client is None:
-        receives = config.method.server_sends
-        client = config.method.client(config.run, config.client, receives, node)
+        client = config.method.client(config, node)
     while _open and sum(kept.held_bytes() for kept in _open.values()) > MOST_BYTES:
         _open.popitem(last=False)
     _open[key] = client

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from fedhet import data
 from fedhet.config.methods import find_method
-from fedhet.config.resolve import data_spec, pool
-from fedhet.config.schema import CountOrNone, Schema, Settings, build
-from fedhet.data import ClientData
+from fedhet.config.schema import CountOrNone, Schema, build
+from fedhet.config.tables import RunSettings
+from fedhet.data import ClientData, DataSpec
 from fedhet.errors import SettingsError
 from fedhet.models import deal
 
@@ -43,21 +43,21 @@ class Node:
     device: str
     state_dir: Path
 
-    def load_data(self, run: Settings) -> ClientData:
+    def load_data(self, run: RunSettings) -> ClientData:
         """Return the client's data: its own folder's, or its part of the run's dataset."""
-        spec = data_spec(run)
+        spec = DataSpec.of(run)
         if self.folder:
             return data.site_data(
                 self.folder,
                 spec=spec,
-                classes=run.num_classes,
+                classes=run.models.num_classes,
                 name=self.name,
-                unlabelled=find_method(run.method).needs_unlabelled,
+                unlabelled=find_method(run.method).spec.needs_unlabelled,
             )
         return data.client_data(spec, self.partition)
 
 
-def read_node(config: Mapping[str, object], run: Settings, state_dir: str = "") -> Node:
+def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "") -> Node:
     """Return the node that `config` (Flower's node config) describes. Raises SettingsError."""
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients
@@ -72,13 +72,13 @@ def read_node(config: Mapping[str, object], run: Settings, state_dir: str = "") 
         partition=settings.partition_id,
         folder=settings.data,
         model=settings.model or _dealt(run, settings.partition_id),
-        device=settings.device or run.device,
+        device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
     )
 
 
-def _dealt(run: Settings, partition: int) -> str:
-    dealt = deal(pool(run), run.clients, run.seed, run.deal)
+def _dealt(run: RunSettings, partition: int) -> str:
+    dealt = deal(run.models.names, run.clients, run.seed, run.models.deal)
     return dealt[partition % len(dealt)]
 
 

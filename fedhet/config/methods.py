@@ -1,6 +1,8 @@
-"""Finds a method's two halves by name: strategies/<m>.py and clients/<m>.py.
+"""Finds methods: the two halves of each by class, wherever they live.
 
-The only room of `fedhet` that knows there are methods; it knows none of them.
+A method that ships is strategies/<m>.py and clients/<m>.py. One from outside is a module that holds
+both halves, named by where it is, `package.module`, or by an entry point of the group
+`fedhet.methods`. This room imports methods by name and knows none of them.
 """
 
 from __future__ import annotations
@@ -8,17 +10,61 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from fedhet.config.schema import MethodSettings
 from fedhet.errors import SettingsError, nearest
-from fedhet.wire.contract import Contract
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import ClientInfo
 
-_SHARED_ROOMS = frozenset({"base", "courier", "roster"})
+GROUP = "fedhet.methods"
+"""The entry points by which a package adds methods: name = "package.module"."""
+PACKAGES = ("strategies", "clients")
+"""Where the halves of the methods that ship are."""
+HALVES = {"HetStrategy": "strategies.base", "HetClient": "clients.base"}
+"""The base of each half, and where it is."""
+
+
+def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
+    """Return the sizes of messages that hold neither features nor weights: C, the classes."""
+    return Sizes({"C": client.classes})
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What a method declares of itself."""
+
+    title: str
+    """One line on what it does."""
+    paper: str
+    headline: Literal["personal", "common"]
+    """The protocol of its headline number."""
+    settings: type[MethodSettings] = MethodSettings
+    """What it lets a user choose; both halves read it."""
+    sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
+    """From its settings and a client: the sizes of messages, as far as these fix them."""
+    kinds: tuple[str, ...] = ("private",)
+    """The kinds of model that its clients evaluate."""
+    needs_public: bool = False
+    """Does it work on data that no client owns?"""
+    needs_unlabelled: bool = False
+    """Does it work on samples of the clients' own that have no label?"""
+    default_model: str = ""
+    """The model of all clients where the user chooses none; empty: the usual pool."""
+    any_model: bool = False
+    """Does it train a client's model by `fit_private` alone, so that it needs no gradients?"""
+    large_messages: bool = False
+    """Is each client sent, and does it send, something large of its own, such as models?
+
+    Then instructions are made when a client's turn has come, and replies wait on disk.
+    """
 
 
 @dataclass(frozen=True)
@@ -30,111 +76,79 @@ class Method:
     client: Any
 
     @property
-    def title(self) -> str:
-        """Return one line on what the method does."""
-        return str(self.strategy.title)
+    def spec(self) -> MethodSpec:
+        """Return what the method declares of itself."""
+        return self.strategy.spec  # type: ignore[no-any-return]
 
     @property
-    def paper(self) -> str:
-        """Return the citation."""
-        return str(self.strategy.paper)
-
-    @property
-    def headline(self) -> str:
-        """Return the protocol of the method's headline number: personal or common."""
-        return str(self.strategy.headline)
-
-    @property
-    def needs_public(self) -> bool:
-        """Tell whether the method works on public data."""
-        return bool(self.strategy.needs_public)
-
-    @property
-    def any_model(self) -> bool:
-        """Tell whether its clients may have models without gradients."""
-        return bool(self.client.any_model)
-
-    def fixed_rounds(self, settings: MethodSettings) -> int | None:
-        """Return the rounds that the method takes by its own server settings; None: any."""
-        return self.strategy.fixed_rounds(settings)  # type: ignore[no-any-return]
-
-    @property
-    def needs_unlabelled(self) -> bool:
-        """Tell whether the method works on samples without labels."""
-        return bool(self.strategy.needs_unlabelled)
-
-    @property
-    def default_model(self) -> str:
-        """Return the model of all clients where none is chosen; empty: the usual pool."""
-        return str(self.strategy.default_model)
-
-    @property
-    def server_settings(self) -> type[MethodSettings]:
-        """Return the settings that the server half reads."""
-        return self.strategy.settings_type  # type: ignore[no-any-return]
-
-    @property
-    def client_settings(self) -> type[MethodSettings]:
-        """Return the settings that the client half reads."""
-        return self.client.settings_type  # type: ignore[no-any-return]
-
-    @property
-    def server_sends(self) -> Contract:
-        """Return the fields of the server's messages."""
-        return self.strategy.sends  # type: ignore[no-any-return]
-
-    @property
-    def client_sends(self) -> Contract:
-        """Return the fields of the clients' messages."""
-        return self.client.sends  # type: ignore[no-any-return]
+    def table(self) -> str:
+        """Return the name of the table of its settings: its own name, without its package's."""
+        return self.name.rpartition(".")[2].replace("_", "-")
 
     def settings(self) -> dict[str, FieldInfo]:
-        """Return the settings of both halves under their full names, e.g. `felo.alpha`.
-
-        Raises TypeError if both halves declare a setting, but not the same.
-        """
-        server, client = self.server_settings.fields(), self.client_settings.fields()
-        for name in server.keys() & client.keys():
-            if repr(server[name]) != repr(client[name]):
-                raise TypeError(f"{self.name}: the halves declare '{name}' differently")
-        return {f"{self.name}.{name}": info for name, info in {**server, **client}.items()}
+        """Return its settings under their full names, e.g. `felo.alpha`."""
+        return {f"{self.table}.{name}": info for name, info in self.spec.settings.fields().items()}
 
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Return the names of all methods that have both halves."""
+    """Return the names of all methods: those that ship, and those of installed packages."""
+    return tuple(sorted({*_shipped(), *_installed()}))
+
+
+def _shipped() -> set[str]:
     halves = [
         {m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)}
-        for package in ("strategies", "clients")
+        for package in PACKAGES
     ]
-    return tuple(sorted(n.replace("_", "-") for n in (halves[0] & halves[1]) - _SHARED_ROOMS))
+    return {name.replace("_", "-") for name in (halves[0] & halves[1]) - {"base"}}
+
+
+def _installed() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
 @cache
 def find_method(name: str) -> Method:
-    """Return the method of that name. Raises SettingsError naming the nearest that exists."""
-    if name not in method_names():
+    """Return the method of that name. Raises SettingsError for one that cannot be had."""
+    module = name.replace("-", "_")
+    if name in _shipped():
+        modules = [
+            importlib.import_module(f"{half}.{module}") for half in ("strategies", "clients")
+        ]
+    elif name in _installed() or "." in name:
+        modules = [_imported(name, _installed().get(name, name))]
+    else:
         known = ", ".join(method_names())
         raise SettingsError(
-            f"setting 'method' = '{name}' does not exist: it takes one of {known}"
-            f"{nearest(name, method_names())}"
+            f"setting 'method' = '{name}' does not exist: it takes one of {known}, or a module's "
+            f"name, package.module{nearest(name, method_names())}"
         )
-    module = name.replace("-", "_")
-    return Method(
-        name,
-        strategy=_half(f"strategies.{module}", "HetStrategy"),
-        client=_half(f"clients.{module}", "HetClient"),
-    )
+    return Method(name, *(_half(name, modules, base) for base in HALVES))
 
 
-def _half(module_name: str, base: str) -> type:
-    """Return the one class of a module that extends `base`."""
-    module = importlib.import_module(module_name)
-    halves = [
-        found
-        for _, found in inspect.getmembers(module, inspect.isclass)
-        if found.__module__ == module_name and base in {c.__name__ for c in found.__mro__[1:]}
-    ]
-    if len(halves) != 1:
-        raise TypeError(f"{module_name} must define one {base}, it defines {len(halves)}")
-    return halves[0]
+def _imported(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:  # whatever a module of somebody else's raises
+        raise SettingsError(
+            f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
+        ) from error
+
+
+def _half(name: str, modules: list[ModuleType], base: str) -> type:
+    """Return the class of the modules that extends `base` and that no other of them extends."""
+    found = {
+        half
+        for module in modules
+        for _, half in inspect.getmembers(module, inspect.isclass)
+        if base in {c.__name__ for c in half.__mro__[1:]}
+    }
+    last = [half for half in found if not any(half in other.__mro__[1:] for other in found)]
+    if len(last) != 1:
+        names = ", ".join(sorted(half.__name__ for half in last)) or "none"
+        raise SettingsError(
+            f"setting 'method' = '{name}': {modules[0].__name__} must hold one class that extends "
+            f"{base} of {HALVES[base]}, it holds {names}"
+        )
+    return last[0]

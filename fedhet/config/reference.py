@@ -13,8 +13,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import Method, find_method, method_names
-from fedhet.config.resolve import defaults_toml
-from fedhet.config.schema import Settings, allowed
+from fedhet.config.schema import allowed
+from fedhet.config.sources import defaults_toml
+from fedhet.config.tables import RunSettings
 from fedhet.wire.contract import Contract
 
 HEAD = """# Reference
@@ -30,21 +31,22 @@ On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flw
 
 def reference() -> str:
     """Return the page as Markdown."""
-    parts = [HEAD, _settings(Settings.fields()), "\n## Methods\n"]
+    parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
     parts += [_method(find_method(name)) for name in method_names()]
     return "\n".join(parts)
 
 
 def _method(method: Method) -> str:
+    spec = method.spec
     parts = [
         f"### {method.name}\n",
-        f"{method.title[0].upper()}{method.title[1:]}. {method.paper}.",
+        f"{spec.title[0].upper()}{spec.title[1:]}. {spec.paper}.",
     ]
-    parts.append(f"Headline: the {method.headline} protocol.\n")
+    parts.append(f"Headline: the {spec.headline} protocol.\n")
     if method.settings():
         parts.append(_settings(method.settings()))
-    parts.append(_contract("The server sends", method.server_sends))
-    parts.append(_contract("A client sends", method.client_sends))
+    parts.append(_contract("The server sends", method.strategy.sends))
+    parts.append(_contract("A client sends", method.client.sends))
     return "\n".join(parts)
 
 

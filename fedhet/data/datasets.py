@@ -29,6 +29,17 @@ _TORCHVISION = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
 }
+_READ = (
+    "dataset",
+    "data_dir",
+    "download",
+    "image_size",
+    "max_samples",
+    "max_test_samples",
+    "public_fraction",
+    "superclasses",
+)
+"""The settings that say what is read; how it is dealt makes no other dataset."""
 
 
 def dataset_names() -> list[str]:
@@ -41,19 +52,9 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
 
     Raises DataError where it has fewer classes than `least_classes`.
     """
-    unused = DataSpec()
-    key = replace(
-        unused,
-        dataset=spec.dataset,
-        data_dir=spec.data_dir,
-        download=spec.download,
-        image_size=spec.image_size,
-        max_samples=spec.max_samples,
-        max_test_samples=spec.max_test_samples,
-        public_fraction=spec.public_fraction,
-        superclasses=spec.superclasses,
-        seed=spec.seed if spec.max_samples or spec.public_fraction else unused.seed,
-    )
+    drawn = spec.max_samples or spec.public_fraction
+    unused = DataSpec(seed=spec.seed if drawn else 0)
+    key = unused.but(**{name: getattr(spec, name) for name in _READ})
     with LOCK:
         dataset = _load(key)
     if len(dataset.classes) < least_classes:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedhet.data.datasets import load
-from fedhet.data.spec import DataSpec, Index, check, global_random_kept
+from fedhet.data.spec import DataSpec, Index, global_random_kept
 from fedhet.data.superclass import Deal, deal
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng
@@ -82,7 +82,6 @@ def label_counts(spec: DataSpec) -> dict[str, list[int]]:
 @lru_cache(maxsize=16)
 @global_random_kept()
 def _partition(spec: DataSpec) -> tuple[Index, ...]:
-    check(spec)
     dataset = load(spec)
     if dataset.parts is not None:
         return _given(spec, dataset.parts)

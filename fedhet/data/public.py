@@ -88,8 +88,7 @@ def _cut(samples: Split, spec: DataSpec) -> Split:
 def _of_public(spec: DataSpec) -> DataSpec:
     """Return what `public-dataset` names, as a spec of its own."""
     whole = spec.public_dataset.startswith("npz:")  # files are read whole, and cut afterwards
-    return replace(
-        DataSpec(),
+    return DataSpec(
         dataset=spec.public_dataset,
         data_dir=spec.data_dir,
         download=spec.download,

@@ -20,7 +20,7 @@ from fedhet.data.folder import (
 )
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import GENERATED, public_set, refuse_overlap
-from fedhet.data.spec import UNKNOWN, DataSpec, Split, check, global_random_kept
+from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept
 from fedhet.errors import DataError
 
 _KEPT_CLIENTS = 32  # decoded clients that one process keeps
@@ -72,7 +72,6 @@ def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> S
 
 def validate(spec: DataSpec) -> None:
     """Raise a one-line error for whatever would stop a run on this data, before it starts."""
-    check(spec)
     load(spec)
     for index in range(spec.clients):
         split_rows(spec, index)
@@ -94,7 +93,6 @@ def site_data(
     gives the run's classes in order; image folders need it only where they lack some of them.
     Images without a class lie in FOLDER/train/unlabelled; they are read if `unlabelled`.
     """
-    check(spec)
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise DataError(f"{root}: no such folder (the data of {name})")

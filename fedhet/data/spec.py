@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.config.schema import Count, CountOrNone
+from fedhet.config.tables import DataSettings, RunSettings
 
 Index = npt.NDArray[np.int64]
 
 UNKNOWN = -1
 """The label of a sample whose class nobody knows."""
-PARTITIONS = ("iid", "dirichlet", "shards", "classes", "superclasses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,57 +68,20 @@ class Dataset:
         return tuple(self.train.x.shape[1:])
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """What data a run uses; the settings of the same (kebab-case) names fill it."""
+class DataSpec(DataSettings):
+    """What data a run uses: its table of settings, and who it is dealt to by which seed."""
 
-    dataset: str = "digits"
-    data_dir: str = "data"
-    download: bool = False
-    clients: int = 10
-    partition: str = "dirichlet"
-    alpha: float = 0.5
-    shards: int = 2
-    classes_per_client: int = 2
-    min_samples: int = 10
-    test_fraction: float = 0.2
-    seed: int = 0
-    image_size: int = 0  # image folders: resize to this side; 0 = as the first image is
-    max_samples: int = 0  # a class-stratified subset of the training set; 0 = all
-    max_test_samples: int = 0  # the same of the common test set, whatever the seed; 0 = all
-    public_dataset: str = ""  # data that no client owns; "" = a share of the training set
-    public_fraction: float = 0.0  # that share; it is no longer in the training set
-    public_samples: int = 0  # a class-stratified subset of public_dataset; 0 = all
-    superclasses: str = ""  # classes joined, as "a+b,c+d", or a known grouping; "" = as they are
-    label_space: tuple[int, int] = (6, 8)  # partition = superclasses: a client's classes, from, to
-    subclasses: tuple[int, int] = (0, 0)  # and a client's subclasses of each; (0, 0) = all
-    samples_per_class: int = 50
+    clients: Count = 10
+    seed: CountOrNone = 0
 
+    @classmethod
+    def of(cls, run: RunSettings) -> DataSpec:
+        """Return what a run says of its data."""
+        return cls.model_construct(**dict(run.data), clients=run.clients, seed=run.seed)
 
-def check(spec: DataSpec) -> None:
-    """Raise SettingsError for the first value of `spec` that is outside its range."""
-    if spec.partition not in PARTITIONS:
-        close = nearest(spec.partition, PARTITIONS)
-        allowed = ", ".join(PARTITIONS)
-        raise SettingsError(f"partition = {spec.partition!r}: must be one of {allowed}{close}")
-    rules = (
-        ("clients", spec.clients >= 1, "at least 1"),
-        ("alpha", spec.alpha > 0 and math.isfinite(spec.alpha), "greater than 0"),
-        ("shards", spec.shards >= 1, "at least 1"),
-        ("classes_per_client", spec.classes_per_client >= 1, "at least 1"),
-        ("min_samples", spec.min_samples >= 1, "at least 1"),
-        ("test_fraction", 0 < spec.test_fraction < 1, "between 0 and 1, both excluded"),
-        ("image_size", spec.image_size >= 0, "at least 0 (0 = as the images are)"),
-        ("max_samples", spec.max_samples >= 0, "at least 0 (0 = all)"),
-        ("public_fraction", 0 <= spec.public_fraction < 1, "at least 0 and below 1"),
-        ("public_samples", spec.public_samples >= 0, "at least 0 (0 = all)"),
-        ("samples_per_class", spec.samples_per_class >= 1, "at least 1"),
-        ("max_test_samples", spec.max_test_samples >= 0, "at least 0 (0 = all)"),
-    )
-    for name, holds, allowed in rules:
-        if not holds:
-            setting, value = name.replace("_", "-"), getattr(spec, name)
-            raise SettingsError(f"{setting} = {value!r}: must be {allowed}")
+    def but(self, **changes: object) -> DataSpec:
+        """Return this with other values."""
+        return self.model_copy(update=changes)
 
 
 @contextmanager

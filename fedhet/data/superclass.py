@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fedhet.config.schema import span
 from fedhet.data.spec import Dataset, DataSpec, Index, Split
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
@@ -131,7 +132,7 @@ def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return each client's label space: `label-space` of the classes, drawn without order."""
-    low, high = spec.label_space
+    low, high = span(spec.label_space)
     if high > classes:
         raise DataError(
             f"label-space = '{low}-{high}': must be at most the {classes} classes of "
@@ -180,7 +181,7 @@ def _subclasses(
     `with_room`: of those that have enough left, another number of them if need be.
     """
     present = np.array(sorted(left))
-    low, high = spec.subclasses
+    low, high = span(spec.subclasses)
     if high == 0:
         return rng.permutation(present)
     size = min(int(rng.integers(low, high + 1)), len(present))

@@ -16,6 +16,7 @@ import tomli_w
 
 from fedhet import __version__
 from fedhet.config.resolve import Config
+from fedhet.config.schema import nest
 from fedhet.errors import FedhetError
 
 CONNECTION = "fedhet"
@@ -146,19 +147,13 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
 
 def app_of(config: Config) -> dict[str, object]:
     """Return the pyproject.toml of a Flower app that is nothing but the settings of a run."""
-    settings: dict[str, object] = {}
-    for name, value in config.flat().items():
-        method, dot, own = name.rpartition(".")
-        place = settings.setdefault(method, {}) if dot else settings
-        assert isinstance(place, dict)
-        place[own] = value
     app = {
         "publisher": "fedhet",
         "components": {
             "serverapp": "fedhet.server_app:app",
             "clientapp": "fedhet.client_app:app",
         },
-        "config": settings,
+        "config": nest(config.flat()),
     }
     project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
     return {"project": project, "tool": {"flwr": {"app": app}}}

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -169,8 +169,7 @@ def deploy_local(
     FedhetError where the run fails; the folder is then kept.
     """
     check(config)
-    placed = absolute(config)
-    placed = replace(placed, run=placed.run.model_copy(update={"out": str(directory)}))
+    placed = absolute(config).replacing(out=str(directory))
     root = _root(keep)
     with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")

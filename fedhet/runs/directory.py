@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import IO
 
-from fedhet.config.resolve import PLACE, Config, read_toml
+from fedhet.config.resolve import Config
+from fedhet.config.sources import read_toml
+from fedhet.config.tables import PLACE
 from fedhet.errors import StateError
 from fedhet.runs.records import RoundRecord
 from fedhet.wire.knowledge import is_name

@@ -28,7 +28,7 @@ class LineDisplay:
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """Print what runs and where."""
-        self._headline = config.method.headline
+        self._headline = config.method.spec.headline
         self._print(f"{title(config, models)} -> {directory}")
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class LiveDisplay:
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """Begin the table of clients."""
         self._title = f"{title(config, models)} -> {directory}"
-        self._protocol = config.method.headline
+        self._protocol = config.method.spec.headline
         self._models = dict(models)
         self._state = {name: Text("waiting", style="dim") for name in models}
         self._last, self._trace, self._notices = None, [], []
@@ -169,7 +169,7 @@ def title(config: Config, models: Mapping[str, str]) -> str:
         plural(config.run.rounds, "round"),
         f"seed {config.run.seed}",
     ]
-    return f"{config.method.name} on {config.run.dataset}: {', '.join(counts)}"
+    return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -169,7 +169,7 @@ class RunLog:
         seconds = vars(self._seconds) | {"total": time.perf_counter() - self._started}
         return {
             "method": self.config.method.name,
-            "dataset": run.dataset,
+            "dataset": run.data.dataset,
             "seed": run.seed,
             "rounds": len(self._history),
             "clients": len(self.models),
@@ -188,7 +188,7 @@ class RunLog:
     def _headline(self) -> str:
         """Return the method's headline protocol, or personal where there is no common test set."""
         measured = self._history[-1].accuracy if self._history else {}
-        headline = self.config.method.headline
+        headline = self.config.method.spec.headline
         return headline if headline in measured or not measured else "personal"
 
     def _write_events(self, record: RoundRecord) -> None:

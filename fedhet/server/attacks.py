@@ -16,9 +16,9 @@ from statistics import NormalDist
 import numpy as np
 
 from fedhet.arrays import Array
-from fedhet.config.schema import Settings
+from fedhet.config.tables import AttackSettings
 from fedhet.seeding import numpy_rng
-from fedhet.wire.contract import Contract, Field, TensorField, WeightsField
+from fedhet.wire.contract import Contract, Field, TensorField, poisonable
 from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
@@ -75,41 +75,29 @@ def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
-def poisonable(contract: Contract) -> tuple[Field, ...]:
-    """Return the fields of a message that are logits or weights.
-
-    Those that have a least value are not: what is below it would not be taken.
-    """
-    return tuple(
-        field
-        for field in contract.fields
-        if (isinstance(field, WeightsField) and field.low is None)
-        or (isinstance(field, TensorField) and field.name == "logits")
-    )
-
-
 class Attack:
     """The attack of a run, on the replies of clients that keep the contract `sends`."""
 
-    def __init__(self, run: Settings, sends: Contract) -> None:
-        self.run = run
+    def __init__(self, settings: AttackSettings, sends: Contract, seed: int) -> None:
+        self.settings = settings
         self.sends = sends
-        self.count = run.attackers or IN_THE_PAPER[run.attack]
+        self.seed = seed
+        self.count = settings.attackers or IN_THE_PAPER[settings.kind]
 
-    def victims(self, round: int, asked: Sequence[str]) -> Set[str]:
-        """Return whose answers are poisoned in a round, drawn among those asked."""
-        order = numpy_rng(self.run.seed, "attack", round).permutation(len(asked))
-        return {sorted(asked)[index] for index in order[: self.count]}
+    def targets(self, round: int, training: Sequence[str]) -> Set[str]:
+        """Return whose answers are poisoned in a round, drawn among those who train."""
+        order = numpy_rng(self.seed, "attack", round).permutation(len(training))
+        return {sorted(training)[index] for index in order[: self.count]}
 
     def poison(
-        self, round: int, replies: Mapping[str, Knowledge], victims: Set[str]
+        self, round: int, replies: Mapping[str, Knowledge], targets: Set[str]
     ) -> dict[str, Knowledge]:
-        """Return the replies by client, those of `victims` poisoned.
+        """Return the replies by client, those of `targets` poisoned.
 
-        Where all who answered are victims, what they would have sent counts as benign.
+        Where all who answered are targets, what they would have sent counts as benign.
         """
-        benign = [replies[name] for name in sorted(replies.keys() - victims)]
-        struck = sorted(replies.keys() & victims)
+        benign = [replies[name] for name in sorted(replies.keys() - targets)]
+        struck = sorted(replies.keys() & targets)
         benign = benign or [replies[name] for name in struck]
         poisoned = dict(replies)
         for turn, name in enumerate(struck):
@@ -127,7 +115,7 @@ class Attack:
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     known = _known(name, own, alike, ids)
                     # Drawn by the tensor's name: all who attack it in a round move the same way.
-                    rng = numpy_rng(self.run.seed, "attack", round, name)
+                    rng = numpy_rng(self.seed, "attack", round, name)
                     crafted = self._craft(known, malicious, turn, rng)
                     if name.endswith("running_var"):  # below 0 a model's outputs are NaN
                         crafted = crafted.clip(min=0)
@@ -136,10 +124,10 @@ class Attack:
 
     def _craft(self, benign: Benign, malicious: int, turn: int, rng: np.random.Generator) -> Array:
         """Return the malicious update of the attacker whose `turn` it is, from 0."""
-        if self.run.attack == "lie":
+        if self.settings.kind == "lie":
             return lie(benign, malicious)
-        far = far_vector(benign.mean, self.run.attack_scale, rng)
-        if self.run.attack == "paf":
+        far = far_vector(benign.mean, self.settings.scale, rng)
+        if self.settings.kind == "paf":
             return paf(benign, far)
         return ofom(benign, far, second=turn % 2 == 1)
 

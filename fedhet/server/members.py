@@ -1,4 +1,4 @@
-"""Who is there: Flower's nodes, whose ids are random, by the names that their clients give."""
+"""Who takes part: Flower's nodes, whose ids are random, by the names that their clients give."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.config.tables import EngineSettings
 from fedhet.errors import FedhetError, words_of
 from fedhet.models import is_registered
 from fedhet.wire.identity import ClientInfo, read_properties
@@ -27,8 +28,8 @@ class Member:
     proxy: ClientProxy
 
 
-class Roster:
-    """Keeps the members of a federation up to date as nodes come and go."""
+class Members:
+    """The members of a federation, kept up to date as nodes come and go."""
 
     def __init__(
         self, timeout: float, pool: Collection[str] | None, notice: Callable[[str], None]
@@ -43,7 +44,23 @@ class Roster:
         self._order = ""
         """The classes' names and order, as `ClientInfo.order`; empty while none has named them."""
 
-    def members(self, manager: ClientManager) -> dict[str, Member]:
+    def wait(self, manager: ClientManager, wanted: int, engine: EngineSettings) -> None:
+        """Wait until `wanted` clients are there. Raises FedhetError where too few come in time."""
+        if manager.num_available() >= wanted:
+            return
+        self._notice(f"waiting for {wanted} clients, {manager.num_available()} are there")
+        if manager.wait_for(wanted, int(engine.join_timeout)):
+            return
+        count, seconds = manager.num_available(), engine.join_timeout
+        there = f"{count} of {wanted} clients are there after {seconds:g} s"
+        if count < (engine.min_clients or wanted):
+            raise FedhetError(
+                f"{there}: start the others, or change 'clients', 'engine.join-timeout' or "
+                "'engine.min-clients'"
+            )
+        self._notice(f"{there}; the run starts with them")
+
+    def present(self, manager: ClientManager) -> dict[str, Member]:
         """Return the clients there now by name, sorted; a node not seen before is asked who it is.
 
         The first clients fix the task (classes and shape, the classes' names and order), the

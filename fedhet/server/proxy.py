@@ -1,4 +1,4 @@
-"""The way to a client and back: Flower's proxy, with the client's name and what goes by it."""
+"""One client as the strategy sees it: Flower's proxy, with the client's name and its messages."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from fedhet.errors import words_of
 from fedhet.server.members import Member
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
-Answered = Callable[[str, str], None]
-"""Is told the name of a client that answered, and what went wrong, or nothing."""
+OnAnswer = Callable[[str, str], None]
+"""Is called with the name of a client that answered, and what went wrong, or nothing."""
 
 
-class Courier(ClientProxy):
-    """A client's proxy that carries its name, and tells when its answer is there."""
+class NamedProxy(ClientProxy):
+    """A member's proxy under the client's name, which tells when the answer is there.
 
-    def __init__(self, member: Member, answered: Answered) -> None:
+    For large messages: `instruction` makes the payload when the client's `turn` has come, and
+    replies wait in the folder `inbox` until they are read.
+    """
+
+    def __init__(self, member: Member, on_answer: OnAnswer) -> None:
         super().__init__(member.proxy.cid)
         self.name = member.info.name
-        self.make: Callable[[], Parameters] | None = None
-        """Makes the payload of an instruction that comes without one."""
+        self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        """Is held while such a payload is there."""
-        self.spool: Path | None = None
-        """The folder where replies wait to be read."""
+        self.inbox: Path | None = None
         self._proxy = member.proxy
-        self._answered = answered
+        self._on_answer = on_answer
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         """Pass the instruction on; an error carries the client's name."""
         try:
             with self.turn:
-                if self.make is not None:
-                    ins = FitIns(self.make(), ins.config)
+                if self.instruction is not None:
+                    ins = FitIns(self.instruction(), ins.config)
                 result = self._proxy.fit(ins, timeout, group_id)
-                if self.spool is not None:
-                    result.parameters = StoredReply(self.spool / self.name, result.parameters)
+                if self.inbox is not None:
+                    result.parameters = StoredReply(self.inbox / self.name, result.parameters)
         except Exception as error:
-            self._answered(self.name, words_of(error))
+            self._on_answer(self.name, words_of(error))
             raise ClientFailureError(self.name, words_of(error)) from error
-        self._answered(self.name, str(result.metrics.get("error", "")))
+        self._on_answer(self.name, str(result.metrics.get("error", "")))
         return result
 
     def evaluate(
@@ -69,34 +70,8 @@ class Courier(ClientProxy):
         return self._proxy.reconnect(ins, timeout, group_id)
 
 
-class ClientFailureError(Exception):
-    """A client did not answer, or answered with an error of Flower's."""
-
-    def __init__(self, client: str, reason: str) -> None:
-        super().__init__(f"{client}: {reason}")
-        self.client, self.reason = client, reason
-
-
-def name_of(proxy: ClientProxy) -> str:
-    """Return the name of the client that a proxy of ours leads to."""
-    assert isinstance(proxy, Courier)
-    return proxy.name
-
-
-def reasons(failures: Failures) -> dict[str, str]:
-    """Return why each client failed whose failure is known."""
-    found: dict[str, str] = {}
-    for failure in failures:
-        if isinstance(failure, ClientFailureError):
-            found[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
-        elif isinstance(failure, tuple):
-            proxy, result = failure
-            found[name_of(proxy)] = result.status.message[:300] or "failed"
-    return found
-
-
 class StoredReply(Parameters):
-    """A payload that lies on disk; `take` reads it back, once."""
+    """A payload that lies on disk, so that a server does not hold all at once; read back once."""
 
     def __init__(self, path: Path, parameters: Parameters) -> None:
         super().__init__(tensors=[], tensor_type=parameters.tensor_type)
@@ -112,3 +87,29 @@ class StoredReply(Parameters):
             tensors = [file.read(size) for size in self._sizes]
         self._path.unlink()
         return Parameters(tensors=tensors, tensor_type=self.tensor_type)
+
+
+class ClientFailureError(Exception):
+    """A client did not answer, or answered with an error of Flower's."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(f"{client}: {reason}")
+        self.client, self.reason = client, reason
+
+
+def name_of(proxy: ClientProxy) -> str:
+    """Return the name of the client that a proxy of ours leads to."""
+    assert isinstance(proxy, NamedProxy)
+    return proxy.name
+
+
+def reasons(failures: Failures) -> dict[str, str]:
+    """Return why each client failed whose failure is known."""
+    found: dict[str, str] = {}
+    for failure in failures:
+        if isinstance(failure, ClientFailureError):
+            found[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
+        elif isinstance(failure, tuple):
+            proxy, result = failure
+            found[name_of(proxy)] = result.status.message[:300] or "failed"
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,18 @@ Field = TensorField | WeightsField | ScalarField
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What the fields of a message are measured by.
+
+    `axes`: the run's sizes by letter, e.g. {"C": 10, "D": 64}; `models`: for each WeightsField the
+    tensors that its model has.
+    """
+
+    axes: Mapping[str, int]
+    models: Mapping[str, Shapes] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
 class Contract:
     """The fields of the knowledge that one half of a method sends."""
 
@@ -95,24 +108,18 @@ class Contract:
         sender: str,
         tensors: Mapping[str, Array],
         scalars: Mapping[str, bool | int | float | str],
-        *,
-        dims: Mapping[str, int],
-        shapes: Mapping[str, Shapes],
+        sizes: Sizes,
     ) -> None:
-        """Raise KnowledgeError for the first fault of a message.
-
-        `dims` gives the run's sizes by letter, e.g. {"C": 10, "D": 64}; `shapes` gives, for each
-        WeightsField, the tensors that its model has.
-        """
+        """Raise KnowledgeError for the first fault of a message."""
         self._check_names(sender, tensors, scalars)
-        sizes = dict(dims)
+        axes = dict(sizes.axes)
         for field in self.fields:
             if isinstance(field, ScalarField):
                 _check_scalar(sender, field, scalars)
             elif isinstance(field, WeightsField):
-                _check_weights(sender, field, tensors, shapes.get(field.name, {}), sizes)
+                _check_weights(sender, field, tensors, sizes.models.get(field.name, {}), axes)
             else:
-                _check_tensor(sender, field, tensors, sizes)
+                _check_tensor(sender, field, tensors, axes)
 
     def _check_names(
         self, sender: str, tensors: Mapping[str, Array], scalars: Mapping[str, object]
@@ -127,6 +134,19 @@ class Contract:
             group, slash, _ = name.partition("/")
             if name not in tensor_names and not (slash and group in groups):
                 raise _undeclared(sender, name, tensor_names | groups)
+
+
+def poisonable(contract: Contract) -> tuple[Field, ...]:
+    """Return the fields of a message that are logits or weights.
+
+    Those that have a least value are not: what is below it would not be taken.
+    """
+    return tuple(
+        field
+        for field in contract.fields
+        if (isinstance(field, WeightsField) and field.low is None)
+        or (isinstance(field, TensorField) and field.name == "logits")
+    )
 
 
 def smallest_uint(size: int) -> np.dtype[Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fedhet.errors import KnowledgeError
 from fedhet.wire.knowledge import is_name
 
+SERVER = "server"
+"""The name by which the server signs; no client's."""
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 _ORDER = re.compile(r"([0-9a-f]{16})?")
@@ -58,7 +60,7 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     if "error" in properties:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")
-    if not isinstance(name, str) or not is_name(name) or name == "server":
+    if not isinstance(name, str) or not is_name(name) or name == SERVER:
         raise KnowledgeError(node, "name", f"is {name!r}, must be letters, digits, '.', '_', '-'")
     model = properties.get("model")
     if not isinstance(model, str) or not _MODEL.fullmatch(model):

@@ -1,0 +1,91 @@
+"""Where settings come from: `KEY=VALUE` on a command line, TOML files, named presets."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+
+import tomli_w
+from pydantic.fields import FieldInfo
+
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.schema import flatten, nest, parse_text, unknown
+from fedhet.config.tables import RunSettings
+from fedhet.errors import SettingsError, nearest
+
+PRESETS = resources.files("fedhet") / "presets"
+
+
+def all_settings() -> dict[str, FieldInfo]:
+    """Return every setting there is, of every method, by its full name."""
+    found = RunSettings.fields()
+    for name in method_names():
+        found |= find_method(name).settings()
+    return found
+
+
+def defaults_toml() -> str:
+    """Return every setting of every method at its default, as TOML: Flower's run config."""
+    return tomli_w.dumps(nest({name: info.default for name, info in all_settings().items()}))
+
+
+def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
+    """Return settings from `KEY=VALUE` texts, by their full names. Raises SettingsError.
+
+    KEY is a full name, or its last part where that is of one setting alone among those of every
+    run and of `method`.
+    """
+    known = RunSettings.fields() | (find_method(method).settings() if method else {})
+    values: dict[str, object] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign:
+            raise SettingsError(f"'{pair}' is no setting: write KEY=VALUE")
+        name = full_name(key.strip(), known)
+        if name in values:
+            raise SettingsError(f"setting '{name}' is given twice, the second time as {text!r}")
+        values[name] = parse_text(known.get(name) or all_settings().get(name), text.strip())
+    return values
+
+
+def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
+    """Return the full name of a setting that may be named by its last part alone.
+
+    Raises SettingsError where several end so, naming them, and for the name of a table.
+    """
+    if key in known:
+        return key
+    if inside := [name for name in known if name.startswith(f"{key}.")]:
+        raise SettingsError(f"'{key}' is a table of settings: {', '.join(inside)}")
+    ending = [name for name in known if name.endswith(f".{key}")]
+    if len(ending) > 1:
+        raise SettingsError(f"'{key}' is the end of several settings: {', '.join(ending)}")
+    if not ending and key not in all_settings():
+        raise unknown(key, all_settings())
+    return ending[0] if ending else key
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Return the settings in a TOML file, by their full names. Raises SettingsError."""
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"cannot read settings from {path}: {error}") from None
+
+
+def preset_names() -> dict[str, str]:
+    """Return the presets by name, each with the first line of its file."""
+    files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files}
+
+
+def read_preset(name: str) -> dict[str, object]:
+    """Return the settings of a preset. Raises SettingsError naming the nearest that exists."""
+    if name not in preset_names():
+        raise SettingsError(
+            f"preset '{name}' does not exist; `fedhet presets` lists all"
+            f"{nearest(name, preset_names())}"
+        )
+    return flatten(tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8")))

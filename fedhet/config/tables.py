@@ -1,0 +1,249 @@
+"""Every setting that a run has whatever its method, declared once, in tables.
+
+A table is what the part that reads it gets: `DataSettings` goes to the data, `TrainingSettings` to
+the optimiser, `ComputeSettings` to the devices.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fedhet.config.schema import (
+    Count,
+    CountOrNone,
+    Fraction,
+    NonNegative,
+    Positive,
+    Schema,
+    Span,
+    SpanOrAll,
+    is_machine,
+    machine,
+)
+
+
+class DataSettings(Schema):
+    """The data, how it is dealt to the clients, and what of it is public or unlabelled."""
+
+    dataset: str = Field(
+        "digits",
+        description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
+        "imagefolder:DIR or npz:DIR",
+    )
+    data_dir: str = machine("data", "where torchvision's datasets lie")
+    download: bool = machine(False, "may a missing dataset be downloaded?")
+    partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
+        "dirichlet", description="how the training set is dealt to the clients"
+    )
+    alpha: Positive = Field(0.5, description="Dirichlet's concentration; smaller is more skewed")
+    shards: Count = Field(2, description="shards a client, for partition = shards")
+    classes_per_client: Count = Field(2, description="classes a client, for partition = classes")
+    superclasses: str = Field(
+        "",
+        description="classes joined into superclasses, as a+b,c+d, or cifar100; empty = not joined",
+    )
+    label_space: Span = Field(
+        "6-8", description="classes a client draws, for partition = superclasses"
+    )
+    subclasses: SpanOrAll = Field(
+        "all", description="subclasses that a client holds of each, such as 1-2; all is IID"
+    )
+    samples_per_class: Count = Field(
+        50, description="samples a client holds of each, for partition = superclasses"
+    )
+    min_samples: Count = Field(10, description="least samples a client may be dealt")
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="share of a client's samples kept as its own test split"
+    )
+    image_size: CountOrNone = Field(
+        0, description="side to which an image folder is resized; 0 = as it is"
+    )
+    max_samples: CountOrNone = Field(
+        0, description="train on a seeded subset of this size; 0 = all"
+    )
+    max_test_samples: CountOrNone = Field(
+        0, description="evaluate on a seeded subset of the common test set; 0 = all"
+    )
+    public_dataset: str = Field(
+        "",
+        description="data that no client owns, named as 'dataset' is, or generated (tables); "
+        "empty = public-fraction",
+    )
+    public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of the training set kept from the clients as public data; 0 = none, or "
+        "0.2 for a method that needs it and has no public-dataset",
+    )
+    public_samples: CountOrNone = Field(
+        0, description="a seeded subset of public-dataset, or rows to generate; 0 = all"
+    )
+    labelled_alpha: NonNegative = Field(
+        0.0,
+        description="Dirichlet's concentration of each client's labelled and unlabelled share; "
+        "0 = all is labelled, or 0.5 for a method that needs unlabelled data",
+    )
+
+    @model_validator(mode="after")
+    def _public_data_has_one_source(self) -> DataSettings:
+        if self.public_dataset and self.public_fraction:
+            raise ValueError(
+                f"setting 'data.public-fraction' = {self.public_fraction} is not allowed: it takes "
+                f"0 with a 'data.public-dataset', which is {self.public_dataset!r}"
+            )
+        return self
+
+
+class ModelSettings(Schema):
+    """The clients' models."""
+
+    pool: str = Field(
+        "cnn2,cnn3,mlp,gems-resnet11,resnet10",
+        description="models, comma-separated, as `fedhet models` lists them; a method whose "
+        "clients must have one model has one of its own for this default",
+    )
+    deal: Literal["cycle", "shuffle"] = Field(
+        "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
+    )
+    num_classes: CountOrNone = Field(
+        0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names in the pool."""
+        return [name.strip() for name in self.pool.split(",") if name.strip()]
+
+
+class TrainingSettings(Schema):
+    """The clients' training; a server that trains a model of its own uses it too."""
+
+    local_epochs: Count = Field(5, description="epochs over a client's data a round")
+    batch_size: Count = Field(32, description="samples a minibatch")
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="the clients' optimiser")
+    lr: Positive = Field(1e-3, description="learning rate")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
+    weight_decay: NonNegative = Field(0.0, description="weight decay")
+
+
+class ComputeSettings(Schema):
+    """Where and in what precision models compute."""
+
+    device: str = machine("auto", "auto, cpu, cuda, cuda:N or mps")
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto is bfloat16 on a GPU that has it, else float32"
+    )
+    channels_last: Literal["auto", "true", "false"] = machine(
+        "auto", "memory format of images; auto is channels-last on a GPU"
+    )
+    threads: Count = machine(1, "torch threads a worker")
+    eval_batch_size: Count = machine(1024, "samples a batch in evaluation")
+
+
+class EngineSettings(ComputeSettings):
+    """Where a run runs, and how long and for how much it waits."""
+
+    backend: Literal["ray", "inline"] = machine(
+        "ray", "Flower's simulation on Ray, or everything in this process"
+    )
+    cpus_per_client: Positive = machine(1.0, "Ray: processors a worker takes")
+    gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
+        0.25, "Ray: share of a GPU a worker takes, where the device is one"
+    )
+    join_timeout: Positive = machine(120.0, "seconds to wait at the start for all clients")
+    min_clients: CountOrNone = machine(
+        0, "start with so many if the others do not come in time; 0 = all must come"
+    )
+    round_timeout: Positive = machine(
+        3600.0, "seconds after which a round goes on without those who are missing"
+    )
+    in_flight: CountOrNone = machine(
+        0,
+        "clients asked at once where each is sent something large of its own, which bounds the "
+        "server's memory; 0 = as many as there are workers, in a deployment all",
+    )
+    max_payload_mb: Positive = machine(2048.0, "a reply larger than this is refused, MB")
+
+
+class AttackSettings(Schema):
+    """Poisoned replies, for experiments on robustness."""
+
+    kind: Literal["none", "paf", "lie", "ofom"] = Field(
+        "none", description="how some of the clients' logits or weights are poisoned each round"
+    )
+    attackers: CountOrNone = Field(
+        0, description="clients poisoned a round; 0 = as FedGEMS has it: 1, or 2 for ofom"
+    )
+    scale: Positive = Field(
+        10.0, description="paf, ofom: length of what is added, in lengths of the benign mean"
+    )
+
+    @model_validator(mode="after")
+    def _attackers_attack(self) -> AttackSettings:
+        if self.attackers and self.kind == "none":
+            raise ValueError(
+                f"setting 'attack.attackers' = {self.attackers} is not allowed: it takes 0 without "
+                "an 'attack.kind'"
+            )
+        return self
+
+
+class RunSettings(Schema):
+    """What every run has, whatever its method."""
+
+    method: str = Field("felo", description="the method, as `fedhet methods` lists them")
+    rounds: Count = Field(10, description="rounds of the federation")
+    seed: CountOrNone = Field(0, description="the seed from which every random draw is derived")
+    clients: Count = Field(10, description="number of clients")
+    fraction: Fraction = Field(1.0, description="share of the clients sampled each round")
+    evaluate_every: Count = Field(
+        1, description="rounds between evaluations; the last round is always evaluated"
+    )
+    out: str = machine("", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>")
+    resume: bool = machine(
+        False, "go on with the run in 'out' after its last whole round, if one is there"
+    )
+    data: DataSettings = DataSettings()
+    models: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    engine: EngineSettings = EngineSettings()
+    attack: AttackSettings = AttackSettings()
+
+    @model_validator(mode="after")
+    def _a_run_to_resume_is_named(self) -> RunSettings:
+        if self.resume and not self.out:
+            raise ValueError(
+                "setting 'resume' = True is not allowed: it takes the run's directory in 'out'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_than_all_clients(self) -> RunSettings:
+        if self.attack.kind != "none" and self.attack.attackers >= self.clients:
+            raise ValueError(
+                f"setting 'attack.attackers' = {self.attack.attackers} is not allowed: "
+                f"it takes less than 'clients', which is {self.clients}"
+            )
+        if self.engine.min_clients > self.clients:
+            raise ValueError(
+                f"setting 'engine.min-clients' = {self.engine.min_clients} is not allowed: "
+                f"it takes at most 'clients', which is {self.clients}"
+            )
+        return self
+
+
+PLACE = frozenset({"out", "resume"})
+"""Settings that say where a run lies: its config.toml is without them."""
+RENAMED = MappingProxyType(
+    {"models": "models.pool", "attack": "attack.kind", "attack-scale": "attack.scale"}
+)
+"""Settings of version 0.1 that have another name within their table."""
+
+
+@cache
+def where_it_ran() -> frozenset[str]:
+    """Return the settings that say where and on what a run ran, not what it computes."""
+    return frozenset(name for name, info in RunSettings.fields().items() if is_machine(info))

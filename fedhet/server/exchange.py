@@ -1,0 +1,95 @@
+"""Instructions out, replies in: encoded once, counted, decoded, checked against the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flwr.common import Code, FitRes, Parameters, ndarrays_to_parameters
+
+from fedhet.errors import KnowledgeError
+from fedhet.runs.records import Measured, read_measures
+from fedhet.server.proxy import StoredReply
+from fedhet.server.round import RoundState
+from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import (
+    Envelope,
+    Knowledge,
+    decode,
+    encode,
+    expect,
+    payload_bytes,
+    read_arrays,
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer, checked against the contract."""
+
+    client: ClientInfo
+    knowledge: Knowledge
+    measured: Measured
+
+    @property
+    def samples(self) -> int:
+        """Return the client's training samples, from what it said of itself at the start."""
+        return self.client.samples
+
+    def saying(self, knowledge: Knowledge) -> Reply:
+        """Return this reply with other knowledge."""
+        return replace(self, knowledge=knowledge)
+
+
+class Exchange:
+    """The messages between a method's server half and its clients in one run."""
+
+    def __init__(
+        self, run: str, method: str, receives: Contract, max_bytes: int, state: RoundState
+    ) -> None:
+        """`receives` is the contract of replies, of `max_bytes` at most; `state` counts bytes."""
+        self._run, self._method = run, method
+        self._receives = receives
+        self._max_bytes = max_bytes
+        self._state = state
+
+    def encode(self, round: int, knowledge: Knowledge) -> Parameters:
+        """Return an instruction as it travels to one client, and count its bytes."""
+        payload = self._encoded(round, knowledge)
+        self._state.sent(payload_bytes(payload))
+        return payload
+
+    def encode_all(
+        self, round: int, instructions: Mapping[str, Knowledge]
+    ) -> dict[str, Parameters]:
+        """Return what each client is sent; an object that several are sent is encoded once."""
+        different = {id(knowledge): knowledge for knowledge in instructions.values()}
+        encoded = {key: self._encoded(round, each) for key, each in different.items()}
+        payloads = {name: encoded[id(each)] for name, each in instructions.items()}
+        self._state.sent(sum(map(payload_bytes, payloads.values())))
+        return payloads
+
+    def _encoded(self, round: int, knowledge: Knowledge) -> Parameters:
+        envelope = Envelope(self._run, self._method, round, SERVER)
+        return ndarrays_to_parameters(encode(envelope, knowledge))
+
+    def read(self, round: int, client: ClientInfo, result: FitRes, sizes: Sizes) -> Reply:
+        """Return a client's reply. Raises KnowledgeError for one that breaks the contract."""
+        payload, name = result.parameters, client.name
+        if isinstance(payload, StoredReply):  # not put into `result`, which outlives its turn
+            payload = payload.take()
+        self._state.received(payload_bytes(payload))
+        if result.status.code != Code.OK or "error" in result.metrics:
+            fault = str(result.metrics.get("error", result.status.message))[:300]
+            raise KnowledgeError(name, "answer", fault)
+        envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
+        expect(envelope, run=self._run, method=self._method, round=round, sender=name)
+        reply = Reply(client, knowledge, read_measures(name, result.metrics))
+        self.check(reply, sizes)
+        return reply
+
+    def check(self, reply: Reply, sizes: Sizes) -> None:
+        """Raise KnowledgeError unless a reply keeps the contract."""
+        said = reply.knowledge
+        self._receives.check(reply.client.name, said.tensors, said.scalars, sizes)
