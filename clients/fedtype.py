@@ -30,17 +30,15 @@ from fedhet.algorithms.proxies import (
     Proxy,
     VariationalProxy,
 )
-from fedhet.arrays import Array, Shapes, grouped
-from fedhet.client.node import Node
-from fedhet.config.schema import MethodSettings, Settings
+from fedhet.arrays import Array, grouped
+from fedhet.data import Split
 from fedhet.errors import KnowledgeError
-from fedhet.models import HetModel, build
-from fedhet.models.weights import load_weights
+from fedhet.models import HetModel, build, load_weights
 from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, logits_of
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
-from strategies.fedtype import FedTypeSettings, proxy_shapes
+from strategies.fedtype import FedTypeSettings
 
 
 class FedTypeClient(HetClient):
@@ -65,13 +63,7 @@ class FedTypeClient(HetClient):
         )
     )
 
-    def __init__(
-        self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
-    ) -> None:
-        super().__init__(run, settings, receives, node)
-        self._hold_out()
-
-    def _hold_out(self) -> None:
+    def prepare(self) -> None:
         """Part D' from D: of all samples of the client 7:2:1 for training, test, calibration."""
         everything = len(self.y) + len(self.tests["personal"])
         count = max(1, round(self.settings.calibration * everything))
@@ -81,25 +73,19 @@ class FedTypeClient(HetClient):
             torch.tensor(part.copy(), device=self.compute.device)
             for part in (order[:count], order[count:])
         )
-        self.held_x, self.held_y = self.x[held], self.y[held]
-        self.x, self.y = self.x[rest], self.y[rest]
+        self.held_out = Split(self.x[held], self.y[held])
+        self.samples.own = Split(self.x[rest], self.y[rest])
 
-    def setup(self) -> dict[str, HetModel]:
+    def setup(self) -> dict[str, nn.Module]:
         """Build the private model and the proxy."""
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
-    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the private model, the proxy, and the server's proxy as it came last."""
-        judged: dict[str, nn.Module] = dict(self.models)
+        models = dict(self.models)
         if weights := knowledge.group("proxy"):
-            judged["global"] = self._new_proxy()
-            load_weights(judged["global"], weights)
-            self.compute.place(judged["global"])
-        return judged
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return the tensors of the proxy, and of its scales."""
-        return proxy_shapes(self.settings.proxy, self.info.shape, self.info.classes)
+            models["global"] = self.placed(self._new_proxy(), weights)
+        return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run Algorithm 1 from the server's proxy."""
@@ -145,7 +131,7 @@ class Reciprocity:
     def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
         self.client = client
         self.settings = client.settings
-        self.private = client.models["private"].train()
+        self.private = client.network.train()
         self.proxy = proxy
         self.proxy.model.train()
         self.optimizing: Optimization = client.optimization(
@@ -165,9 +151,12 @@ class Reciprocity:
         if self.settings.backward == "conformal":
             self.calibrate()
         rows = self.rows(epoch)
-        if rows is None or len(rows) > 1:
-            self.client.train_epoch(
-                self.loss, self.optimizing, self.order, rows=rows, stepped=self.proxy.stepped
+        x, y = self.client.x, self.client.y
+        if rows is not None:
+            x, y = x[rows], y[rows]
+        if len(y) > 1:
+            self.client.train_epochs(
+                x, y, self.loss, self.optimizing, self.order, epochs=1, stepped=self.proxy.stepped
             )
 
     def rows(self, epoch: int) -> Tensor | None:
@@ -180,17 +169,17 @@ class Reciprocity:
     def calibrate(self) -> None:
         """Learn both conformal models (Eq. 5), and how far the proxy's sets must shrink (Eq. 7)."""
         client = self.client
-        proxy = logits_of(self.proxy.model, client.held_x, client.compute)
-        private = logits_of(self.private, client.held_x, client.compute)
+        proxy = logits_of(self.proxy.model, client.held_out.x, client.compute)
+        private = logits_of(self.private, client.held_out.x, client.compute)
         self.calibrations = (self._calibration(proxy), self._calibration(private))
-        accuracy = (proxy.argmax(1) == client.held_y).float().mean().item()
+        accuracy = (proxy.argmax(1) == client.held_out.y).float().mean().item()
         change = 0.0 if self.accuracy is None else accuracy - self.accuracy
         self.penalty = dynamic_penalty(change, self.settings.lambda_, self.settings.g)
         self.accuracy = accuracy
 
     def _calibration(self, logits: Tensor) -> Calibration:
-        u = self.factors(len(logits))
-        return calibrate(logits, self.client.held_y, u, theta=self.settings.theta, raps=self.raps)
+        u, labels = self.factors(len(logits)), self.client.held_out.y
+        return calibrate(logits, labels, u, theta=self.settings.theta, raps=self.raps)
 
     def factors(self, count: int) -> Tensor:
         """Return u of Eq. 6, [count]: uniform from 0 to 1, or fixed."""
