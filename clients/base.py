@@ -18,10 +18,9 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.arrays import Shapes, group
-from fedhet.client.node import Node
-from fedhet.config.schema import MethodSettings, Settings
-from fedhet.data import GENERATED, Split, labelled_parts, public_set, refuse_overlap
+from fedhet.arrays import group
+from fedhet.config.schema import MethodSettings
+from fedhet.data import GENERATED, DataSpec, Split, labelled_parts, public_set, refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.models import HetModel, Refitted, Within, build, build_any
@@ -53,18 +52,14 @@ class HetClient(NumPyClient):
     any_model: ClassVar[bool] = False
     """Does the method train its model by `fit_private` alone, so that it needs no gradients?"""
 
-    def __init__(
-        self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
-    ) -> None:
-        self.run = (
-            run
-            if node.device == run.engine.device
-            else run.model_copy(update={"device": node.device})
-        )
-        self.settings = settings
-        self.receives = receives
+    def __init__(self, config, node) -> None:
+        run = config.run
+        self.config = config
+        self.run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": node.device})})
+        self.settings = config.own
+        self.receives = config.method.strategy.sends
         self.node = node
-        self.compute = compute_for(self.run)
+        self.compute = compute_for(self.run.engine)
         data = node.load_data(run)
         labelled, rest = labelled_parts(data, run.data.labelled_alpha, run.seed, node.name)
         samples = len(labelled) + len(rest)
@@ -125,13 +120,8 @@ class HetClient(NumPyClient):
         """
         return self.x, self.y
 
-    def dims(self) -> dict[str, int]:
-        """Return the run's sizes by the letters of the contract; C is the number of classes."""
-        return {"C": self.info.classes}
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return, for each WeightsField of the server's messages, the tensors of its model."""
-        return {}
+    def sizes(self):
+        return self.config.method.spec.sizes(self.settings, self.info)
 
     # What a method uses.
 
@@ -216,7 +206,7 @@ class HetClient(NumPyClient):
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
         """Return a fresh optimiser over all of `parameters`."""
-        return optimization([p for group in parameters for p in group], self.run, self.compute)
+        return optimization([p for group in parameters for p in group], self.run.training, self.compute)
 
     def generator(self, round: int, use: str) -> torch.Generator:
         """Return the generator of this client's draws in a round for one use."""
@@ -311,8 +301,7 @@ class HetClient(NumPyClient):
             "server",
             knowledge.tensors,
             knowledge.scalars,
-            dims=self.dims(),
-            shapes=self.shapes(),
+            sizes=self.sizes(),
         )
 
     def _train(self, envelope: Envelope, knowledge: Knowledge) -> tuple[Knowledge, float]:
@@ -366,7 +355,7 @@ class HetClient(NumPyClient):
 
     def _without_gradients(self) -> Refitted | None:
         """Return a new private model if it is one without gradients, and the method takes such."""
-        if not type(self).any_model:
+        if not self.config.method.spec.any_model:
             return None
         info = self.info
         built = build_any(self.node.model, info.shape, info.classes, seed=self.run.seed)

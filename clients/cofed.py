@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clients.base import HetClient
 from fedhet.runs.records import PROTOCOLS
 from fedhet.training import logits_of
-from fedhet.wire.contract import Contract, TensorField, smallest_uint
+from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 from strategies.cofed import CofedSettings
 
@@ -26,7 +26,6 @@ class CofedClient(HetClient):
     Nothing of its model or training leaves it: whatever can `fit` and `predict` may take part.
     """
 
-    any_model = True
     settings: CofedSettings
     sends = Contract(
         (
@@ -56,9 +55,9 @@ class CofedClient(HetClient):
         """The public samples [N, ...], on the device; their labels are left aside."""
         return self.compute.images(self.public_set(labelled=False).x)
 
-    def dims(self) -> dict[str, int]:
+    def sizes(self):
         """Return C classes, L = C + 1 with none, N public instances."""
-        return super().dims() | {"L": self.info.classes + 1, "N": len(self.public)}
+        return Sizes({"C": self.info.classes, "L": self.info.classes + 1, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run steps 1, 4 and 2 of Section 4.1, those that are due.

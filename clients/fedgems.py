@@ -21,7 +21,7 @@ from fedhet.devices import Compute
 from fedhet.errors import KnowledgeError
 from fedhet.models import HetModel
 from fedhet.training import Optimization, logits_of, train_epoch
-from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fedgems import FedGemsSettings
 
@@ -39,9 +39,9 @@ class FedGemsClient(HetClient):
         """The public set, on the device."""
         return _placed(self.public_set(labelled=True), self.compute)
 
-    def dims(self) -> dict[str, int]:
+    def sizes(self):
         """Return C and B (bytes of a bit a public sample)."""
-        return {**super().dims(), "B": -(-len(self.public) // 8)}
+        return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 19 to 27, then ClientSelect (lines 31 to 33).

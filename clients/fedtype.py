@@ -30,9 +30,7 @@ from fedhet.algorithms.proxies import (
     Proxy,
     VariationalProxy,
 )
-from fedhet.arrays import Array, Shapes, grouped
-from fedhet.client.node import Node
-from fedhet.config.schema import MethodSettings, Settings
+from fedhet.arrays import Array, grouped
 from fedhet.errors import KnowledgeError
 from fedhet.models import HetModel, build
 from fedhet.models.weights import load_weights
@@ -40,7 +38,7 @@ from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, logits_of
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
-from strategies.fedtype import FedTypeSettings, proxy_shapes
+from strategies.fedtype import FedTypeSettings
 
 
 class FedTypeClient(HetClient):
@@ -65,10 +63,8 @@ class FedTypeClient(HetClient):
         )
     )
 
-    def __init__(
-        self, run: Settings, settings: MethodSettings, receives: Contract, node: Node
-    ) -> None:
-        super().__init__(run, settings, receives, node)
+    def __init__(self, config, node) -> None:
+        super().__init__(config, node)
         self._hold_out()
 
     def _hold_out(self) -> None:
@@ -96,10 +92,6 @@ class FedTypeClient(HetClient):
             load_weights(judged["global"], weights)
             self.compute.place(judged["global"])
         return judged
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return the tensors of the proxy, and of its scales."""
-        return proxy_shapes(self.settings.proxy, self.info.shape, self.info.classes)
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run Algorithm 1 from the server's proxy."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from clients.base import HetClient
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
-from fedhet.arrays import Shapes, grouped
-from fedhet.models import HetModel, shapes
+from fedhet.arrays import grouped
+from fedhet.models import HetModel
 from fedhet.models.weights import load_weights, to_arrays
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
@@ -35,15 +35,6 @@ class FeloClient(HetClient):
     def setup(self) -> dict[str, HetModel]:
         """Build the private model with features of the run's width."""
         return {"private": self.build_model(self.settings.feature_dim)}
-
-    def dims(self) -> dict[str, int]:
-        """Return C and the run's feature width D."""
-        return super().dims() | {"D": self.settings.feature_dim}
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return the tensors of the client's own architecture."""
-        own = shapes(self.node.model, self.info.shape, self.info.classes, self.settings.feature_dim)
-        return {"weights": own}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 9 to 15 of Algorithm 1.

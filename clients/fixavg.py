@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from clients.base import HetClient
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
-from fedhet.arrays import Shapes, grouped
+from fedhet.arrays import grouped
 from fedhet.data import UNKNOWN
-from fedhet.models import shapes
 from fedhet.models.weights import load_weights, to_arrays
 from fedhet.training import evaluating, train_epoch
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
@@ -40,10 +39,6 @@ class FixAvgClient(HetClient):
             ),
         )
     )
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return the tensors of the client's own architecture."""
-        return {"weights": shapes(self.node.model, self.info.shape, self.info.classes)}
 
     def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the model after training, and the average as it came last."""

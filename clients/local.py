@@ -9,8 +9,6 @@ from fedhet.wire.knowledge import Knowledge
 class LocalClient(HetClient):
     """Cross-entropy on the client's own data, the same number of epochs as in a method."""
 
-    any_model = True
-
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; tell the server nothing."""
         self.fit_private(

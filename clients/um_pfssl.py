@@ -36,10 +36,10 @@ from fedhet.algorithms.uncertainty import (
     relation,
     semi_supervised_loss,
 )
-from fedhet.arrays import Array, Shapes, grouped
+from fedhet.arrays import Array, grouped
 from fedhet.data import UNKNOWN
 from fedhet.errors import KnowledgeError
-from fedhet.models import HetModel, shapes
+from fedhet.models import HetModel
 from fedhet.models.weights import load_weights, to_arrays
 from fedhet.seeding import seeded
 from fedhet.storage import ModelStore
@@ -74,10 +74,6 @@ class UmPfsslClient(HetClient):
             ),
         )
     )
-
-    def shapes(self) -> dict[str, Shapes]:
-        """Return the tensors of the run's one architecture."""
-        return {"models": shapes(self.node.model, self.info.shape, self.info.classes)}
 
     def trains(self, knowledge: Knowledge) -> bool:
         """Tell whether the client is sampled, or has yet to warm up."""

@@ -17,10 +17,6 @@ class VeloClient(FeloClient):
 
     settings: VeloSettings
 
-    def dims(self) -> dict[str, int]:
-        """Return C, D and the features that come of each class, S."""
-        return super().dims() | {"S": self.settings.samples_per_class}
-
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
         """Return the server's entries, S features a class, or None where it has none."""
         teacher = super().read_teacher(round, knowledge)

@@ -7,8 +7,7 @@ come the validation of every message, `fedhet methods NAME` and the reference pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,7 +89,7 @@ class Sizes:
     """
 
     axes: Mapping[str, int]
-    models: Mapping[str, Shapes] = MappingProxyType({})
+    models: Mapping[str, Shapes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
