@@ -7,7 +7,8 @@ come the validation of every message, `fedhet methods NAME` and the reference pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Sizes:
     """
 
     axes: Mapping[str, int]
-    models: Mapping[str, Shapes] = field(default_factory=dict)
+    models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
 
 
 @dataclass(frozen=True)
