@@ -14,12 +14,13 @@ from pydantic import AfterValidator, Field
 
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
 from fedhet.arrays import Array, grouped, groups
-from fedhet.config.schema import Count, MethodSettings, refused
+from fedhet.config.methods import MethodSpec
+from fedhet.config.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.errors import KnowledgeError, nearest
-from fedhet.wire.contract import Contract, ScalarField, TensorField, smallest_uint
+from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, is_name
-from strategies.base import HetStrategy, Reply
+from strategies.base import HetStrategy, Reply, Selection
 
 EQUAL, SAMPLES = "equal", "samples"
 MOST_WEIGHT = 1e6
@@ -69,6 +70,10 @@ class CofedSettings(MethodSettings):
     )
     update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
 
+    def fixed_rounds(self) -> int:
+        """Return one round of local training, and one of update training an iteration."""
+        return self.iterations + 1
+
 
 class CofedStrategy(HetStrategy):
     """Collects predictions on the public set, votes, and gives each client what suits its task."""
@@ -97,12 +102,6 @@ class CofedStrategy(HetStrategy):
         )
     )
 
-    @classmethod
-    def fixed_rounds(cls, settings: MethodSettings) -> int:
-        """Return one round of local training, and one of update training an iteration."""
-        assert isinstance(settings, CofedSettings)
-        return settings.iterations + 1
-
     def init(self) -> None:
         """Start without votes."""
         self.weights = given_weights(self.settings.credibility)
@@ -111,18 +110,18 @@ class CofedStrategy(HetStrategy):
         self.instances = len(self.public_set(labelled=False))
         self.votes: dict[str, Vote] = {}
         """What each participant said last."""
-        self.joined = aggregate([], self.classes, self.settings.threshold)
+        self.joined = aggregate([], self.task.classes, self.settings.threshold)
         """Which instances are in which P_k, [C, N]."""
 
-    def sample(self, round: int, names: Sequence[str]) -> list[str]:
+    def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Return the clients of a round: the same in each, so that those who vote are taught."""
-        return super().sample(1, names)
+        return super().select(1, members)
 
-    def dims(self) -> dict[str, int]:
-        """Return C classes, L = C + 1 with none, N public instances."""
-        return super().dims() | {"L": self.classes + 1, "N": self.instances}
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return C classes, and N public instances."""
+        return Sizes({"C": client.classes, "N": self.instances})
 
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send R_i to those who voted (step 3, Eq. 19); ask for predictions unless it is the last.
 
         Whoever has not voted has no label space that the server knows of, and trains alone.
@@ -132,16 +131,18 @@ class CofedStrategy(HetStrategy):
             return Knowledge(scalars=predict)
         return Knowledge({"labels": self._labels(self.votes[client.name].space)}, predict)
 
-    def check_reply(self, round: int, client: ClientInfo, knowledge: Knowledge) -> None:
-        """Raise KnowledgeError for a vote that is missing, or outside its own label space."""
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply. Raises KnowledgeError for a missing vote, or one outside its space."""
         if round > self.settings.iterations:
-            return
-        if "predictions" not in knowledge.tensors:
-            raise KnowledgeError(client.name, "predictions", "missing")
-        said, space = knowledge.tensors["predictions"], knowledge.tensors["space"]
+            return reply
+        name, tensors = reply.client.name, reply.knowledge.tensors
+        if "predictions" not in tensors:
+            raise KnowledgeError(name, "predictions", "missing")
+        said, space = tensors["predictions"], tensors["space"]
         if not np.isin(said, space).all():
             odd = said[~np.isin(said, space)][0]
-            raise KnowledgeError(client.name, "predictions", f"holds {odd}, not in its label space")
+            raise KnowledgeError(name, "predictions", f"holds {odd}, not in its label space")
+        return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take the votes in and count them (Algorithm 1)."""
@@ -154,7 +155,7 @@ class CofedStrategy(HetStrategy):
         self._vote()
         return self._figures()
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return the votes."""
         kept: dict[str, Array] = {}
         for client, vote in self.votes.items():
@@ -162,17 +163,17 @@ class CofedStrategy(HetStrategy):
             kept |= grouped(f"votes/{client}", parts | {"weight": np.array(vote.weight)})
         return kept
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned, and count again."""
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned, and count again."""
         self.votes = {
             name: Vote(kept["predictions"], kept["space"], float(kept["weight"]))
-            for name, kept in groups(saved, "votes").items()
+            for name, kept in groups(state, "votes").items()
         }
         self._vote()
 
     def _vote(self) -> None:
         heard = [self.votes[name] for name in sorted(self.votes)]
-        self.joined = aggregate(heard, self.classes, self.settings.threshold)
+        self.joined = aggregate(heard, self.task.classes, self.settings.threshold)
 
     def _weight(self, reply: Reply) -> float:
         if self.settings.credibility == SAMPLES:
@@ -188,7 +189,7 @@ class CofedStrategy(HetStrategy):
             self.log.notice(f"cofed.credibility: no client {name!r} is there yet")
 
     def _labels(self, space: Array) -> Array:
-        labels = np.full(self.instances, self.classes, smallest_uint(self.classes + 1))
+        labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
         kept, classes = for_space(self.joined, space)
         labels[kept] = classes
         return labels

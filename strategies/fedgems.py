@@ -14,17 +14,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhet.algorithms.selective import Lesson, fuse, fuse_all, split, taught_loss
+from fedhet.algorithms.selective import Targets, fuse, fuse_all, split, taught_loss
 from fedhet.arrays import Array, group, grouped
+from fedhet.config.methods import MethodSpec
 from fedhet.config.schema import Count, MethodSettings
 from fedhet.data import refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import StateError
-from fedhet.models import ModelName, build
+from fedhet.models import ModelName, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
 from fedhet.training import logits_of, optimization, train_epoch
-from fedhet.wire.contract import Contract, TensorField
-from fedhet.wire.identity import ClientInfo
+from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
@@ -85,16 +86,16 @@ class FedGemsStrategy(HetStrategy):
         """Build the server's model; the pool of global logits is empty."""
         # Sums depend on the number of threads: the run is the same beside Ray's workers and alone.
         torch.set_num_threads(self.run.engine.threads)
-        self.compute = compute_for(self.run)
+        self.compute = compute_for(self.run.engine)
         public = self.public_set(labelled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
         self.x, self.y = self.compute.images(public.x), public.y.to(self.compute.device)
         self.model = build(
-            self.settings.server_model, self.task.shape, self.classes, seed=self.run.seed
+            self.settings.server_model, self.task.shape, self.task.classes, seed=self.run.seed
         )
         self.compute.place(self.model)
-        self.pool = Lesson.none(len(self.y), self.classes, self.compute.device)
+        self.pool = Targets.none(len(self.y), self.task.classes, self.compute.device)
         """L_Global: the logits with which each sample was last predicted right."""
         self.logits = self._predict()
         """L_s, [N, C]."""
@@ -104,21 +105,20 @@ class FedGemsStrategy(HetStrategy):
         """After which round the logits are that each client has."""
         self._prepare()
 
-    def dims(self) -> dict[str, int]:
-        """Return C, B (bytes of a bit a public sample) and Q (samples asked for)."""
-        asked = int(self.wanted.sum())
-        return {**super().dims(), "B": -(-len(self.y) // 8), "Q": asked}
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return C, and the number of samples asked for, Q."""
+        return Sizes({"C": client.classes, "Q": int(self.wanted.sum())})
 
-    def judged(self) -> dict[str, nn.Module]:
+    def eval_models(self) -> dict[str, nn.Module]:
         """Return the server's model."""
         return {"server": self.model}
 
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send L_s (line 17), or what of it the client has not, and ask for help (line 11)."""
         held = self.held.pop(client.name, 0)  # who does not answer may not have it
-        if held not in self._told:
-            self._told[held] = Knowledge(self._logits_since(held))
-        return self._told[held]
+        if held not in self._instructions_by_version:
+            self._instructions_by_version[held] = Knowledge(self._logits_since(held))
+        return self._instructions_by_version[held]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Train on what the clients answered (lines 4 to 15)."""
@@ -126,37 +126,36 @@ class FedGemsStrategy(HetStrategy):
         if version:
             self.held |= {reply.client.name: version for reply in replies}
         answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
-        lesson = self._lesson(torch.tensor(answers))
-        with seeded(self.run.seed, "server", round, device=self.compute.device):
-            counts = self._train(round, lesson)
+        targets = self._targets(torch.tensor(answers))
+        with seeded(self.run.seed, SERVER, round, device=self.compute.device):
+            counts = self._train(round, targets)
         before, self.logits = self.logits, self._predict()
         if not np.isfinite(self.logits).all():
             raise StateError("the server's training diverged; a smaller 'lr' may help")
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
-        figures = self._figures(counts, lesson)
+        figures = self._figures(counts, targets)
         self._prepare()
         return figures
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return the server's model, the pool, its logits and who has which of them."""
-        model = {name: tensor.cpu().numpy() for name, tensor in self.model.state_dict().items()}
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
         return {
-            **grouped("model", model),
+            **grouped("model", to_arrays(self.model)),
             **grouped("pool", pool),
             **grouped("held", held),
             "logits": self.logits,
             "changed": self.changed,
         }
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        self.model.load_state_dict({k: torch.tensor(v) for k, v in group(saved, "model").items()})
-        pool = {k: torch.tensor(v) for k, v in group(saved, "pool").items()}
-        self.pool = Lesson(**{k: v.to(self.compute.device) for k, v in pool.items()})
-        self.held = {client: int(round) for client, round in group(saved, "held").items()}
-        self.logits, self.changed = saved["logits"], saved["changed"].copy()
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        load_weights(self.model, group(state, "model"))
+        pool = {k: torch.tensor(v) for k, v in group(state, "pool").items()}
+        self.pool = Targets(**{k: v.to(self.compute.device) for k, v in pool.items()})
+        self.held = {client: int(round) for client, round in group(state, "held").items()}
+        self.logits, self.changed = state["logits"], state["changed"].copy()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -165,35 +164,35 @@ class FedGemsStrategy(HetStrategy):
         if self.settings.selective:
             logits = torch.tensor(self.logits, device=self.compute.device)
             self.wanted = split(logits, self.y, self.pool.known)[2].cpu().numpy()
-        self._told: dict[int, Knowledge] = {}
-        """What those are told whose logits are of a round."""
+        self._instructions_by_version: dict[int, Knowledge] = {}
+        """What those are sent whose logits are of a round."""
 
     def _logits_since(self, held: int) -> dict[str, Array]:
-        """Return what a client is told that has the logits of round `held`; 0: it has none.
+        """Return what a client is sent that has the logits of round `held`; 0: it has none.
 
         The logits whole, or those changed since if that is fewer bytes. A server that has not
         trained yet has none to send (ours).
         """
-        told: dict[str, Array] = {}
+        sent: dict[str, Array] = {}
         if self.settings.selective:
-            told["wanted"] = np.packbits(self.wanted)
+            sent["wanted"] = np.packbits(self.wanted)
         if self.changed.any():
-            told["logits"] = self.logits
+            sent["logits"] = self.logits
             new = self.changed > held
             bits = np.packbits(new)
             if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
-                told |= {"logits": self.logits[new], "changed": bits}
-        return told
+                sent |= {"logits": self.logits[new], "changed": bits}
+        return sent
 
-    def _lesson(self, answers: Tensor) -> Lesson:
-        """Return what clients' logits [K, Q, C] on the wanted samples teach of all samples."""
+    def _targets(self, answers: Tensor) -> Targets:
+        """Return the targets of all samples from clients' logits [K, Q, C] on the wanted ones."""
         rows = torch.tensor(self.wanted.nonzero()[0])
         fused = fuse(answers, self.y.cpu()[rows]) if self.settings.selective else fuse_all(answers)
-        lesson = Lesson.none(len(self.y), self.classes, torch.device("cpu"))
-        lesson.keep(rows, fused.logits, fused.known)
-        return Lesson(lesson.logits.to(self.x.device), lesson.known.to(self.x.device))
+        found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
+        found.keep(rows, fused.logits, fused.known)
+        return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
 
-    def _train(self, round: int, lesson: Lesson) -> list[float]:
+    def _train(self, round: int, targets: Targets) -> list[float]:
         """Train the server's epochs; return the sizes of S1, S2 and S3 in the last one.
 
         A minibatch is split by the model as it then is (lines 5 to 12).
@@ -206,20 +205,20 @@ class FedGemsStrategy(HetStrategy):
             right, recalled, helped = split(logits, labels, self.pool.known[rows])
             counts.add_(torch.stack([right.sum(), recalled.sum(), helped.sum()]))
             teacher = torch.where(
-                recalled.unsqueeze(1), self.pool.logits[rows], lesson.logits[rows]
+                recalled.unsqueeze(1), self.pool.logits[rows], targets.logits[rows]
             )
             self.pool.keep(rows, logits.detach(), right)
-            taught = recalled | (helped & lesson.known[rows])
+            taught = recalled | (helped & targets.known[rows])
             return taught_loss(logits, labels, teacher, taught, epsilon)
 
         def unselective(x: Tensor, rows: Tensor) -> Tensor:
             counts[2] += len(rows)
-            teacher, taught = lesson.logits[rows], lesson.known[rows]
+            teacher, taught = targets.logits[rows], targets.known[rows]
             return taught_loss(model(x), self.y[rows], teacher, taught, epsilon)
 
         rows = torch.arange(len(self.y), device=self.compute.device)
-        optimizing = optimization(model.parameters(), self.run, self.compute)
-        generator = torch_generator(self.run.seed, "server", round)
+        optimizing = optimization(model.parameters(), self.run.training, self.compute)
+        generator = torch_generator(self.run.seed, SERVER, round)
         for _ in range(self.settings.server_epochs):
             counts.zero_()
             train_epoch(
@@ -233,7 +232,7 @@ class FedGemsStrategy(HetStrategy):
             )
         return counts.tolist()
 
-    def _figures(self, counts: Sequence[float], lesson: Lesson) -> dict[str, float]:
+    def _figures(self, counts: Sequence[float], targets: Targets) -> dict[str, float]:
         """Return what Fig. 3 and Table 6 show, and how many of those asked for nobody knew."""
         asked = float(self.wanted.sum())
         return {
@@ -241,7 +240,7 @@ class FedGemsStrategy(HetStrategy):
             "s2": counts[1],
             "s3": counts[2],
             "asked": asked,
-            "nobody_right": asked - float(lesson.known.sum()),
+            "nobody_right": asked - float(targets.known.sum()),
             "upload_ratio": asked / len(self.y),
         }
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.proxies import LEAST_SCALE, START_SCALE
-from fedhet.arrays import Array, Shapes, group, grouped
-from fedhet.config.schema import MethodSettings
-from fedhet.models import ModelName, build, shapes, trained_shapes
-from fedhet.wire.contract import Contract, WeightsField
+from fedhet.arrays import Array, group, grouped
+from fedhet.config.methods import MethodSpec
+from fedhet.config.schema import Count, MethodSettings, NonNegative, Positive
+from fedhet.models import ModelName, build, shapes, to_arrays, trained_shapes
+from fedhet.runs.records import mean_figures
+from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
@@ -74,12 +76,11 @@ class FedTypeSettings(MethodSettings):
         raise ValueError("it takes random, or a number from 0 to 1")
 
 
-def proxy_shapes(proxy: str, shape: tuple[int, ...], classes: int) -> dict[str, Shapes]:
-    """Return the tensors of a proxy, and, as "scale", of those of them that are trained."""
-    return {
-        "proxy": shapes(proxy, shape, classes),
-        "scale": trained_shapes(proxy, shape, classes),
-    }
+def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
+    """Return C, the tensors of the proxy, and, as "scale", those of them that are trained."""
+    whole = shapes(settings.proxy, client.shape, client.classes)
+    trained = trained_shapes(settings.proxy, client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 
 class FedTypeStrategy(HetStrategy):
@@ -87,7 +88,8 @@ class FedTypeStrategy(HetStrategy):
 
     spec = MethodSpec(
         title="identical small proxies, and conformal sets between proxy and private model",
-        paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
+        paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity "
+        "Learning",
         headline="personal",
         settings=FedTypeSettings,
         sizes=proxy_sizes,
@@ -108,67 +110,52 @@ class FedTypeStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start from a new proxy."""
-        model = build(self.settings.proxy, self.task.shape, self.classes, seed=self.run.seed)
-        self.proxy: dict[str, Array] = {k: v.numpy() for k, v in model.state_dict().items()}
+        task = self.task
+        model = build(self.settings.proxy, task.shape, task.classes, seed=self.run.seed)
+        self.proxy = to_arrays(model)
         self.scale: dict[str, Array] = {}
         if self.settings.aggregation == "pfedbayes":
             self.scale = {
                 name: np.full(tuple(p.shape), START_SCALE, np.float32)
                 for name, p in model.named_parameters()
             }
-        self._told = self._tell()
+        self._instruct_all()
 
-    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
-        """Return the tensors of the proxy, and of its scales."""
-        return proxy_shapes(self.settings.proxy, self.task.shape, self.classes)
-
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send the server's proxy, from which the client's starts."""
-        return self._told
+        return self._instruction
 
-    def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last proxy, to be measured; before, each round measures what it started from."""
-        return self._told if round == self.run.rounds else None
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last proxy; before the last round, each evaluates what it started from."""
+        return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average the proxies by samples (Section 3.3), and the scales of variational ones."""
         self.proxy = self._mix(self.proxy, _average(replies, "proxy"))
         if self.settings.aggregation == "pfedbayes":
             self.scale = _average(replies, "scale") or self.scale
-        self._told = self._tell()
-        return _mean_figures(replies)
+        self._instruct_all()
+        return mean_figures([reply.knowledge.scalars for reply in replies])
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return the server's proxy, as it is sent."""
-        return dict(self._told.tensors)
+        return dict(self._instruction.tensors)
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        self.proxy, self.scale = group(saved, "proxy"), group(saved, "scale")
-        self._told = self._tell()
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        self.proxy, self.scale = group(state, "proxy"), group(state, "scale")
+        self._instruct_all()
 
     def _mix(self, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
         """Return (1 - beta) old + beta new, which is pFedMe's; beta is 1 for the others."""
         beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
         return new if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
 
-    def _tell(self) -> Knowledge:
-        return Knowledge(grouped("proxy", self.proxy) | grouped("scale", self.scale))
+    def _instruct_all(self) -> None:
+        """Make the one instruction for all clients."""
+        self._instruction = Knowledge(grouped("proxy", self.proxy) | grouped("scale", self.scale))
 
 
 def _average(replies: Sequence[Reply], group: str) -> dict[str, Array]:
     models = [(weights, r.samples) for r in replies if (weights := r.knowledge.group(group))]
     return average_weights(models) if models else {}
-
-
-def _mean_figures(replies: Sequence[Reply]) -> dict[str, float]:
-    """Return the mean over clients of each figure that they report."""
-    names = sorted({name for reply in replies for name in reply.knowledge.scalars})
-    return {
-        name: float(
-            np.mean(
-                [float(r.knowledge.scalars[name]) for r in replies if name in r.knowledge.scalars]
-            )
-        )
-        for name in names
-    }

@@ -13,10 +13,11 @@ from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, average
-from fedhet.arrays import Array, Shapes, grouped, groups
-from fedhet.config.schema import Count, MethodSettings
+from fedhet.arrays import Array, grouped, groups
+from fedhet.config.methods import MethodSpec
+from fedhet.config.schema import Count, MethodSettings, NonNegative
 from fedhet.models import shapes
-from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
@@ -33,6 +34,12 @@ class FeloSettings(MethodSettings):
     share_weights: bool = Field(
         True, description="send the weights too, to be averaged within an architecture"
     )
+
+
+def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
+    """Return C, the feature width D, and the tensors of the client's architecture."""
+    own = shapes(client.model, client.shape, client.classes, settings.feature_dim)
+    return Sizes({"C": client.classes, "D": settings.feature_dim}, {"weights": own})
 
 
 class FeloStrategy(HetStrategy):
@@ -83,33 +90,24 @@ class FeloStrategy(HetStrategy):
         """The server dataset: each client's latest knowledge."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
-        self._taught: dict[str, Knowledge] = {}
-        """What this round's clients of an architecture are told."""
+        self._instructions_by_model: dict[str, Knowledge] = {}
+        """What this round's clients of an architecture are sent."""
 
-    def dims(self) -> dict[str, int]:
-        """Return C and the run's feature width D."""
-        return super().dims() | {"D": self.settings.feature_dim}
-
-    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
-        """Return the tensors of the client's architecture."""
-        own = shapes(client.model, client.shape, client.classes, self.settings.feature_dim)
-        return {"weights": own}
-
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send every class's averages, and the weights of the client's architecture (line 6)."""
-        if client.model not in self._taught:
-            self._taught[client.model] = self._teach(client.model)
-        return self._taught[client.model]
+        if client.model not in self._instructions_by_model:
+            self._instructions_by_model[client.model] = self._instruction_for(client.model)
+        return self._instructions_by_model[client.model]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take in what the clients saw and average it (lines 3 to 5)."""
         for reply in replies:
             self.means[reply.client.name] = read_means(reply.knowledge)
         self.weights |= average_by_architecture(replies)
-        self._taught = {}
+        self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return the server dataset and each architecture's weights."""
         kept: dict[str, Array] = {}
         for client, means in self.means.items():
@@ -118,10 +116,10 @@ class FeloStrategy(HetStrategy):
             kept |= grouped(f"weights/{model}", weights)
         return kept
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        self.means = {name: ClassMeans(**kept) for name, kept in groups(saved, "means").items()}
-        self.weights = groups(saved, "weights")
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
+        self.weights = groups(state, "weights")
 
     def average(self) -> ClassMeans:
         """Return the averages over all clients heard so far."""
@@ -136,7 +134,7 @@ class FeloStrategy(HetStrategy):
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
 
-    def _teach(self, model: str) -> Knowledge:
+    def _instruction_for(self, model: str) -> Knowledge:
         weights = grouped("weights", self.weights.get(model, {}))
         return Knowledge(weights | (self.entries() if self.means else {}))
 

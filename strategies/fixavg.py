@@ -7,13 +7,18 @@ al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confide
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.fixmatch import augmentations
-from fedhet.arrays import Array, Shapes, group, grouped
-from fedhet.models import build, shapes
+from fedhet.arrays import Array, group, grouped
+from fedhet.config.methods import MethodSpec
+from fedhet.config.schema import MethodSettings, NonNegative
+from fedhet.models import build, shapes, to_arrays
 from fedhet.runs.records import mean_figures
-from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
@@ -30,6 +35,13 @@ class FixAvgSettings(MethodSettings):
     )
 
 
+def model_sizes(settings: FixAvgSettings, client: ClientInfo) -> Sizes:
+    """Return C, and the tensors of the one architecture."""
+    return Sizes(
+        {"C": client.classes}, {"weights": shapes(client.model, client.shape, client.classes)}
+    )
+
+
 class FixAvgStrategy(HetStrategy):
     """Averages the models of all clients by their samples, labelled or not."""
 
@@ -41,45 +53,43 @@ class FixAvgStrategy(HetStrategy):
         sizes=model_sizes,
         kinds=("private", "global"),
         needs_unlabelled=True,
+        one_model=True,
         default_model="cnn2-dropout",
     )
     settings: FixAvgSettings
     sends = Contract((WeightsField("weights", "the averaged model, from which clients start"),))
 
     def init(self) -> None:
-        """Start from a new model.
+        """Start from a new model. Raises DataError for what is no image."""
+        task = self.task
+        augmentations(task.shape)
+        self._instruct_all(
+            to_arrays(build(task.model, task.shape, task.classes, seed=self.run.seed))
+        )
 
-        Raises SettingsError for clients whose models differ, DataError for what is no image.
-        """
-        augmentations(self.task.shape)
-        self.model = self.one_model()
-        new = build(self.model, self.task.shape, self.classes, seed=self.run.seed)
-        self._tell({name: tensor.numpy() for name, tensor in new.state_dict().items()})
-
-    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
-        """Return the tensors of the run's one architecture."""
-        return {"weights": shapes(self.model, self.task.shape, self.classes)}
-
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send the averaged model."""
-        return self._told
+        return self._instruction
 
-    def judge(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last average, to be measured; before, each round measures what it began with."""
-        return self._told if round == self.run.rounds else None
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last average; before the last round, each evaluates what it started from."""
+        return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average the models by samples."""
-        self._tell(average_weights([(r.knowledge.group("weights"), r.samples) for r in replies]))
+        self._instruct_all(
+            average_weights([(r.knowledge.group("weights"), r.samples) for r in replies])
+        )
         return mean_figures([reply.knowledge.scalars for reply in replies])
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return the averaged model."""
-        return dict(self._told.tensors)
+        return dict(self._instruction.tensors)
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        self._tell(group(saved, "weights"))
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        self._instruct_all(group(state, "weights"))
 
-    def _tell(self, weights: Mapping[str, Array]) -> None:
-        self._told = Knowledge(grouped("weights", weights))
+    def _instruct_all(self, weights: Mapping[str, Array]) -> None:
+        """Make the one instruction for all clients."""
+        self._instruction = Knowledge(grouped("weights", weights))

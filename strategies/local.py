@@ -1,9 +1,10 @@
-"""Each client trains alone: the yardstick of every table. The server only keeps the books."""
+"""Each client trains alone: the yardstick of every table. The server only records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fedhet.config.methods import MethodSpec
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
@@ -19,8 +20,8 @@ class LocalStrategy(HetStrategy):
         any_model=True,
     )
 
-    def configure(self, round: int, client: ClientInfo) -> Knowledge:
-        """Tell a client nothing."""
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send a client nothing."""
         return Knowledge()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ Semi-Supervised Learning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 from pydantic import Field
@@ -21,20 +21,21 @@ from fedhet.algorithms.helpers import (
     replaceable,
     to_arrays,
 )
-from fedhet.algorithms.uncertainty import has_dropout
-from fedhet.arrays import Array, Shapes, group, grouped, groups
+from fedhet.algorithms.uncertainty import RelationKind, has_dropout
+from fedhet.arrays import Array, group, grouped, groups
+from fedhet.config.methods import MethodSpec
 from fedhet.config.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.errors import KnowledgeError
 from fedhet.models import build, shapes
 from fedhet.runs.records import mean_figures
 from fedhet.seeding import numpy_rng
 from fedhet.storage import ModelStore
-from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-from strategies.base import HetStrategy, Reply, Told
+from strategies.base import HetStrategy, Reply, Selection
 
-KEPT = 3
+KEPT_VERSIONS = 3
 """Versions of a model that stay in the pool: a server that falls back finds the one it knew."""
 
 
@@ -54,6 +55,12 @@ class UmPfsslSettings(MethodSettings):
     )
 
 
+def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
+    """Return C, and the tensors of the one architecture, of one model and of several."""
+    own = shapes(client.model, client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"weights": own, "models": own})
+
+
 class UmPfsslStrategy(HetStrategy):
     """Keeps every client's latest model on disk and sends clients those that may help them.
 
@@ -68,6 +75,7 @@ class UmPfsslStrategy(HetStrategy):
         settings=UmPfsslSettings,
         sizes=model_sizes,
         needs_unlabelled=True,
+        one_model=True,
         default_model="cnn2-dropout",
         large_messages=True,
     )
@@ -94,10 +102,10 @@ class UmPfsslStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start with an empty pool. Raises SettingsError for models that cannot be helpers."""
-        task, name = self.task, self.one_model()
-        if not has_dropout(build(name, task.shape, task.classes, seed=self.run.seed)):
-            raise refused("models", name, "a model with dropout, e.g. resnet9 or cnn2-dropout")
-        self._shapes = shapes(name, task.shape, task.classes)
+        task = self.task
+        if not has_dropout(build(task.model, task.shape, task.classes, seed=self.run.seed)):
+            rule = "a model with dropout, e.g. resnet9 or cnn2-dropout"
+            raise refused("models.pool", task.model, rule)
         self.pool = ModelStore(self.log.directory / "pool")
         self.numbers: dict[str, int] = {}
         """Clients by name to their models' numbers."""
@@ -109,44 +117,55 @@ class UmPfsslStrategy(HetStrategy):
         """The last version of each model that a client has been sent, and has confirmed."""
         self.refreshes: dict[str, int] = {}
         """How many of the periodic updates are behind each client."""
-        self._plans: dict[str, Plan] = {}
+        self.plans: dict[str, Plan] = {}
+        """What each client is asked in this round, as `select` has planned it."""
         self._number(self.members)
 
-    def dims(self) -> dict[str, int]:
-        """Return C, and the number of models there may be, K."""
-        return super().dims() | {"K": len(self.numbers)}
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return C, the architecture's tensors, and the number of models there may be, K."""
+        sizes = super().sizes(client)
+        return replace(sizes, axes={**sizes.axes, "K": len(self.numbers)})
 
-    def shapes(self, client: ClientInfo) -> dict[str, Shapes]:
-        """Return the tensors of the run's one architecture."""
-        return {"weights": self._shapes}
+    def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
+        """Plan the round: the sampled train, others are asked who have helpers to find or update.
 
-    def sample(self, round: int, names: Sequence[str]) -> list[str]:
-        """Return who is asked: the sampled, and who has helpers to search or to update."""
+        Who only searches for helpers, or updates them, keeps its model.
+        """
+        names = [member.name for member in members]
         self._number(names)
-        step = self.step(round)
-        trained = set(super().sample(round, names)) if step > 0 else set()
-        self._plans = {name: self._plan(round, name, name in trained) for name in names}
-        return sorted(name for name, plan in self._plans.items() if not plan.idle)
+        sampled = super().select(round, members).training if self.step(round) > 0 else ()
+        self.plans = {name: self._plan(round, name, name in sampled) for name in names}
+        for name, plan in self.plans.items():
+            if not plan.refresh:
+                self.refreshes[name] = max(self._due(round), 0)
+        asked = {name: plan for name, plan in self.plans.items() if not plan.idle}
+        training = tuple(name for name, plan in asked.items() if plan.train or plan.warm_up)
+        return Selection(training, tuple(sorted(asked.keys() - set(training))))
 
-    def trains(self, client: str) -> bool:
-        """Tell whether the client trains: who only searches keeps its model."""
-        return self._plans[client].train or self._plans[client].warm_up
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send a client what is planned for it, with models read from the pool."""
+        plan, own = self.plans[client.name], self.numbers[client.name]
+        scalars = {"own": own, "train": plan.train, "held": self.versions.get(own, 0)}
+        if not plan.models:
+            return Knowledge(scalars=scalars)
+        models = [self.pool.get(key) for key in plan.models]
+        numbers, versions = np.array(plan.models, np.int64).T
+        tensors = {"numbers": numbers, "versions": versions, "roles": np.array(plan.roles)}
+        names = self.sizes(client).models["models"]
+        stacked = {name: np.stack([model[name] for model in models]) for name in names}
+        return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
-    def configure(self, round: int, client: ClientInfo) -> Told:
-        """Return what makes the client's message: models are read when its turn has come."""
-        return partial(self._message, client.name)
-
-    def keep(self, round: int, reply: Reply) -> Reply:
+    def accept(self, round: int, reply: Reply) -> Reply:
         """Put an uploaded model into the pool, as the version of this round."""
         weights = reply.knowledge.group("weights")
         if not weights:
             return reply
         number = self.numbers[reply.client.name]
         self.pool.put((number, round), weights)
-        self.pool.trim(number, KEPT)
+        self.pool.trim(number, KEPT_VERSIONS)
         self.versions[number] = round
         lists = {k: v for k, v in reply.knowledge.tensors.items() if "/" not in k}
-        return Reply(reply.client, Knowledge(lists, reply.knowledge.scalars), reply.samples)
+        return reply.saying(Knowledge(lists, reply.knowledge.scalars))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take in the helper lists; the server averages nothing."""
@@ -156,15 +175,15 @@ class UmPfsslStrategy(HetStrategy):
                 self.lists[name] = self._read_list(reply)
             except KnowledgeError as error:
                 self.log.notice(f"client {name}'s helper list stays as it was: {error}")
-            self.sent.setdefault(name, {}).update(self._plans[name].models)
+            self.sent.setdefault(name, {}).update(self.plans[name].models)
             self.refreshes[name] = self._due(round)
         scalars = [reply.knowledge.scalars for reply in replies]
-        sent = sum(len(self._plans[reply.client.name].models) for reply in replies)
+        sent = sum(len(self.plans[reply.client.name].models) for reply in replies)
         found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
         return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
 
-    def saved(self) -> dict[str, Array]:
-        """Return the books; the models lie in the run's directory, a few versions of each."""
+    def state_dict(self) -> dict[str, Array]:
+        """Return who has which models; these lie in the run's directory, a few versions of each."""
         kept = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})
         kept["versions"] = _pairs(self.versions)
         kept |= grouped("sent", {name: _pairs(sent) for name, sent in self.sent.items()})
@@ -173,13 +192,13 @@ class UmPfsslStrategy(HetStrategy):
             kept |= grouped(f"list/{name}", to_arrays(helpers))
         return kept
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        self.numbers = {name: int(n) for name, n in group(saved, "number").items()}
-        self.versions = dict(saved["versions"].tolist())
-        self.sent = {name: dict(pairs.tolist()) for name, pairs in group(saved, "sent").items()}
-        self.refreshes = {name: int(n) for name, n in group(saved, "refreshes").items()}
-        self.lists = {name: from_arrays(kept) for name, kept in groups(saved, "list").items()}
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        self.numbers = {name: int(n) for name, n in group(state, "number").items()}
+        self.versions = dict(state["versions"].tolist())
+        self.sent = {name: dict(pairs.tolist()) for name, pairs in group(state, "sent").items()}
+        self.refreshes = {name: int(n) for name, n in group(state, "refreshes").items()}
+        self.lists = {name: from_arrays(kept) for name, kept in groups(state, "list").items()}
 
     def step(self, round: int) -> int:
         """Return Algorithm 1's t of a round of the run; 0 is the warm-up."""
@@ -204,8 +223,6 @@ class UmPfsslStrategy(HetStrategy):
         room = chosen.helpers - max(1, len(helpers)) if train else 0
         fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]
         refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
-        if not refresh:
-            self.refreshes[name] = max(self._due(round), 0)
         return Plan(train, warm_up, candidates, fill, refresh)
 
     def _unseen(self, round: int, name: str) -> list[Key]:
@@ -246,18 +263,6 @@ class UmPfsslStrategy(HetStrategy):
             for h in found
             if self.versions.get(h.number, 0) > h.version
         ]
-
-    def _message(self, name: str) -> Knowledge:
-        """Return what a client is told, its models read from the pool."""
-        plan, own = self._plans[name], self.numbers[name]
-        scalars = {"own": own, "train": plan.train, "held": self.versions.get(own, 0)}
-        if not plan.models:
-            return Knowledge(scalars=scalars)
-        models = [self.pool.get(key) for key in plan.models]
-        numbers, versions = np.array(plan.models, np.int64).T
-        tensors = {"numbers": numbers, "versions": versions, "roles": np.array(plan.roles)}
-        stacked = {name: np.stack([model[name] for model in models]) for name in self._shapes}
-        return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
     def _read_list(self, reply: Reply) -> list[Helper]:
         """Return a client's helper list. Raises KnowledgeError where it cannot be one."""

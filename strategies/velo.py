@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from fedhet.algorithms.classwise import newest
 from fedhet.algorithms.cvae import Cvae, all_finite, synthesise, train_cvae
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.schema import Count, Positive
+from fedhet.models import load_weights, to_arrays
 from fedhet.seeding import numpy_rng, seeded, torch_generator
-from fedhet.wire.contract import TensorField
-from strategies.base import SERVER, Reply
-from strategies.felo import FeloStrategy
+from fedhet.wire.contract import Sizes, TensorField
+from fedhet.wire.identity import SERVER, ClientInfo
+from strategies.base import Reply
+from strategies.felo import FeloSettings, FeloStrategy, felo_sizes
 
 
 class VeloSettings(FeloSettings):
@@ -43,6 +46,12 @@ class VeloSettings(FeloSettings):
     epochs: Count = Field(50, description="epochs of the CVAE a training")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
     cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
+
+
+def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
+    """Return Felo's sizes, and S, the features that are sent of each class."""
+    felo = felo_sizes(settings, client)
+    return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
 
 
 class VeloStrategy(FeloStrategy):
@@ -71,7 +80,9 @@ class VeloStrategy(FeloStrategy):
         super().init()
         sizes = self.settings
         with seeded(self.run.seed, SERVER, "cvae"):
-            self.cvae = Cvae(sizes.feature_dim, self.classes, sizes.latent_dim, sizes.hidden_dim)
+            self.cvae = Cvae(
+                sizes.feature_dim, self.task.classes, sizes.latent_dim, sizes.hidden_dim
+            )
         self.features = np.zeros((0, sizes.feature_dim), np.float32)
         """The server feature dataset [N, D], in order of arrival."""
         self.labels = np.zeros(0, np.int64)
@@ -80,10 +91,6 @@ class VeloStrategy(FeloStrategy):
         """The classes [P] that the CVAE has been trained on."""
         self.synthetic = np.zeros((0, sizes.samples_per_class, sizes.feature_dim), np.float32)
         """This round's features of the classes in `learned`, [P, S, D]."""
-
-    def dims(self) -> dict[str, int]:
-        """Return C, D and the features that are sent of each class, S."""
-        return super().dims() | {"S": self.settings.samples_per_class}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: keep the features, train the CVAE if it is time, decode."""
@@ -106,19 +113,18 @@ class VeloStrategy(FeloStrategy):
         features[rows] = self.synthetic[found]
         return entries | {"features": features}
 
-    def saved(self) -> dict[str, Array]:
+    def state_dict(self) -> dict[str, Array]:
         """Return Felo's state, the feature dataset, the CVAE and what was decoded last."""
-        weights = {name: tensor.numpy().copy() for name, tensor in self.cvae.state_dict().items()}
+        weights = {name: value.copy() for name, value in to_arrays(self.cvae).items()}
         own = {name: getattr(self, name) for name in ("features", "labels", "learned", "synthetic")}
-        return super().saved() | grouped("velo", own) | grouped("cvae", weights)
+        return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Take back what `saved` returned."""
-        super().restore(saved)
-        for name, value in group(saved, "velo").items():
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state_dict` returned."""
+        super().load_state_dict(state)
+        for name, value in group(state, "velo").items():
             setattr(self, name, value)
-        weights = group(saved, "cvae")
-        self.cvae.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+        load_weights(self.cvae, group(state, "cvae"))
 
     def _keep(self, round: int, replies: Sequence[Reply]) -> None:
         """Add the replies' features to the dataset (line 4), and let the oldest go."""

@@ -12,27 +12,36 @@ from fedhet import simulate as simulation
 from fedhet.client.node import read_node
 from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import full_name
+from fedhet.config.tables import RunSettings
 from fedhet.runs.log import RunLog
 from strategies.base import HetStrategy
 
 SMALL = {
-    "backend": "inline",
     "clients": 4,
-    "models": "mlp,cnn2",
     "rounds": 2,
-    "local-epochs": 1,
-    "max-samples": 400,
-    "max-test-samples": 100,
-    "min-samples": 20,
+    "data.max-samples": 400,
+    "data.max-test-samples": 100,
+    "data.min-samples": 20,
+    "models.pool": "mlp,cnn2",
+    "training.local-epochs": 1,
+    "engine.backend": "inline",
 }
+
+
+def settings(method: str, **changes: object) -> dict[str, object]:
+    """Return settings by their full names; `local_epochs=1` is `training.local-epochs`."""
+    known = RunSettings.fields() | find_method(method).settings()
+    aliases = {"models": "models.pool", "attack": "attack.kind", "alpha": "data.alpha"}
+    named = {aliases.get(name, name.replace("_", "-")): value for name, value in changes.items()}
+    return {"method": method} | {full_name(name, known): value for name, value in named.items()}
 
 
 def small(method: str = "felo", **changes: object) -> Config:
     """Return the settings of a federation that trains in a second."""
-    named = {name.replace("_", "-"): value for name, value in changes.items()}
-    if model := find_method(method).default_model:  # all clients have one
-        named = {"models": model, **named}
-    return resolve({**SMALL, "method": method, **named})
+    if model := find_method(method).spec.default_model:  # all clients have one
+        changes = {"models": model, **changes}
+    return resolve({**SMALL, **settings(method, **changes)})
 
 
 def run(config: Config, directory: Path, watchers=()) -> dict:
@@ -59,9 +68,7 @@ class Server:
     def __init__(self, config: Config, directory: Path) -> None:
         method = config.method
         self.log = RunLog(config, directory, workers=1)
-        self.strategy: HetStrategy = method.strategy(
-            config.run, config.server, method.client_sends, self.log
-        )
+        self.strategy: HetStrategy = method.strategy(config, self.log)
         self.manager = SimpleClientManager()
         for k in range(config.run.clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
-from fedhet.config.resolve import data_spec
 from fedhet.data import client_data, common_test, public_set
 from fedhet.data.site import site_data
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError

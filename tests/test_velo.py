@@ -10,7 +10,7 @@ from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
 from fedhet.client.node import read_node
-from fedhet.config.resolve import pool, read_preset, resolve
+from fedhet.config.resolve import read_preset, resolve
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.seeding import torch_generator
 from fedhet.training import batches

@@ -17,15 +17,15 @@ LEAST_ENTROPY = 1e-6
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Targets:
     """Logits to learn from, [N, C], and for which samples there are any, bool [N]."""
 
     logits: Tensor
     known: Tensor
 
     @classmethod
-    def none(cls, samples: int, classes: int, device: torch.device) -> Lesson:
-        """Return a lesson that says nothing of any sample."""
+    def none(cls, samples: int, classes: int, device: torch.device) -> Targets:
+        """Return targets for no sample."""
         known = torch.zeros(samples, dtype=torch.bool, device=device)
         return cls(torch.zeros(samples, classes, device=device), known)
 
@@ -42,7 +42,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def reliability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's lesson.
+    """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's target.
 
     Softmax of 1/H over the clients that predict the sample right, 0 for the others; all 0 where
     nobody does. In float64 and in log space, H not below LEAST_ENTROPY.
@@ -55,19 +55,19 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
     return alpha.masked_fill(~reliable, 0.0).to(logits.dtype)
 
 
-def fuse(logits: Tensor, labels: Tensor) -> Lesson:
-    """Return what K clients' logits teach by Eq. 5: sum_j alpha_j l_j.
+def fuse(logits: Tensor, labels: Tensor) -> Targets:
+    """Return the targets of Eq. 5 from K clients' logits: sum_j alpha_j l_j.
 
     Nothing of a sample that no client predicts right.
     """
     alpha = reliability(logits, labels)
-    return Lesson((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
+    return Targets((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
 
 
-def fuse_all(logits: Tensor) -> Lesson:
-    """Return what K clients' logits teach without selection, as FedGEM does: their mean."""
+def fuse_all(logits: Tensor) -> Targets:
+    """Return the targets from K clients' logits without selection, as FedGEM does: their mean."""
     mean = (logits / len(logits)).sum(0)  # of finite logits; their sum may be infinite
-    return Lesson(mean, torch.ones(logits.shape[1], dtype=torch.bool))
+    return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
 def split(logits: Tensor, labels: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:

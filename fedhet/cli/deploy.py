@@ -11,61 +11,27 @@ from typing import Annotated
 import typer
 
 from fedhet import report
-from fedhet.cli.options import (
-    Clients,
-    ConfigFile,
-    Dataset,
-    Method,
-    Models,
-    Out,
-    Preset,
-    Rounds,
-    Seed,
-    Set,
-    console,
-    gather,
-    say,
-    say_where,
-)
+from fedhet.cli.options import console, say, say_where, with_settings
 from fedhet.config.resolve import resolve
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, submit
 from fedhet.deployment.local import deploy_local, site_name
 from fedhet.server_app import run_directory
 
+TRAINING = ("method", "preset", "config", "dataset", "clients", "models", "rounds", "seed", "set_")
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
 Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The CA's certificate.")]
 
 
+@with_settings(*TRAINING, "out")
 def deploy_local_command(
-    method: Method,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    set_: Set = None,
-    out: Out = None,
+    values: dict[str, object],
     keep: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep keys, logs and the sites' state in DIR."),
     ] = None,
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
-    values = gather(
-        method,
-        preset,
-        config,
-        set_,
-        dataset=dataset,
-        clients=clients,
-        models=models,
-        rounds=rounds,
-        seed=seed,
-        out=out,
-    )
     chosen = resolve(values)
     directory = run_directory(chosen)
     deploy_local(chosen, directory, keep, say)
@@ -87,33 +53,16 @@ def register_command(
             say(f"{key.name.removesuffix('.pub')} is {'now' if new else 'already'} registered")
 
 
+@with_settings(*TRAINING)
 def submit_command(
-    method: Method,
+    values: dict[str, object],
     server: Server,
     ca: Authority,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    set_: Set = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="At the server.")] = None,
 ) -> None:
     """Run a federation on a deployed server and its nodes; follow it to its end."""
-    values = gather(
-        method,
-        preset,
-        config,
-        set_,
-        dataset=dataset,
-        clients=clients,
-        models=models,
-        rounds=rounds,
-        seed=seed,
-        out=out,
-    )
+    if out is not None:
+        values["out"] = out
     chosen = resolve(values)
     with _connected(server, ca) as connection:
         submit(chosen, connection, say)

@@ -1,10 +1,13 @@
-"""What the commands share: the console, the options that several take, the settings given."""
+"""What the commands share: the console, and the options by which settings are given."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.console import Console
 from fedhet.config.methods import find_method
 from fedhet.config.sources import all_settings, parse_pairs, read_preset, read_toml
 from fedhet.config.tables import RunSettings
+from fedhet.errors import SettingsError, StateError
 
 PIPED_WIDTH = 130
 
@@ -19,45 +23,92 @@ console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 errors = Console(stderr=True)
 
 
-def of_setting(name: str, metavar: str = "TEXT") -> typer.models.OptionInfo:
+def _of_setting(name: str, metavar: str = "TEXT") -> Any:
     """Return the option for a setting that has its own flag; its help is the setting's."""
     help_text = RunSettings.fields()[name].description
-    option: typer.models.OptionInfo = typer.Option(help=help_text, metavar=metavar)
-    return option
+    return Annotated[str | None, typer.Option(help=help_text, metavar=metavar)]
 
 
-OPTIONS = {"models": "models.pool"}
-"""Options that have another name than their setting's last part."""
-METHOD = typer.Argument(help="The method; `fedhet methods` lists them.")
-Method = Annotated[str, METHOD]
-Preset = Annotated[str | None, typer.Option(help="Named settings; `fedhet presets` lists them.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file of settings, such as a run leaves.")
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", "-s", metavar="KEY=VALUE", help="Any setting; `fedhet settings` lists them."
-    ),
-]
-Dataset = Annotated[str | None, of_setting("data.dataset")]
-Clients = Annotated[str | None, of_setting("clients", "INT")]
-Models = Annotated[str | None, of_setting("models.pool")]
-Rounds = Annotated[str | None, of_setting("rounds", "INT")]
-Seed = Annotated[str | None, of_setting("seed", "INT")]
-Backend = Annotated[str | None, of_setting("engine.backend")]
-Out = Annotated[str | None, of_setting("out", "DIR")]
+FLAGS = {
+    "dataset": ("data.dataset", "TEXT"),
+    "clients": ("clients", "INT"),
+    "models": ("models.pool", "TEXT"),
+    "rounds": ("rounds", "INT"),
+    "seed": ("seed", "INT"),
+    "backend": ("engine.backend", "TEXT"),
+    "out": ("out", "DIR"),
+}
+"""Settings that have a flag of their own: the setting, and how its value is called in the help."""
+SOURCES: dict[str, Any] = {
+    "method": Annotated[
+        str | None, typer.Argument(help="The method; `fedhet methods` lists them.")
+    ],
+    "preset": Annotated[
+        str | None, typer.Option(help="Named settings; `fedhet presets` lists them.")
+    ],
+    "config": Annotated[
+        Path | None, typer.Option("--config", help="A TOML file of settings, such as a run leaves.")
+    ],
+    "set_": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", "-s", metavar="KEY=VALUE", help="Any setting; `fedhet settings` lists them."
+        ),
+    ],
+    "resume": Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Go on with the run in DIR after its last whole round."),
+    ],
+    **{flag: _of_setting(*where) for flag, where in FLAGS.items()},
+}
+"""The options from which a command's settings are gathered."""
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options `names` of SOURCES; it is called with the `values` they give."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in names}
+            command(values=gather(**chosen), **given)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shared = [
+            inspect.Parameter(name, kind, default=None, annotation=SOURCES[name]) for name in names
+        ]
+        if "resume" not in names:  # then nothing else can name the method
+            shared = [p.replace(default=p.empty) if p.name == "method" else p for p in shared]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [*shared, *(p.replace(kind=kind) for p in own if p.name != "values")]
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        return called
+
+    return decorate
 
 
 def gather(
-    method: str | None,
-    preset: str | None,
-    config: Path | None,
-    pairs: list[str] | None,
+    method: str | None = None,
+    preset: str | None = None,
+    config: Path | None = None,
+    set_: list[str] | None = None,
+    resume: Path | None = None,
     **flags: str | None,
 ) -> dict[str, object]:
-    """Return the settings of a preset, a file, `--set` and flags; the later ones win."""
-    values: dict[str, object] = {}
+    """Return the settings of a preset, a file, `--set` and flags; the later ones win.
+
+    With `resume` those of the run in that directory come first. Raises SettingsError.
+    """
+    if resume is not None:
+        if preset or config or flags.get("out"):
+            raise SettingsError(
+                "--resume takes the settings from the run's directory: "
+                "--preset, --config, --seeds and --out do not go with it"
+            )
+        config = _config_of(resume)
+        flags = {**flags, "out": str(resume)}
+    values: dict[str, object] = {"resume": True} if resume is not None else {}
     if preset is not None:
         values |= read_preset(preset)
     if config is not None:
@@ -67,10 +118,16 @@ def gather(
         shared, own = RunSettings.fields(), find_method(method).settings()
         others = all_settings().keys() - shared.keys() - own.keys()
         values = {k: v for k, v in values.items() if k not in others} | {"method": method}
-    given = [
-        f"{OPTIONS.get(name, name)}={value}" for name, value in flags.items() if value is not None
-    ]
-    return values | parse_pairs([*(pairs or []), *given], str(values.get("method", "")) or None)
+    given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
+    return values | parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
+
+
+def _config_of(directory: Path) -> Path:
+    """Return the settings file of the run in `directory`. Raises StateError."""
+    path = directory / "config.toml"
+    if not path.exists():
+        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
+    return path
 
 
 def say(line: str) -> None:

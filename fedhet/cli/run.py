@@ -14,24 +14,7 @@ from typing import Annotated
 import typer
 
 from fedhet import report
-from fedhet.cli.options import (
-    METHOD,
-    Backend,
-    Clients,
-    ConfigFile,
-    Dataset,
-    Method,
-    Models,
-    Out,
-    Preset,
-    Rounds,
-    Seed,
-    Set,
-    console,
-    errors,
-    gather,
-    say_where,
-)
+from fedhet.cli.options import console, errors, say_where, with_settings
 from fedhet.cli.results import show_comparison
 from fedhet.cli.sweep import folder_name, read_sweep
 from fedhet.config.resolve import Config, resolve
@@ -41,53 +24,21 @@ from fedhet.runs.log import Watcher
 from fedhet.server_app import run_directory
 from fedhet.simulate import simulate
 
+GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 
+
+@with_settings("method", *GIVEN, "seed", "set_", "backend", "out", "resume")
 def run_command(
-    method: Annotated[str | None, METHOD] = None,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
+    values: dict[str, object],
     seeds: Annotated[
         str | None, typer.Option(metavar="INT,INT…", help="Several runs, one a seed, compared.")
     ] = None,
-    set_: Set = None,
-    backend: Backend = None,
-    out: Out = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Go on with the run in DIR after its last whole round."),
-    ] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
-    if resume is not None and any((preset, config, seeds, out)):
-        raise SettingsError(
-            "--resume takes the settings from the run's directory: "
-            "--preset, --config, --seeds and --out do not go with it"
-        )
-    if method is None and resume is None:
+    if "method" not in values:
         raise SettingsError("which method? `fedhet run METHOD`; `fedhet methods` lists them")
-    if seeds is not None and seed is not None:
+    if seeds is not None and "seed" in values:
         raise SettingsError("--seed and --seeds are both given: give one of them")
-    if resume is not None:
-        out, config = str(resume), _config_of(resume)
-    values = gather(
-        method,
-        preset,
-        config,
-        set_,
-        dataset=dataset,
-        clients=clients,
-        models=models,
-        rounds=rounds,
-        seed=seed,
-        backend=backend,
-        out=out,
-        resume="true" if resume else None,
-    )
     if seeds is None:
         chosen = resolve(values)
         directory = run_directory(chosen)
@@ -96,14 +47,6 @@ def run_command(
         say_where(directory / "report.html")
         return
     _run_seeds(values, _read_seeds(seeds))
-
-
-def _config_of(directory: Path) -> Path:
-    """Return the settings file of the run in `directory`. Raises StateError."""
-    path = directory / "config.toml"
-    if not path.exists():
-        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    return path
 
 
 def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
@@ -168,26 +111,22 @@ def _display() -> Iterator[Watcher]:
         yield live
 
 
+@with_settings("method", *GIVEN, "set_", "backend")
 def sweep_command(
-    method: Method,
+    values: dict[str, object],
     over: Annotated[
         str, typer.Argument(metavar="KEY=VALUES", help="START:STOP:STEP, both ends in, or a,b,c.")
     ],
-    preset: Preset = None,
-    config: ConfigFile = None,
     seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
     figures: Annotated[
         str, typer.Option(help="The method's figures to draw beside the accuracy; the first.")
     ] = "",
-    set_: Set = None,
-    backend: Backend = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
         "runs/sweep"
     ),
 ) -> None:
     """Run one setting at several values; end with a table and a figure over them."""
-    name, swept = read_sweep(over, method)
-    values = gather(method, preset, config, set_, backend=backend)
+    name, swept = read_sweep(over, str(values["method"]))
     plan = {
         value: {
             out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}

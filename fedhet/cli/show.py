@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhet import data, models
-from fedhet.cli.options import Clients, ConfigFile, Dataset, Preset, Set, console, gather
+from fedhet.cli.options import console, with_settings
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
 from fedhet.config.schema import allowed
@@ -86,15 +86,9 @@ def settings_command(
     console.print("A method's own: `fedhet methods NAME`.")
 
 
-def partition_command(
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    set_: Set = None,
-) -> None:
+@with_settings("preset", "config", "dataset", "clients", "set_")
+def partition_command(values: dict[str, object]) -> None:
     """Show how the data is dealt: samples of each class at each client."""
-    values = gather(None, preset, config, set_, dataset=dataset, clients=clients)
     spec = data.DataSpec.of(resolve(values).run)
     data.validate(spec)
     counts = data.label_counts(spec)

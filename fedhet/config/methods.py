@@ -56,6 +56,8 @@ class MethodSpec:
     """Does it work on data that no client owns?"""
     needs_unlabelled: bool = False
     """Does it work on samples of the clients' own that have no label?"""
+    one_model: bool = False
+    """Must all of its clients have the same model?"""
     default_model: str = ""
     """The model of all clients where the user chooses none; empty: the usual pool."""
     any_model: bool = False

@@ -109,7 +109,9 @@ def _refuse_unless_default(name: str, value: object, method: Method) -> None:
     if name in RENAMED:
         raise SettingsError(f"unknown setting '{name}': it is '{RENAMED[name]}'")
     if name not in known:
-        raise unknown(name, known)
+        shared = RunSettings.fields()
+        in_a_table = any(full.endswith(f".{name}") for full in shared)
+        raise unknown(name, shared if in_a_table else known)
     if value != known[name].default or isinstance(value, bool) != (known[name].annotation is bool):
         raise SettingsError(
             f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"

@@ -196,7 +196,8 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
     if homes:
         found = "' or '".join(homes)
         return SettingsError(f"unknown setting '{name}': it is '{found}'")
-    hint = nearest(name, known) or "; `fedhet settings` and `fedhet methods NAME` list them"
+    endings = {full.rpartition(".")[2]: full for full in known}
+    hint = nearest(name, known) or nearest(name, endings) or "; `fedhet settings` and `fedhet methods NAME` list them"
     return SettingsError(f"unknown setting '{name}'{hint}")
 
 

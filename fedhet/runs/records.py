@@ -100,6 +100,7 @@ class RoundRecord:
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: Seconds = field(default_factory=Seconds)
+    peak_memory_mb: float = 0.0
     method: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:

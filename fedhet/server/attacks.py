@@ -9,7 +9,7 @@ deployment. The clients themselves are honest, and are judged like the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -18,6 +18,8 @@ import numpy as np
 from fedhet.arrays import Array
 from fedhet.config.tables import AttackSettings
 from fedhet.seeding import numpy_rng
+from fedhet.server.exchange import Reply
+from fedhet.server.round import RoundState
 from fedhet.wire.contract import Contract, Field, TensorField, poisonable
 from fedhet.wire.knowledge import Knowledge
 
@@ -75,14 +77,51 @@ def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
+Step = Callable[..., Iterable[Reply]]
+"""A step over a round's replies, between their check and the method."""
+
+
+def attack_of(settings: AttackSettings, sends: Contract, seed: int) -> Step:
+    """Return the attack of a run on the replies of clients that keep the contract `sends`."""
+    return no_attack if settings.kind == "none" else Attack(settings, sends, seed)
+
+
+def no_attack(round: int, replies: Iterable[Reply], **_: object) -> Iterable[Reply]:
+    """Return the replies as they are, one at a time."""
+    return replies
+
+
 class Attack:
-    """The attack of a run, on the replies of clients that keep the contract `sends`."""
+    """Poisons the replies of some of a round's clients."""
 
     def __init__(self, settings: AttackSettings, sends: Contract, seed: int) -> None:
         self.settings = settings
         self.sends = sends
         self.seed = seed
         self.count = settings.attackers or IN_THE_PAPER[settings.kind]
+
+    def __call__(
+        self,
+        round: int,
+        replies: Iterable[Reply],
+        state: RoundState,
+        check: Callable[[Reply], None],
+    ) -> list[Reply]:
+        """Return the replies, some of them poisoned; what then breaks the contract is dropped.
+
+        `check` raises KnowledgeError for that. Who does not train sends nothing to be poisoned.
+        """
+        honest = {reply.client.name: reply for reply in replies}
+        targets = self.targets(round, state.selection.training)
+        state.figures({"poisoned": float(len(targets & honest.keys()))})
+        said = self.poison(round, {name: r.knowledge for name, r in honest.items()}, targets)
+        kept = []
+        for name, reply in honest.items():
+            with state.dropping(name):
+                poisoned = reply.saying(said[name])
+                check(poisoned)
+                kept.append(poisoned)
+        return kept
 
     def targets(self, round: int, training: Sequence[str]) -> Set[str]:
         """Return whose answers are poisoned in a round, drawn among those who train."""

@@ -44,7 +44,23 @@ class Members:
         self._order = ""
         """The classes' names and order, as `ClientInfo.order`; empty while none has named them."""
 
-    def wait(self, manager: ClientManager, wanted: int, engine: EngineSettings) -> None:
+    def first(
+        self, manager: ClientManager, wanted: int, engine: EngineSettings
+    ) -> dict[str, Member]:
+        """Return the members that a run starts with, `wanted` if they come in time.
+
+        Raises FedhetError where there are too few.
+        """
+        self._wait(manager, wanted, engine)
+        members, least = self.present(manager), engine.min_clients or wanted
+        if len(members) < least:
+            raise FedhetError(
+                f"{len(members)} clients can take part, at least {least} must: see the notices; "
+                "'engine.min-clients' lets a run start with fewer"
+            )
+        return members
+
+    def _wait(self, manager: ClientManager, wanted: int, engine: EngineSettings) -> None:
         """Wait until `wanted` clients are there. Raises FedhetError where too few come in time."""
         if manager.num_available() >= wanted:
             return

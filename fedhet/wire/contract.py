@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class Sizes:
     """
 
     axes: Mapping[str, int]
-    models: Mapping[str, Shapes] = MappingProxyType({})
+    models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
 
 
 @dataclass(frozen=True)
