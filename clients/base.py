@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -201,7 +202,7 @@ class HetClient(NumPyClient):
         if isinstance(model, Refitted):
             model.fit(x, y)
             return
-        optimizing, loss_of = self.optimization(model.parameters()), cross_entropy_of(model.train())
+        loss_of, optimizing = cross_entropy_of(model.train()), self.optimization(model.parameters())
         self.train_epochs(
             x, y, loss_of, optimizing, generator, epochs=epochs, batch_size=batch_size
         )
@@ -217,7 +218,7 @@ class HetClient(NumPyClient):
 
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that an open client holds in memory."""
-        held = [*self.samples.held_tensors(), *self.state.held_tensors()]
+        held = chain(self.samples.held_tensors(), self.state.held_tensors())
         return sum(tensor.nbytes for tensor in held)
 
     # What Flower calls, in the order of a run.
@@ -243,9 +244,7 @@ class HetClient(NumPyClient):
             arrays = encode(replace(envelope, sender=self.info.name), answer)
         except FedhetError as error:
             return [], 0, {"error": str(error)}
-        measured = measures(
-            scores, self.loss, train_seconds=train_seconds, eval_seconds=eval_seconds
-        )
+        measured = measures(scores, self.loss, train_seconds, eval_seconds)
         return arrays, self.info.samples, measured
 
     def evaluate(
@@ -261,7 +260,7 @@ class HetClient(NumPyClient):
             scores, seconds = self._evaluate(instruction)
         except FedhetError as error:
             return 0.0, 0, {"error": str(error)}
-        measured = measures(scores, None, train_seconds=0.0, eval_seconds=seconds)
+        measured = measures(scores, None, 0.0, seconds)
         return own_loss(scores), self.info.samples, measured
 
     # The steps of the above.

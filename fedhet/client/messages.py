@@ -40,7 +40,7 @@ def own_loss(scores: Scores) -> float:
 
 
 def measures(
-    scores: Scores, loss: float | None, *, train_seconds: float, eval_seconds: float
+    scores: Scores, loss: float | None, train_seconds: float, eval_seconds: float
 ) -> dict[str, Scalar]:
     """Return what a client has measured, as it travels beside a message; `loss` is training's."""
     accuracy = {key: score.accuracy for key, score in scores.items()}
