@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.client.node import read_node
-from fedhet.config.resolve import preset_names, read_preset, resolve
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import Within
 from fedhet.report import load_run
@@ -194,7 +195,7 @@ def test_given_weights_decide_the_vote(tmp_path):
             differs |= expected != (holders > 0 and len(yes) / holders > 0.6)
     assert differs, "equal weights would have done as well"
     again = Server(server.log.config, tmp_path / "again")
-    again.strategy.restore(server.strategy.saved())
+    again.strategy.load_state_dict(server.strategy.state_dict())
     assert np.array_equal(again.strategy.joined, server.strategy.joined)
 
 
@@ -391,15 +392,15 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
     if at == 2:
         server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
         server.close(2)
-    saved = {name: value.copy() for name, value in server.strategy.saved().items()}
+    saved = {name: value.copy() for name, value in server.strategy.state_dict().items()}
     expected = {p.name: said(ins.parameters) for p, ins in server.ask(at + 1)}
     new = Server(config, tmp_path / "new")
-    new.strategy.restore(saved)
+    new.strategy.load_state_dict(saved)
     told = {p.name: said(ins.parameters) for p, ins in new.ask(at + 1)}
     for name, knowledge in expected.items():
         assert knowledge.scalars == told[name].scalars
         assert np.array_equal(knowledge.tensors["labels"], told[name].tensors["labels"])
-    again = new.strategy.saved()
+    again = new.strategy.state_dict()
     assert again.keys() == saved.keys()
     assert all(np.array_equal(again[name], saved[name]) for name in saved)
 

@@ -228,7 +228,7 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path):
     answers[2][1].metrics["accuracy.common.private"] = float("nan")
     answers[3][1].parameters.tensors.clear()
     server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy._record.failed
+    failed = server.strategy.state.record.failed
     assert failed["client-0"].startswith("array 1: is not an .npy array")
     assert failed["client-1"].startswith("payload: is 1.")
     assert "allowed is 0.5 MB" in failed["client-1"]

@@ -1,5 +1,6 @@
 """UM-pFSSL as a whole: Algorithm 1 at a client, who is sent what, and what a server remembers."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -330,14 +331,14 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
     client = next(c for c, _ in asked if c.name == "client-1")._proxy._client().numpy_client
     trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     wire.play(2)
-    assert not wire.strategy._plans["client-1"].train
+    assert not wire.strategy.plans["client-1"].train
     assert wire.strategy.versions[1] == 2
     for name, value in wire.strategy.pool.get((1, 2)).items():
         np.testing.assert_array_equal(value, trained[name])
     for round in (3, 4, 5):
         asked = wire.play(round)
-        assert "client-1" not in asked or not wire.strategy._plans["client-1"].warm_up
-        assert wire.strategy.versions[1] == 2 or wire.strategy._plans["client-1"].train
+        assert "client-1" not in asked or not wire.strategy.plans["client-1"].warm_up
+        assert wire.strategy.versions[1] == 2 or wire.strategy.plans["client-1"].train
 
 
 def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_others(tmp_path):
@@ -373,21 +374,21 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
     wire = Wire(config, tmp_path / "one")
     for round in (1, 2, 3):
         wire.play(round)
-    saved = {name: value.copy() for name, value in wire.strategy.saved().items()}
+    saved = {name: value.copy() for name, value in wire.strategy.state_dict().items()}
     assert all(isinstance(value, np.ndarray) for value in saved.values())
     assert sum(value.nbytes for value in saved.values()) < 10_000  # the books, not the models
     other = Wire(config, tmp_path / "two")
     for folder in ("pool", "state"):
         shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
     other.strategy.run_name = wire.strategy.run_name
-    other.strategy.restore(saved)
+    other.strategy.load_state_dict(saved)
     for round in (4, 5):
         assert wire.play(round) == other.play(round)
     assert wire.strategy.lists == other.strategy.lists
     for key in wire.messages.keys() & other.messages.keys():
         assert wire.messages[key] == other.messages[key]
     assert {key[0] for key in other.messages} == {4, 5}
-    assert str(wire.strategy.saved()) == str(other.strategy.saved())
+    assert str(wire.strategy.state_dict()) == str(other.strategy.state_dict())
 
 
 def test_a_searching_client_is_not_measured_anew(tmp_path):
@@ -405,7 +406,7 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (courier.name not in searching)
     wire.strategy.aggregate_fit(4, answers, [])
-    assert not wire.strategy._stale
+    assert not json.loads(wire.strategy.state.to_json())["changed"]
 
 
 def test_a_list_that_cannot_be_is_ignored(tmp_path):
@@ -503,7 +504,7 @@ def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed)
     pool.play(1)  # the warm-up
     for t in range(1, 17):
         pool.play(t + 1)
-        plans = {int(name[-3:]): plan for name, plan in pool.strategy._plans.items()}
+        plans = {int(name[-3:]): plan for name, plan in pool.strategy.plans.items()}
         before = dict(server)
         assert sum(plan.train for plan in plans.values()) == 2
         for k, plan in plans.items():
