@@ -103,20 +103,24 @@ class FedTypeClient(HetClient):
         """Return the proxy, to be trained as its kind of average asks."""
         model, chosen = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        if chosen.aggregation == "fedprox":
-            return ProximalProxy(model, anchor, chosen.prox_mu)
-        if chosen.aggregation == "pfedme":
-            return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
-        if chosen.aggregation == "pfedbayes":
-            scale = {
-                name: torch.tensor(value, device=self.compute.device)
-                for name, value in knowledge.group("scale").items()
-            }
-            if not scale:
-                raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-            seed = derive(self.run.seed, self.info.name, round, "weights")
-            return VariationalProxy(model, anchor, scale, chosen.bayes_zeta, seed)
+        match chosen.aggregation:
+            case "fedprox":
+                return ProximalProxy(model, anchor, chosen.prox_mu)
+            case "pfedme":
+                return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+            case "pfedbayes":
+                seed = derive(self.run.seed, self.info.name, round, "weights")
+                return VariationalProxy(
+                    model, anchor, self._scale(knowledge), chosen.bayes_zeta, seed
+                )
         return Proxy(model, anchor)
+
+    def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
+        """Return a variational proxy's standard deviations. Raises KnowledgeError for none."""
+        scale = knowledge.group("scale")
+        if not scale:
+            raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
+        return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
 
     def _upload(self, proxy: Proxy) -> dict[str, Array]:
         sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})

@@ -87,6 +87,9 @@ def test_it_goes_on_from_the_last_round_before_the_one_asked_for(tmp_path, fresh
     state.restore("run-1", before=before)
     assert (weight(state) == expected).all()
     assert state.participations == int(expected)
+    assert [tensor.tolist() for tensor in state.tensors.values()] == (
+        [[expected]] if before > 1 else []
+    )
 
 
 def test_runs_and_clients_are_apart(tmp_path):
@@ -177,6 +180,19 @@ def test_a_state_that_does_not_fit_the_model_is_named(tmp_path):
     wide = opened(tmp_path, setup=lambda: {"private": nn.Sequential(nn.Linear(3, 5))})
     with pytest.raises(StateError, match=r"round-000001.* does not fit the model private"):
         wide.restore("run-1", before=2)
+
+
+def test_a_state_that_could_not_be_read_is_not_taken_for_the_one_before(tmp_path):
+    state = opened(tmp_path)
+    play(state, 1, 1.0)
+    wide = opened(tmp_path, setup=lambda: {"private": nn.Sequential(nn.Linear(3, 5))})
+    wide.restore("run-1", before=1)
+    wide.begin_round()
+    wide.save(2)
+    with pytest.raises(StateError, match="does not fit"):
+        state.restore("run-1", before=3)
+    state.restore("run-1", before=2)
+    assert (weight(state) == 1.0).all()
 
 
 class Majority:
