@@ -18,8 +18,10 @@ from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import Within
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
+from fedhet.runs.records import Measured
 from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode, encode
+from strategies.base import Reply
 from strategies.cofed import CofedStrategy
 
 TASKS = {
@@ -46,7 +48,7 @@ def cofed(**changes):
 def opened(config, directory, index=0):
     node_config = {"partition-id": index, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -441,14 +443,18 @@ def test_ray_and_inline_give_the_same_numbers(tmp_path):
     assert without_times(inline) == without_times(ray)
 
 
+NOTHING = Measured({}, None, 0.0, 0.0, 0.0)
+
+
 def test_a_vote_outside_its_space_is_named():
     strategy = CofedStrategy.__new__(CofedStrategy)
-    strategy.settings = CofedStrategy.settings_type()
+    strategy.settings = CofedStrategy.spec.settings()
     info = opened_info()
-    knowledge = Knowledge({"predictions": uint8(1, 4), "space": uint8(1, 2)})
+    vote = Reply(info, Knowledge({"predictions": uint8(1, 4), "space": uint8(1, 2)}), NOTHING)
     with pytest.raises(KnowledgeError, match="client-0: predictions: holds 4, not in its label"):
-        strategy.check_reply(1, info, knowledge)
-    strategy.check_reply(2, info, Knowledge())
+        strategy.accept(1, vote)
+    last = Reply(info, Knowledge(), NOTHING)
+    assert strategy.accept(2, last) is last
 
 
 def opened_info():

@@ -253,7 +253,7 @@ def test_a_part_that_is_more_bytes_is_sent_whole(tmp_path):
 def opened(tmp_path, **changes):
     config = fedgems(**changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -373,12 +373,12 @@ def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
     node = read_node({"data": str(tmp_path), "name": "site"}, config.run, str(tmp_path / "state"))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     with pytest.raises(DataError, match="20 of 20 samples of site are in it too"):
-        client.dims()
+        client.sizes()
     np.savez(tmp_path / f"{part}.npz", x=owned.x.numpy()[20:40], y=owned.y.numpy()[20:40])
     site_data.cache_clear()
-    config.method.client(config.run, config.client, config.method.server_sends, node).dims()
+    config.method.client(config, node).sizes()
 
 
 def test_generated_rows_are_refused(tmp_path):
@@ -440,7 +440,7 @@ def test_a_restored_server_goes_on_bit_for_bit(tmp_path):
         for name, tensor in told.items():
             np.testing.assert_array_equal(tensor, again[proxy.name][name])
     answers = server.answers(asked)
-    replies = [server.strategy._accept(3, proxy.name, result) for proxy, result in answers]
+    replies = [server.strategy._read(proxy.name, result) for proxy, result in answers]
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
     for name, value in server.strategy.state_dict().items():
         np.testing.assert_array_equal(value, other.strategy.state_dict()[name])
@@ -454,8 +454,8 @@ def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
     proxy = asked[0][0]
     kept = client_of(server, proxy).kept["logits"].clone()
     node = client_of(server, proxy).node
-    fresh = config.method.client(config.run, config.client, config.method.server_sends, node)
-    fresh._restore(server.strategy.run_name, before=3)
+    fresh = config.method.client(config, node)
+    fresh._restore(server.log.run_name, before=3)
     torch.testing.assert_close(fresh.kept["logits"], kept)
 
 

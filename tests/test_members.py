@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from federation import Server, records, run, small
+from federation import Server, records, run, small, training
 from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
@@ -245,8 +245,7 @@ class Diverging(simulation.InlineProxy):
     def fit(self, ins, timeout, group_id):
         client = simulation.open_client(self._config, self._node)
         rate = 1e30 if (self.cid, group_id) == ("client-1", 2) else 1e-3
-        training = client.run.training.model_copy(update={"lr": rate})
-        client.run = client.run.model_copy(update={"training": training})
+        client.run = training(client.run, lr=rate)
         return super().fit(ins, timeout, group_id)
 
 

@@ -46,7 +46,7 @@ def weights(seed):
 def opened(tmp_path, **changes):
     config = um(**changes)
     node = read_node({"partition-id": 0, "num-partitions": 5}, config.run, str(tmp_path))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -241,7 +241,7 @@ class Wire:
     def ask(self, round):
         asked = self.server.ask(round)
         for courier, _ in asked:
-            courier.make = self.noting(round, courier.make)
+            courier.instruction = self.noting(round, courier.instruction)
         return asked
 
     def noting(self, round, make):
@@ -275,7 +275,7 @@ def test_the_protocol_of_a_small_federation(tmp_path):
     trained = {1: set(names)}
     for round in range(2, 9):
         asked = wire.play(round)
-        trained[round] = {name for name in asked if wire.strategy.trains(name)}
+        trained[round] = set(wire.strategy.state.selection.training)
         assert len(trained[round]) == 2
     numbers = wire.strategy.numbers
     uploads = {n: [r for r in trained if name in trained[r]] for name, n in numbers.items()}
@@ -366,7 +366,7 @@ def test_nothing_new_is_not_sent(tmp_path):
         for name in asked:
             number = wire.strategy.numbers[name]
             got = [row for row in wire.sent if row[:2] == (round, number)]
-            assert got or wire.strategy.trains(name)
+            assert got or name in wire.strategy.state.selection.training
 
 
 def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
@@ -380,7 +380,7 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
     other = Wire(config, tmp_path / "two")
     for folder in ("pool", "state"):
         shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
-    other.strategy.run_name = wire.strategy.run_name
+    other.strategy._exchange._run = wire.server.log.run_name
     other.strategy.load_state_dict(saved)
     for round in (4, 5):
         assert wire.play(round) == other.play(round)
@@ -397,10 +397,10 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     for round in (1, 2, 3):
         wire.play(round)
     asked = wire.ask(4)
-    searching = [courier.name for courier, _ in asked if not wire.strategy.trains(courier.name)]
+    searching = wire.strategy.state.selection.assisting
     assert searching
     for courier, ins in asked:
-        assert ins.config["evaluate"] == wire.strategy.trains(courier.name)
+        assert ins.config["evaluate"] == (courier.name not in searching)
     answers = wire.server.answers(asked)
     for courier, result in answers:
         measured = any(name.startswith("accuracy") for name in result.metrics)
@@ -444,7 +444,7 @@ def test_replies_wait_on_disk(tmp_path):
 
 
 def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
-    with pytest.raises(FedhetError, match=r"'models' = 'cnn2-dropout,mlp'.*they have cnn2-drop"):
+    with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2-dropout,mlp'.*they have cnn2-drop"):
         Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
     with pytest.raises(FedhetError, match=r"'models' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
@@ -458,7 +458,7 @@ def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
     summary = run(config, tmp_path / "run")
     method = [record["method"] for record in records(tmp_path / "run")]
     size = sum(array.nbytes for array in weights(0).values())
-    own, steps = config.server, config.run.rounds - 1
+    own, steps = config.own, config.run.rounds - 1
     bound = 6 * own.helpers * steps / own.refresh + own.search_rounds * own.replace * 6
     bound += 0.34 * 6 * steps
     sent = (summary["bytes_up"] + summary["bytes_down"]) / size
@@ -547,15 +547,15 @@ def test_a_hundred_clients(tmp_path):
     config = resolve(
         {
             "method": "um-pfssl",
-            "backend": "inline",
             "clients": 100,
-            "partition": "iid",
-            "models": MODEL,
             "rounds": 6,
             "fraction": 0.1,
-            "local-epochs": 1,
+            "data.partition": "iid",
+            "data.min-samples": 5,
+            "models.pool": MODEL,
+            "training.local-epochs": 1,
+            "engine.backend": "inline",
             "um-pfssl.warm-up": 1,
-            "min-samples": 5,
         }
     )
     summary = run(config, tmp_path / "run")

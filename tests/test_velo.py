@@ -259,7 +259,7 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 
 def opened(config, directory):
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     client.facts["participations"] = 1
     return client
