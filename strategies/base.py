@@ -480,7 +480,7 @@ class HetStrategy(Strategy):
             self._measure_own()
             record.accuracy = summarise(self._accuracy, without=self._stale)
             record.relative = relative(self._accuracy, without=self._stale)
-        record.loss = spread(self._losses) if self._losses else {}
+        record.loss = spread(self._losses) if self._losses else None
         record.seconds.total = time.perf_counter() - self._round_started
         record.seconds.server = record.seconds.total - self._waiting
         self.log.round_finished(record)

@@ -30,7 +30,7 @@ from fedhet.report import (
     write_figures,
     write_report,
 )
-from fedhet.report.units import human_bytes, human_seconds, natural, spans
+from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 HOSTILE = "<script>alert('x')</script>"
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method"}
@@ -474,7 +474,7 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     records[4]["loss"] = {"mean": math.inf, "per_client": {"client-0": math.nan}}
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(path)
-    assert [number for number, _ in run.curve("common", "private")] == [3, 6]
+    assert run.curve("common", "private").index.tolist() == [3, 6]
     assert {file.stem for file in write_figures(run)} == FIGURES
     page = Page(write_report(path))
     assert "round 6, the last so far" in page.text
@@ -505,6 +505,22 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
         "felo share-weights=false": (0, 1, 2),
         "velo": (0, 1, 2),
     }
+
+
+def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) -> None:
+    for seed in range(2):
+        where = {
+            "join-timeout": 60.0 + seed,
+            "min-clients": seed,
+            "in-flight": seed,
+            "out": f"r{seed}",
+        }
+        make(tmp_path / f"r{seed}", seed=seed, settings=where)
+    make(tmp_path / "other", settings={"fraction": 0.5})
+    found = {group.label: group.seeds for group in compare([tmp_path]).groups}
+    assert len(found) == 2
+    assert found["felo"] == (0, 1)
+    assert found["felo fraction=0.5"] == (0,)
 
 
 def test_a_comparisons_numbers(tmp_path: Path) -> None:

@@ -30,9 +30,8 @@ from fedhet.cli.options import (
     console,
     errors,
     gather,
-    say_where,
 )
-from fedhet.cli.results import show_comparison
+from fedhet.cli.results import show_comparison, show_run
 from fedhet.cli.sweep import folder_name, read_sweep
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import SettingsError, StateError
@@ -91,9 +90,7 @@ def run_command(
     if seeds is None:
         chosen = resolve(values)
         directory = run_directory(chosen)
-        _run(chosen, directory)
-        console.print(report.final_table(report.load_run(directory)))
-        say_where(directory / "report.html")
+        show_run(_run(chosen, directory))
         return
     _run_seeds(values, _read_seeds(seeds))
 
@@ -120,9 +117,9 @@ def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
     show_comparison(report.compare(runs), parent)
 
 
-def _run(config: Config, directory: Path) -> None:
+def _run(config: Config, directory: Path) -> report.Run:
     with _display() as display, _ending_at_once_on_interrupt(directory):
-        simulate(config, directory, [display])
+        return simulate(config, directory, [display])
 
 
 @contextlib.contextmanager
