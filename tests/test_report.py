@@ -208,7 +208,7 @@ def test_a_run_is_read_as_written(tmp_path: Path) -> None:
     assert run.finished
     assert run.clients == ("client-0", "client-1", "client-2", "client-3")
     assert run.settings["felo.share-weights"] is True
-    assert run.bytes_up == sum(each["bytes_up"] for each in records)
+    assert run.totals["bytes_up"] == sum(each["bytes_up"] for each in records)
     assert (
         run.last("common", "private").mean == records[-1]["accuracy"]["common"]["private"]["mean"]
     )
@@ -221,8 +221,8 @@ def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
     run, records = load_run(path), lines_of(path)
     assert not run.finished
     assert (run.done, run.planned) == (5, 9)
-    assert run.bytes_down == sum(each["bytes_down"] for each in records)
-    assert run.seconds["total"] == pytest.approx(10.0)
+    assert run.totals["bytes_down"] == sum(each["bytes_down"] for each in records)
+    assert run.totals["seconds"] == pytest.approx(10.0)
     assert run.headline == "common"
 
 
@@ -307,10 +307,9 @@ def test_failures_are_gathered_and_silence_is_one(tmp_path: Path) -> None:
     first = json.loads(text[0])
     first["answered"].remove("client-3")
     (path / "metrics.jsonl").write_text("\n".join([json.dumps(first), *text[1:]]))
-    found = [(each.client, each.reason, each.rounds) for each in load_run(path).failures]
-    assert found == [
-        ("client-1", "out of memory", (2, 3, 5)),
-        ("client-3", "no answer", (1,)),
+    assert load_run(path).failures.to_numpy().tolist() == [
+        ["client-1", "out of memory", [2, 3, 5]],
+        ["client-3", "no answer", [1]],
     ]
 
 
@@ -539,8 +538,8 @@ def test_a_comparisons_numbers(tmp_path: Path) -> None:
         worst = np.mean([min(each["per_client"].values()) for each in last])
         assert group.worst((protocol, "private")).mean == pytest.approx(worst)
     sent = [sum(each["bytes_up"] for each in lines_of(run)) for run in runs]
-    assert group.bytes_up.mean == pytest.approx(np.mean(sent))
-    assert group.seconds.mean == pytest.approx(10.0)
+    assert group.total("bytes_up").mean == pytest.approx(np.mean(sent))
+    assert group.total("seconds").mean == pytest.approx(10.0)
     assert math.isnan(found.groups[1].score(("common", "private")).std)
     local = next(line for line in shown(comparison_table(found)).splitlines() if "local" in line)
     assert "±" not in local

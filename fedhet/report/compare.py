@@ -114,9 +114,8 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
         "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
         "finished": group.finished, "runs": [str(run.path) for run in group.runs],
         "settings": dict(group.settings), "accuracy": _scores(group, comparison.columns),
-        "bytes_up": asdict(group.bytes_up), "bytes_down": asdict(group.bytes_down),
+        **{cost: asdict(group.total(cost)) for cost in ("bytes_up", "bytes_down", "seconds")},
         "bytes_to_target": asdict(group.bytes_to(column, comparison.target)),
-        "seconds": asdict(group.seconds),
         "curve": _curve(group.curve(column)),
         "figures": {name: _curve(group.figure(name)) for name in comparison.figures},
     }  # fmt: skip

@@ -22,18 +22,12 @@ SHOWN = 12
 
 def drawings(comparison: Comparison) -> list[Drawing]:
     """Return the figures of the page, the methods' own that were asked for last."""
-    own = [_alone(f"compare-{n}", f"{n} by round", _own, comparison, n) for n in comparison.figures]
-    return [finals(comparison), curves(comparison), costs(comparison), *own]
-
-
-def curves(comparison: Comparison) -> Drawing:
-    """Accuracy over rounds: a curve for each group, with a band over seeds."""
-    return _alone("curves", "accuracy over rounds", _accuracy_by_round, comparison)
-
-
-def costs(comparison: Comparison) -> Drawing:
-    """Accuracy against the bytes sent so far: a curve for each group."""
-    return _alone("costs", "accuracy by bytes sent", _accuracy_by_bytes, comparison)
+    return [
+        finals(comparison),
+        _alone("curves", "accuracy over rounds", _accuracy_by_round, comparison),
+        _alone("costs", "accuracy by bytes sent", _accuracy_by_bytes, comparison),
+        *(_alone(f"compare-{n}", f"{n} by round", _own, comparison, n) for n in comparison.figures),
+    ]
 
 
 def finals(comparison: Comparison) -> Drawing:
@@ -50,7 +44,7 @@ def overview(comparison: Comparison) -> Drawing:
         _accuracy_by_round(left, comparison)
         _finals(right, comparison)
 
-    height = max(curves(comparison).height, finals(comparison).height)
+    height = max(drawing.height for drawing in drawings(comparison)[:2])
     return Drawing("compare", draw, width=2 * style.WIDTH, height=height)
 
 

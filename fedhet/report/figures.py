@@ -108,13 +108,13 @@ def time(run: Run) -> Drawing:
 
 def _time(figure: Figure, run: Run) -> None:
     top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
-    stages = [stage for stage in STAGES if stage in run.seconds]
-    _time_bar(top, pd.Series(run.seconds, dtype=float)[stages])
+    stages = [stage for stage in STAGES if run.totals[stage] > 0]
+    _time_bar(top, run.totals[stages])
     step = math.ceil(len(run.costs) / BARS)
     means = run.costs.reset_index().groupby(np.arange(len(run.costs)) // step).mean()
     means = means.set_index("round")
     _time_stages(ax, means[stages])
-    _wall_clock(ax, means["total"])
+    _wall_clock(ax, means["seconds"])
     ax.set_ylim(bottom=0)
     style.ticks(ax, "{:g} s".format)
     note = "training, evaluation: sums over clients"

@@ -24,12 +24,15 @@ def accuracies(records: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return bytes and seconds of each round; `bytes` are those sent so far, up and down."""
+    """Return bytes and seconds of each round; `bytes` are those sent so far, up and down.
+
+    `seconds` is wall-clock time, and a column for each stage; see `fedhet.runs.records.Seconds`.
+    """
     rows = [
         {"bytes_up": record.bytes_up, "bytes_down": record.bytes_down, **dict(record.seconds)}
         for record in records
     ]
-    frame = pd.DataFrame(rows, index=_rounds(records))
+    frame = pd.DataFrame(rows, index=_rounds(records)).rename(columns={"total": "seconds"})
     return frame.assign(bytes=(frame["bytes_up"] + frame["bytes_down"]).cumsum())
 
 

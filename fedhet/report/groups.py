@@ -75,20 +75,9 @@ class Group:
         """Return the last round's worst client, over the runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
-    @property
-    def bytes_up(self) -> Spread:
-        """Payload bytes from clients to server, over the runs."""
-        return Spread.of(run.bytes_up for run in self.runs)
-
-    @property
-    def bytes_down(self) -> Spread:
-        """Payload bytes from server to clients, over the runs."""
-        return Spread.of(run.bytes_down for run in self.runs)
-
-    @property
-    def seconds(self) -> Spread:
-        """Wall-clock seconds, over the runs."""
-        return Spread.of(run.seconds.get("total", NAN) for run in self.runs)
+    def total(self, cost: str) -> Spread:
+        """Return `bytes_up`, `bytes_down` or wall-clock `seconds`, in all, over the runs."""
+        return Spread.of(run.totals[cost] for run in self.runs)
 
     def bytes_to(self, column: Column, target: float) -> Spread:
         """Return the bytes sent until the target was reached, over the runs that reached it."""

@@ -79,14 +79,12 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
     shared, differing = _settings(comparison)
     html = _environment().get_template("comparison.html").render(
         title="Comparison",
+        comparison=comparison,
         groups=comparison.groups,
         datasets=sorted({group.dataset for group in comparison.groups}),
         hero=_lead(comparison),
-        basis=_basis(comparison),
-        notes=comparison.notes,
         table=comparison_cells(comparison),
         plots=[_svg(panel) for panel in panels],
-        headline=comparison.headline,
         shared=shared,
         differing=differing,
     )  # fmt: skip
@@ -105,8 +103,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    shown = (human_bytes, human_seconds, lowest, plural, score, setting, spans)
+    shown = (human_bytes, human_seconds, lowest, percent, plural, score, setting, spans)
     environment.filters |= {function.__name__: function for function in shown}
+    environment.filters["where"] = _where
     environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}
     return environment
 
@@ -173,15 +172,6 @@ def _lead(comparison: Comparison) -> dict[str, str]:
         rows["lowest"] = f"{others[-1][0]}, {best.mean - others[-1][1].mean:.4f} below"
     what = f"mean accuracy of {label}: {kind} models {_where(protocol)}, last round"
     return {"value": score(best.mean), "what": what, **rows}
-
-
-def _basis(comparison: Comparison) -> str:
-    protocol, kind = comparison.headline
-    return (
-        f"Last round's mean over clients, ± standard deviation over seeds. Ordered by the {kind} "
-        f"models' accuracy {_where(protocol)}. Bytes to {percent(comparison.target)}: sent up and "
-        "down until that accuracy was first reached."
-    )
 
 
 def _settings(comparison: Comparison) -> tuple[dict[str, str], dict[str, list[str]]]:

@@ -27,15 +27,6 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A client's failure for one reason, and the rounds in which it occurred."""
-
-    client: str
-    reason: str
-    rounds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Run:
     """A run as its directory tells it; `summary` is None while it is unfinished."""
 
@@ -158,22 +149,13 @@ class Run:
         """The method's own figures of each round, a column each."""
         return frames.figures(self.records)
 
-    @property
-    def bytes_up(self) -> int:
-        """Payload bytes from the clients to the server, in all."""
-        return self.summary.bytes_up if self.summary else int(self.costs["bytes_up"].sum())
-
-    @property
-    def bytes_down(self) -> int:
-        """Payload bytes from the server to the clients, in all."""
-        return self.summary.bytes_down if self.summary else int(self.costs["bytes_down"].sum())
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds by stage and in total, of those that were measured."""
-        names = ["total", *STAGES]
-        found = dict(self.summary.seconds) if self.summary else self.costs[names].sum().to_dict()
-        return {name: found[name] for name in names if found[name] > 0}
+    @cached_property
+    def totals(self) -> pd.Series:
+        """The sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage."""
+        if self.summary is None:
+            return self.costs.drop(columns="bytes").sum()
+        sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
+        return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
@@ -182,15 +164,12 @@ class Run:
         return {name: sum(row) for name, row in counts.items()}
 
     @cached_property
-    def failures(self) -> tuple[Failure, ...]:
-        """Every failure by client and reason; no answer to a request is one too."""
+    def failures(self) -> pd.DataFrame:
+        """The rounds of every failure by client and reason; no answer to a request is one too."""
         rows = [(*lost, record.round) for record in self.records for lost in _lost(record).items()]
-        frame = pd.DataFrame(rows, columns=["client", "reason", "round"])
-        found = [
-            Failure(str(client), str(reason), tuple(rounds.tolist()))
-            for (client, reason), rounds in frame.groupby(["client", "reason"])["round"]
-        ]
-        return tuple(sorted(found, key=lambda failure: (natural(failure.client), failure.reason)))
+        frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
+        found = frame.groupby(["client", "reason"], as_index=False).agg(list)
+        return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
 
 
 def load_run(path: Path | str) -> Run:

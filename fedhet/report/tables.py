@@ -177,12 +177,12 @@ def comparison_cells(comparison: Comparison) -> Cells:
         columns[" ".join(column)] = [_accuracy(group.score(column)) for group in groups]
     columns |= {
         "worst client": [_accuracy(group.worst(headline)) for group in groups],
-        "bytes up": [_sized(group.bytes_up) for group in groups],
-        "bytes down": [_sized(group.bytes_down) for group in groups],
+        "bytes up": [_sized(group.total("bytes_up")) for group in groups],
+        "bytes down": [_sized(group.total("bytes_down")) for group in groups],
         f"bytes to {percent(target)}": [
             _sized(group.bytes_to(headline, target), len(group.runs)) for group in groups
         ],
-        "time": [Cell(human_seconds(g.seconds.mean), g.seconds.mean) for g in groups],
+        "time": [_lasted(group.total("seconds").mean) for group in groups],
     }
     return Cells(columns, words=2)
 
@@ -195,6 +195,10 @@ def _sized(spread: Spread, runs: int = 0) -> Cell:
     """Return a number of bytes, and of how many of the `runs` it is where not of all."""
     some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(human_bytes(spread.mean) + some, spread.mean)
+
+
+def _lasted(seconds: float) -> Cell:
+    return Cell(human_seconds(seconds), seconds)
 
 
 def comparison_table(comparison: Comparison) -> Table:
