@@ -26,6 +26,7 @@ from fedhet.report import (
     comparison_table,
     final_table,
     load_run,
+    write,
     write_comparison,
     write_figures,
     write_report,
@@ -226,6 +227,14 @@ def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
     assert run.headline == "common"
 
 
+@pytest.mark.parametrize("place", ["", "[data]"])
+def test_an_unfinished_runs_data_set_is_read_from_its_settings(tmp_path: Path, place: str) -> None:
+    path = make(tmp_path / "run", finished=False)
+    (path / "config.toml").write_text(f'method = "velo"\n{place}\ndataset = "mnist"\n')
+    run = load_run(path)
+    assert (run.method, run.dataset, run.seed, run.planned) == ("velo", "mnist", None, 5)
+
+
 def test_a_cut_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     path = make(tmp_path / "run", finished=False)
     text = (path / "metrics.jsonl").read_text()
@@ -344,6 +353,14 @@ def test_no_name_steers_the_terminal(tmp_path: Path) -> None:
     text = shown(final_table(load_run(path)))
     assert "\x1b" not in text
     assert "[bold]b[/bold]" in text
+
+
+def test_a_run_is_written_and_returned(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    run = write(path)
+    assert run.path == path
+    assert {file.stem for file in (path / "figures").iterdir()} == FIGURES
+    assert "felo on digits" in Page(path / "report.html").text
 
 
 # Figures

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,8 +40,12 @@ def write_figures(run: Run) -> list[Path]:
 
 def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
-    found = [accuracy(run, run.protocols) if run.protocols else None, traffic(run), time(run)]
-    found += [loss(run), clients.labels(run), clients.accuracies(run), clients.relative(run)]
+    found = [
+        accuracy(run, run.protocols) if run.protocols else None,
+        Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds"),
+        Drawing("time", partial(_time, run=run), "seconds by stage"),
+        *(loss(run), clients.labels(run), clients.accuracies(run), clients.relative(run)),
+    ]
     return [drawing for drawing in found if drawing]
 
 
@@ -84,12 +89,8 @@ def _accuracy_limits(ax: Axes) -> None:
     style.ticks(ax)
 
 
-def traffic(run: Run) -> Drawing:
-    """Payload bytes up and down, cumulated over rounds."""
-    return Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds")
-
-
 def _traffic(figure: Figure, run: Run) -> None:
+    """Draw the payload bytes up and down, cumulated over rounds."""
     ax = figure.subplots()
     for number, name in enumerate(("up", "down")):
         total = run.costs[f"bytes_{name}"].cumsum()
@@ -101,12 +102,8 @@ def _traffic(figure: Figure, run: Run) -> None:
     style.head(ax, "Bytes sent, cumulated")
 
 
-def time(run: Run) -> Drawing:
-    """Where the time went: the whole run as one bar, and every round."""
-    return Drawing("time", partial(_time, run=run), "seconds by stage")
-
-
 def _time(figure: Figure, run: Run) -> None:
+    """Draw where the time went: the whole run as one bar, and every round."""
     top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
     stages = [stage for stage in STAGES if run.totals[stage] > 0]
     _time_bar(top, run.totals[stages])
@@ -129,18 +126,15 @@ def _time_stages(ax: Axes, seconds: pd.DataFrame) -> None:
     width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
     bottom = seconds.cumsum(axis="columns") - seconds
     for stage in seconds:
-        colour, name = style.STAGE_COLOURS[stage], STAGE_NAMES[stage]
-        ax.bar(
-            rounds, seconds[stage], bottom=bottom[stage], color=colour, label=name, width=width
-        )  # fmt: skip
+        look: Any = {"color": style.STAGE_COLOURS[stage], "label": STAGE_NAMES[stage]}
+        ax.bar(rounds, seconds[stage], bottom=bottom[stage], width=width, **look)
 
 
 def _wall_clock(ax: Axes, seconds: pd.Series) -> None:
     if seconds.gt(0).any():
         halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
-        style.line(
-            ax, seconds, style.INK, label="wall clock", linewidth=1.2, path_effects=halo
-        )  # fmt: skip
+        look: Any = {"linewidth": 1.2, "path_effects": halo}
+        style.line(ax, seconds, style.INK, label="wall clock", **look)
 
 
 def _time_head(top: Axes, ax: Axes) -> None:
