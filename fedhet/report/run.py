@@ -168,7 +168,7 @@ class Run:
         """The rounds of every failure by client and reason; no answer to a request is one too."""
         rows = [(*lost, record.round) for record in self.records for lost in _lost(record).items()]
         frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
-        found = frame.groupby(["client", "reason"], as_index=False).agg(list)
+        found = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
         return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
 
 
