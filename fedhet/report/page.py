@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
@@ -35,17 +32,6 @@ from fedhet.runs.units import (
 
 SPARKS = 24
 """So many of a method's own figures get a small curve."""
-
-
-@dataclass(frozen=True)
-class Spark:
-    """One of the method's own figures: its last value and its course."""
-
-    name: str
-    last: str
-    span: str = ""
-    path: str = ""
-    dot: tuple[float, float] = (0, 0)
 
 
 def write_report(path: Path | str) -> Path:
@@ -135,23 +121,23 @@ def _hero(run: Run) -> dict[str, object] | None:
     }
 
 
-def _spark(values: pd.Series, width: float = 192, height: float = 36) -> Spark:
-    """Return a small curve of one figure, a gap where it is not a number."""
-    name, known = str(values.name), values.dropna()
+def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
+    """Return a figure's last value, its range, and its course as SVG paths, a gap for a NaN."""
+    known = values.dropna()
     if known.empty:
-        return Spark(name, ABSENT)
-    across, up = _unit(pd.Series(values.index), 1.0), _unit(values, 0.5)
-    x, y = 4 + across.to_numpy() * width, 4 + (1 - up.to_numpy()) * height
-    places = pd.DataFrame({"x": x, "y": y}).round(1)
-    pens = np.where(values.shift().isna(), "M", "L")
-    drawn = [
-        f"{pen}{x} {y}" for pen, x, y in zip(pens, places["x"], places["y"], strict=True)
-        if math.isfinite(y)
-    ]  # fmt: skip
+        return {"name": str(values.name), "last": ABSENT, "span": "", "path": "", "dot": ""}
+    x = 4 + width * _unit(values.index.to_series(), constant=1.0)
+    y = 4 + height * (1 - _unit(values, constant=0.5))
+    places = x.round(1).astype(str) + " " + y.round(1).astype(str)
+    pens = pd.Series("L", values.index).where(values.shift().notna(), "M")
     low, high = known.min(), known.max()
-    span = f"{human_number(low)} to {human_number(high)}" if high > low else "constant"
-    end = places.dropna().iloc[-1]
-    return Spark(name, human_number(known.iloc[-1]), span, "".join(drawn), (end["x"], end["y"]))
+    return {
+        "name": str(values.name),
+        "last": human_number(known.iloc[-1]),
+        "span": f"{human_number(low)} to {human_number(high)}" if high > low else "constant",
+        "path": "".join((pens + places)[known.index]),
+        "dot": f"M{places[known.index[-1]]}h0",
+    }
 
 
 def _unit(values: pd.Series, constant: float) -> pd.Series:

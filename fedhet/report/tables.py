@@ -77,10 +77,10 @@ def client_cells(run: Run) -> Cells:
     if run.samples:
         about["samples"] = [_count(run.samples.get(name)) for name in run.clients]
     scores = {" ".join(column): run.last(*column) for column in run.columns}
-    accuracies = {
-        title: [_score(each.per_client.get(name, NAN)) for name in run.clients]
-        for title, each in scores.items()
-    }
+    accuracies: dict[str, list[Cell]] = {}
+    for title, each in scores.items():
+        values = [each.per_client.get(name, NAN) for name in run.clients]
+        accuracies[title] = [Cell(score(value), value) for value in values]
     blank = [""] * (len(about) - 1)
     foot = [
         [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
@@ -91,10 +91,6 @@ def client_cells(run: Run) -> Cells:
 
 def _count(number: int | None) -> Cell:
     return Cell(ABSENT, 0) if number is None else Cell(f"{number:,}", number)
-
-
-def _score(value: float) -> Cell:
-    return Cell(score(value), value)
 
 
 def final_table(run: Run) -> Table:
@@ -167,6 +163,7 @@ def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list
 def comparison_cells(comparison: Comparison) -> Cells:
     """Return a row for each group, as `Comparison` orders them."""
     groups, headline, target = comparison.groups, comparison.headline, comparison.target
+    seconds = [group.total("seconds").mean for group in groups]
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
     columns = {
         "run": [Cell(name) for name in names],
@@ -182,7 +179,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
         f"bytes to {percent(target)}": [
             _sized(group.bytes_to(headline, target), len(group.runs)) for group in groups
         ],
-        "time": [_lasted(group.total("seconds").mean) for group in groups],
+        "time": [Cell(human_seconds(mean), mean) for mean in seconds],
     }
     return Cells(columns, words=2)
 
@@ -195,10 +192,6 @@ def _sized(spread: Spread, runs: int = 0) -> Cell:
     """Return a number of bytes, and of how many of the `runs` it is where not of all."""
     some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(human_bytes(spread.mean) + some, spread.mean)
-
-
-def _lasted(seconds: float) -> Cell:
-    return Cell(human_seconds(seconds), seconds)
 
 
 def comparison_table(comparison: Comparison) -> Table:
