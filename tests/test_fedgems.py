@@ -399,10 +399,10 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     with torch.no_grad():
         right = strategy.model.eval()(common.x).argmax(1) == common.y
     found = strategy.state.record.accuracy["common"]["server"]
-    assert found["per_client"] == {"server": pytest.approx(right.float().mean().item())}
+    assert found.per_client == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()
-    assert summary["accuracy"]["common"]["server"]["mean"] == found["mean"]
-    assert "server" not in summary["accuracy"]["personal"]
+    assert summary.accuracy["common"]["server"].mean == found.mean
+    assert "server" not in summary.accuracy["personal"]
     assert "server" in summary["history"][0]["accuracy"]["common"]
 
 
