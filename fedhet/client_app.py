@@ -10,21 +10,19 @@ from flwr.common import Context
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.config.resolve import Config, resolve_items
-from fedhet.config.schema import Scalar
 
 
 def client_fn(context: Context) -> Client:
     """Return the client that this node is in a deployed run."""
-    return _client(tuple(context.run_config.items()), "", context)
+    return _client(resolve_items(tuple(context.run_config.items())), "", context)
 
 
 def simulated_app(config: Config, state_dir: str) -> ClientApp:
     """Return the app of a simulation, closed over its settings: a simulation has no run config."""
-    return ClientApp(client_fn=partial(_client, tuple(config.flat().items()), state_dir))
+    return ClientApp(client_fn=partial(_client, config, state_dir))
 
 
-def _client(settings: tuple[tuple[str, Scalar], ...], state_dir: str, context: Context) -> Client:
-    config = resolve_items(settings)
+def _client(config: Config, state_dir: str, context: Context) -> Client:
     node = read_node(context.node_config, config.run, state_dir)
     return open_client(config, node).to_client()
 

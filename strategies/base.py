@@ -58,9 +58,9 @@ class HetStrategy(Strategy):
         weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
         pool = self.run.models.names if weighed else None
         self._members = Members(engine.round_timeout, pool, log.notice)
-        self._state = RoundState(log.workers, log.notice)
+        self.state = RoundState(log.workers, log.notice)
         limit = int(engine.max_payload_mb * 1e6)
-        self._exchange = Exchange(log.run_name, self.run.method, receives, limit, self._state)
+        self._exchange = Exchange(log.run_name, self.run.method, receives, limit, self.state)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
 
@@ -145,7 +145,7 @@ class HetStrategy(Strategy):
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self._check_models()
         self.log.begin({name: member.info.model for name, member in self.members.items()})
-        self._state.changed(self.members)
+        self.state.changed(self.members)
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)
@@ -155,35 +155,35 @@ class HetStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Select clients and give each its instruction."""
-        self._state.start(server_round)
+        self.state.start(server_round)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined({name: member.info.model for name, member in self.members.items()})
         selection = self.select(server_round, [member.info for member in self.members.values()])
-        self._state.ask(selection)
+        self.state.ask(selection)
         self.log.round_started(server_round, selection.names)
         evaluated = selection.training if self._evaluates(server_round) else ()
         instructions: list[tuple[ClientProxy, FitIns]] = [
             (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated}))
             for proxy, payload in self._instructions(server_round, selection)
         ]
-        self._state.wait()
+        self.state.wait()
         return instructions
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """Check the replies, name who is missing, and let the method aggregate."""
-        self._state.go_on()
-        self._state.changed(self._state.selection.training)
+        self.state.go_on()
+        self.state.changed(self.state.selection.training)
         accepted = []
         replies = self._replies(results, failures)
-        for reply in self._attack(server_round, replies, state=self._state, check=self._check):
-            with self._state.dropping(reply.client.name):
+        for reply in self._attack(server_round, replies, state=self.state, check=self._check):
+            with self.state.dropping(reply.client.name):
                 accepted.append(self.accept(server_round, reply))
-        self._state.record.answered = [reply.client.name for reply in accepted]
+        self.state.record.answered = [reply.client.name for reply in accepted]
         if accepted:
-            self._state.figures(self.aggregate(server_round, accepted))
-        return NOTHING, dict(self._state.record.method)
+            self.state.figures(self.aggregate(server_round, accepted))
+        return NOTHING, dict(self.state.record.method)
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """Nothing: what the server alone measures is part of a method's figures."""
@@ -199,20 +199,20 @@ class HetStrategy(Strategy):
             self._close_round()
             return []
         payloads = self._exchange.encode_all(server_round, instructions)
-        self._state.wait()
+        self.state.wait()
         return [(self._proxy(name), EvaluateIns(part, {})) for name, part in payloads.items()]
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Take the accuracies in and close the round."""
-        self._state.go_on()
+        self.state.go_on()
         for name, reason in sorted(reasons(failures).items()):
             self.log.notice(f"client {name} was not evaluated: {reason}")
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             try:
-                self._state.measured(name, _measured(name, result))
+                self.state.measured(name, _measured(name, result))
             except KnowledgeError as error:
                 self.log.notice(f"client {name} was not evaluated: {error}")
         self._close_round()
@@ -234,7 +234,7 @@ class HetStrategy(Strategy):
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Take up the run after the last whole round. Raises StateError."""
         try:
-            self._state.load_json(str(checkpoint.facts["state"]))
+            self.state.load_json(str(checkpoint.facts["state"]))
             self.load_state_dict(checkpoint.tensors)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise StateError(
@@ -270,19 +270,19 @@ class HetStrategy(Strategy):
         """Yield the replies that keep the contract, by client, one in memory at a time."""
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
-        for name in self._state.record.asked:
+        for name in self.state.record.asked:
             if name not in answers:
-                self._state.absent(name, why.get(name, "did not answer in time"))
+                self.state.absent(name, why.get(name, "did not answer in time"))
             elif reply := self._read(name, answers[name]):
                 yield reply
 
     def _read(self, name: str, result: FitRes) -> Reply | None:
         """Return a client's reply, or None where it is dropped; enter what the client measured."""
         client = self.members[name].info
-        with self._state.dropping(name):
-            number = self._state.record.round
+        with self.state.dropping(name):
+            number = self.state.record.round
             reply = self._exchange.read(number, client, result, self.sizes(client))
-            self._state.measured(name, reply.measured)
+            self.state.measured(name, reply.measured)
             return reply
         return None
 
@@ -296,19 +296,19 @@ class HetStrategy(Strategy):
         """Return what those are sent who have to evaluate, and can be expected to answer."""
         found: dict[str, Knowledge] = {}
         nothing = Knowledge()
-        for name in self._state.present(self.members):
+        for name in self.state.present(self.members):
             knowledge = self.eval_instruction(round, self.members[name].info)
-            if knowledge is not None or self._state.to_evaluate(name):
+            if knowledge is not None or self.state.to_evaluate(name):
                 found[name] = knowledge or nothing
         return found
 
     def _close_round(self) -> None:
-        evaluated = self._evaluates(self._state.record.round)
+        evaluated = self._evaluates(self.state.record.round)
         if evaluated:
             self._evaluate_own()
-        record = self._state.close(evaluated=evaluated)
+        record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        self.log.checkpoint(record.round, self.state_dict(), {"state": self._state.to_json()})
+        self.log.checkpoint(record.round, self.state_dict(), {"state": self.state.to_json()})
 
     def _evaluate_own(self) -> None:
         """Enter how the server's own models do on the common test set, as SERVER's accuracy."""
@@ -320,7 +320,7 @@ class HetStrategy(Strategy):
             ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
             for kind, model in models.items()
         }
-        self._state.measured(SERVER, Measured(accuracy, None, 0.0, 0.0, 0.0))
+        self.state.measured(SERVER, Measured(accuracy, None, 0.0, 0.0, 0.0))
 
 
 def _measured(name: str, result: EvaluateRes) -> Measured:

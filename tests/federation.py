@@ -44,6 +44,13 @@ def small(method: str = "felo", **changes: object) -> Config:
     return resolve({**SMALL, **settings(method, **changes)})
 
 
+def training(run: RunSettings, **changes: object) -> RunSettings:
+    """Return the settings of a run with other ones of training."""
+    table = {name: getattr(run.training, name) for name in changes}  # each is there
+    assert table
+    return run.model_copy(update={"training": run.training.model_copy(update=changes)})
+
+
 def run(config: Config, directory: Path, watchers=()) -> dict:
     """Run a simulation; return its summary."""
     simulation.simulate(config, directory, watchers)

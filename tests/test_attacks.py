@@ -1,5 +1,6 @@
 """Poisoning attacks against Appendix A of FedGEMS, written out client by client."""
 
+import json
 import math
 
 import numpy as np
@@ -19,10 +20,9 @@ from fedhet.server.attacks import (
     lie,
     ofom,
     paf,
-    poisonable,
     z_max,
 )
-from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField, poisonable
 from fedhet.wire.knowledge import Knowledge, decode
 
 LOGITS = Contract((TensorField("logits", "float32", ("Q", "C"), "logits"),))
@@ -37,7 +37,8 @@ CLASSWISE = Contract(
 
 
 def attack(kind, contract=LOGITS, **changes):
-    return Attack(small("felo", attack=kind, **{"clients": 9, **changes}).run, contract)
+    run = small("felo", attack=kind, **{"clients": 9, **changes}).run
+    return Attack(run.attack, contract, run.seed)
 
 
 def phi(z):
@@ -105,13 +106,13 @@ def test_the_far_vector_is_as_long_as_it_is_told(scale):
 @pytest.mark.parametrize(("kind", "count"), [("paf", 1), ("lie", 1), ("ofom", 2)])
 def test_as_many_as_in_the_paper_each_round(kind, count):
     names = [f"client-{n}" for n in range(9)]
-    struck = [attack(kind).victims(number, names) for number in range(1, 200)]
+    struck = [attack(kind).targets(number, names) for number in range(1, 200)]
     assert all(len(s) == count and s <= set(names) for s in struck)
     assert set().union(*struck) == set(names)
-    again = [attack(kind).victims(number, names[::-1]) for number in range(1, 200)]
+    again = [attack(kind).targets(number, names[::-1]) for number in range(1, 200)]
     assert struck == again, "the order of names is nothing"
-    assert struck != [attack(kind, seed=1).victims(n, names) for n in range(1, 200)]
-    assert len(attack(kind, attackers=4).victims(1, names)) == 4
+    assert struck != [attack(kind, seed=1).targets(n, names) for n in range(1, 200)]
+    assert len(attack(kind, attackers=4).targets(1, names)) == 4
 
 
 @pytest.mark.parametrize("kind", ["paf", "lie", "ofom"])
@@ -220,14 +221,17 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
         "fedgems": {"logits"},
         "local": set(),
     }.items():
-        assert {f.name for f in poisonable(find_method(name).client_sends)} == fields
+        assert {f.name for f in poisonable(find_method(name).client.sends)} == fields
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"method": "local", "attack": "lie"}, "none with local, whose clients send neither"),
-        ({"attackers": 1}, "'attackers' = 1 is not allowed: it takes 0 without an 'attack'"),
+        (
+            {"attackers": 1},
+            "'attack.attackers' = 1 is not allowed: it takes 0 without an 'attack.kind'",
+        ),
         ({"attack": "paf", "attackers": 4}, "it takes less than 'clients', which is 4"),
     ],
 )
@@ -268,14 +272,17 @@ FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
 )
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
 def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
+    config = small(attack=kind, **changes)
     strategy, told, saw = played(tmp_path, attack=kind, **changes)
-    struck = Attack(strategy.run, strategy.receives).victims(1, list(told))
-    assert strategy._record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
+    struck = Attack(strategy.run.attack, config.method.client.sends, strategy.run.seed).targets(
+        1, list(told)
+    )
+    assert strategy.state.record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
     for name, knowledge in told.items():
         same = np.array_equal(knowledge.tensors[tensor], saw[name].tensors[tensor])
         assert same == (name not in struck)
-    assert strategy._record.answered == sorted(told)
-    assert set(strategy._accuracy["common"]["private"]) == set(told), "all are judged"
+    assert strategy.state.record.answered == sorted(told)
+    assert set(json.loads(strategy.state.to_json())["accuracy"]["common"]["private"]) == set(told)
 
 
 @pytest.mark.parametrize("method", ["fedtype", "um-pfssl"])
@@ -311,14 +318,14 @@ def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):
             server.strategy.aggregate_fit(1, answers, [])
-    assert list(server.strategy._record.failed.values()) == ["logits: holds NaN or infinity"]
-    assert len(server.strategy._record.answered) == 3
+    assert list(server.strategy.state.record.failed.values()) == ["logits: holds NaN or infinity"]
+    assert len(server.strategy.state.record.answered) == 3
 
 
 def test_an_attack_is_the_same_every_time(tmp_path):
     (one, _, saw), (two, _, again) = (
         played(tmp_path / name, attack="ofom", **FEDGEMS) for name in ("one", "two")
     )
-    assert one._record.method == two._record.method
+    assert one.state.record.method == two.state.record.method
     for name, knowledge in saw.items():
         np.testing.assert_array_equal(knowledge.tensors["logits"], again[name].tensors["logits"])

@@ -216,15 +216,15 @@ def test_a_fit_that_fails_names_the_model(own):
 @pytest.mark.parametrize("method", ["felo", "fedtype"])
 def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
     with pytest.raises(SettingsError, match=rf"sk-svm has no gradients, which {method}.*cofed"):
-        resolve({"method": method, "models": "mlp,sk-svm"})
+        resolve({"method": method, "models.pool": "mlp,sk-svm"})
     name = own("nearest3", NEAREST_MEAN, "nearest_mean")
     with pytest.raises(ModelError, match=f"model '{name}' has no gradients"):
-        check(resolve({"method": method, "models": f"mlp,{name}"}))
+        check(resolve({"method": method, "models.pool": f"mlp,{name}"}))
     with pytest.raises(ModelError, match="model 'sk-svm' has no gradients"):
         models.build("sk-svm", (4,), 2, seed=0)
-    check(resolve({"method": "local", "models": f"mlp,sk-svm,{name}"}))
+    check(resolve({"method": "local", "models.pool": f"mlp,sk-svm,{name}"}))
 
 
 def test_a_mistyped_name_finds_its_nearest():
     with pytest.raises(SettingsError, match="did you mean 'sk-tree'"):
-        resolve({"method": "local", "models": "sk-tre"})
+        resolve({"method": "local", "models.pool": "sk-tre"})

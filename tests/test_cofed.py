@@ -12,13 +12,16 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.client.node import read_node
-from fedhet.config.resolve import preset_names, read_preset, resolve
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import Within
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
+from fedhet.runs.records import Measured
 from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode, encode
+from strategies.base import Reply
 from strategies.cofed import CofedStrategy
 
 TASKS = {
@@ -45,7 +48,7 @@ def cofed(**changes):
 def opened(config, directory, index=0):
     node_config = {"partition-id": index, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -194,7 +197,7 @@ def test_given_weights_decide_the_vote(tmp_path):
             differs |= expected != (holders > 0 and len(yes) / holders > 0.6)
     assert differs, "equal weights would have done as well"
     again = Server(server.log.config, tmp_path / "again")
-    again.strategy.restore(server.strategy.saved())
+    again.strategy.load_state_dict(server.strategy.state_dict())
     assert np.array_equal(again.strategy.joined, server.strategy.joined)
 
 
@@ -391,15 +394,15 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
     if at == 2:
         server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
         server.close(2)
-    saved = {name: value.copy() for name, value in server.strategy.saved().items()}
+    saved = {name: value.copy() for name, value in server.strategy.state_dict().items()}
     expected = {p.name: said(ins.parameters) for p, ins in server.ask(at + 1)}
     new = Server(config, tmp_path / "new")
-    new.strategy.restore(saved)
+    new.strategy.load_state_dict(saved)
     told = {p.name: said(ins.parameters) for p, ins in new.ask(at + 1)}
     for name, knowledge in expected.items():
         assert knowledge.scalars == told[name].scalars
         assert np.array_equal(knowledge.tensors["labels"], told[name].tensors["labels"])
-    again = new.strategy.saved()
+    again = new.strategy.state_dict()
     assert again.keys() == saved.keys()
     assert all(np.array_equal(again[name], saved[name]) for name in saved)
 
@@ -440,14 +443,18 @@ def test_ray_and_inline_give_the_same_numbers(tmp_path):
     assert without_times(inline) == without_times(ray)
 
 
+NOTHING = Measured({}, None, 0.0, 0.0, 0.0)
+
+
 def test_a_vote_outside_its_space_is_named():
     strategy = CofedStrategy.__new__(CofedStrategy)
-    strategy.settings = CofedStrategy.settings_type()
+    strategy.settings = CofedStrategy.spec.settings()
     info = opened_info()
-    knowledge = Knowledge({"predictions": uint8(1, 4), "space": uint8(1, 2)})
+    vote = Reply(info, Knowledge({"predictions": uint8(1, 4), "space": uint8(1, 2)}), NOTHING)
     with pytest.raises(KnowledgeError, match="client-0: predictions: holds 4, not in its label"):
-        strategy.check_reply(1, info, knowledge)
-    strategy.check_reply(2, info, Knowledge())
+        strategy.accept(1, vote)
+    last = Reply(info, Knowledge(), NOTHING)
+    assert strategy.accept(2, last) is last
 
 
 def opened_info():

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.errors import KnowledgeError
-from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField, check_finite
+from fedhet.wire.contract import (
+    Contract,
+    ScalarField,
+    Sizes,
+    TensorField,
+    WeightsField,
+    check_finite,
+)
 from strategies.felo import FeloStrategy
 
 SENDER = "client-3"
@@ -44,7 +51,7 @@ def sound():
 
 
 def check(tensors, scalars, contract=CONTRACT, shapes=MODEL):
-    contract.check(SENDER, tensors, scalars, dims=DIMS, shapes={"weights": shapes})
+    contract.check(SENDER, tensors, scalars, Sizes(DIMS, {"weights": shapes}))
 
 
 def refusal(field, tensors, scalars, **options):
@@ -119,13 +126,13 @@ def test_the_edges_of_what_is_allowed(tensors, scalars):
 def test_the_check_leaves_the_message_and_the_sizes_as_they_were():
     tensors, scalars = sound()
     dims = dict(DIMS)
-    CONTRACT.check(SENDER, tensors, scalars, dims=dims, shapes={"weights": MODEL})
+    CONTRACT.check(SENDER, tensors, scalars, Sizes(dims, {"weights": MODEL}))
     assert dims == DIMS
     again, _ = sound()
     assert all(np.array_equal(tensors[name], again[name]) for name in again)
     # A free letter of one message does not bind the next.
     two = {"classes": np.array([1, 2]), "features": f32(2, 2), "counts": np.array([1, 1])}
-    CONTRACT.check(SENDER, changed(two)[0], scalars, dims=dims, shapes={"weights": MODEL})
+    CONTRACT.check(SENDER, changed(two)[0], scalars, Sizes(dims, {"weights": MODEL}))
 
 
 def test_an_empty_contract_takes_an_empty_message_alone():
@@ -308,15 +315,15 @@ def test_required_weights():
 
 def test_weights_without_a_model_to_compare_with_are_refused():
     with pytest.raises(KnowledgeError, match="not a tensor of this client's model"):
-        CONTRACT.check(SENDER, *sound(), dims=DIMS, shapes={})
+        CONTRACT.check(SENDER, *sound(), Sizes(DIMS, {}))
 
 
 def test_two_models_do_not_stand_in_for_each_other():
     contract = Contract((WeightsField("a", "one"), WeightsField("ab", "other")))
     shapes = {"a": {"w": ((1,), "float32")}, "ab": {"w": ((2,), "float32")}}
-    contract.check(SENDER, {"a/w": f32(1), "ab/w": f32(2)}, {}, dims={}, shapes=shapes)
+    contract.check(SENDER, {"a/w": f32(1), "ab/w": f32(2)}, {}, Sizes({}, shapes))
     with pytest.raises(KnowledgeError) as caught:
-        contract.check(SENDER, {"a/w": f32(1)}, {}, dims={}, shapes=shapes)
+        contract.check(SENDER, {"a/w": f32(1)}, {}, Sizes({}, shapes))
     assert caught.value.field == "ab/w"
 
 
@@ -532,7 +539,7 @@ def stacked(count, others=None):
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_several_models_travel_as_one(count):
-    STACKED.check("a", stacked(count), {}, dims={}, shapes=SHAPES)
+    STACKED.check("a", stacked(count), {}, Sizes({}, SHAPES))
     assert STACKED.fields[1].describe() == "weights [N, ...]"
 
 
@@ -548,4 +555,4 @@ def test_several_models_travel_as_one(count):
 )
 def test_as_many_of_each_tensor_as_there_are_models(change, fault):
     with pytest.raises(KnowledgeError, match=fault):
-        STACKED.check("a", {**stacked(2), **change}, {}, dims={}, shapes=SHAPES)
+        STACKED.check("a", {**stacked(2), **change}, {}, Sizes({}, SHAPES))

@@ -32,7 +32,7 @@ from fedhet.data import DataSpec, load
 from fedhet.devices import CPU
 from fedhet.seeding import seeded
 from fedhet.training import Optimization, train_epoch
-from strategies.velo import VeloServerSettings
+from strategies.velo import VeloSettings
 
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8
 
@@ -278,7 +278,7 @@ def class_features(seed=0, sparse=False):
 
 def by_default(features, labels, trainings):
     """A CVAE of the default settings after so many trainings on the same features."""
-    sizes = VeloServerSettings()
+    sizes = VeloSettings()
     model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
     for round in range(trainings):
         train_cvae(

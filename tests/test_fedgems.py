@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
-from fedhet.data import client_data, common_test, public_set
+from fedhet.data import DataSpec, client_data, common_test, public_set
 from fedhet.data.site import site_data
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.models import build
@@ -123,7 +123,7 @@ def test_the_server_follows_algorithm_1(tmp_path, selective, epsilon):
         answers = server.answers(server.ask(number))
         logits = torch.tensor(np.stack([said(r.parameters)["logits"] for _, r in answers]))
         server.strategy.aggregate_fit(number, answers, [])
-        figures = strategy._record.method
+        figures = strategy.state.record.method
         state, counts = transcription(
             config.run, before, public.x, public.y, pool, logits, rows, number, selective, epsilon
         )
@@ -156,7 +156,7 @@ def test_the_logits_asked_for_are_those_wrong_and_not_in_the_pool(tmp_path):
                 own = model(public_set(DataSpec.of(client.run), (1, 8, 8), 10).x[wanted])
             np.testing.assert_allclose(said(result.parameters)["logits"], own, rtol=1e-4, atol=1e-5)
         strategy.aggregate_fit(number, answers, [])
-        assert strategy._record.method["upload_ratio"] == expected.mean()
+        assert strategy.state.record.method["upload_ratio"] == expected.mean()
 
 
 def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
@@ -189,7 +189,7 @@ def frozen_but_for(strategy, rows_of_round):
     predict = strategy._predict
 
     def changed():
-        number = strategy._record.round
+        number = strategy.state.record.round
         if number == 1:
             return predict()
         logits = strategy.logits.copy()
@@ -253,7 +253,7 @@ def test_a_part_that_is_more_bytes_is_sent_whole(tmp_path):
 def opened(tmp_path, **changes):
     config = fedgems(**changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -333,8 +333,8 @@ def test_a_reply_with_other_rows_than_asked_is_dropped(tmp_path):
     answers = server.answers(server.ask(1))
     server.strategy.wanted[:] = True
     server.strategy.aggregate_fit(1, answers, [])
-    assert len(server.strategy._record.failed) == 4
-    assert "with Q = 60" in server.strategy._record.failed["client-0"]
+    assert len(server.strategy.state.record.failed) == 4
+    assert "with Q = 60" in server.strategy.state.record.failed["client-0"]
 
 
 # --- the public set and the server's accuracy -----------------------------------------------
@@ -373,12 +373,12 @@ def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
     node = read_node({"data": str(tmp_path), "name": "site"}, config.run, str(tmp_path / "state"))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     with pytest.raises(DataError, match="20 of 20 samples of site are in it too"):
-        client.dims()
+        client.sizes()
     np.savez(tmp_path / f"{part}.npz", x=owned.x.numpy()[20:40], y=owned.y.numpy()[20:40])
     site_data.cache_clear()
-    config.method.client(config.run, config.client, config.method.server_sends, node).dims()
+    config.method.client(config, node).sizes()
 
 
 def test_generated_rows_are_refused(tmp_path):
@@ -396,7 +396,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     common = common_test(DataSpec.of(strategy.run))
     with torch.no_grad():
         right = strategy.model.eval()(common.x).argmax(1) == common.y
-    found = strategy._record.accuracy["common"]["server"]
+    found = strategy.state.record.accuracy["common"]["server"]
     assert found["per_client"] == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()
     assert summary["accuracy"]["common"]["server"]["mean"] == found["mean"]
@@ -427,11 +427,11 @@ def test_a_restored_server_goes_on_bit_for_bit(tmp_path):
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
         play(server, number)
-    saved = {name: np.array(value) for name, value in server.strategy.saved().items()}
+    saved = {name: np.array(value) for name, value in server.strategy.state_dict().items()}
     assert {"logits", "changed", "pool/logits", "pool/known"} <= saved.keys()
     assert any(name.startswith("model/") for name in saved)
     other = Server(config, tmp_path / "other")
-    other.strategy.restore(saved)
+    other.strategy.load_state_dict(saved)
     asked = server.ask(3)
     again = {proxy.name: said(ins.parameters) for proxy, ins in other.ask(3)}
     for proxy, ins in asked:
@@ -440,10 +440,10 @@ def test_a_restored_server_goes_on_bit_for_bit(tmp_path):
         for name, tensor in told.items():
             np.testing.assert_array_equal(tensor, again[proxy.name][name])
     answers = server.answers(asked)
-    replies = [server.strategy._accept(3, proxy.name, result) for proxy, result in answers]
+    replies = [server.strategy._read(proxy.name, result) for proxy, result in answers]
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
-    for name, value in server.strategy.saved().items():
-        np.testing.assert_array_equal(value, other.strategy.saved()[name])
+    for name, value in server.strategy.state_dict().items():
+        np.testing.assert_array_equal(value, other.strategy.state_dict()[name])
 
 
 def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
@@ -454,8 +454,8 @@ def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
     proxy = asked[0][0]
     kept = client_of(server, proxy).kept["logits"].clone()
     node = client_of(server, proxy).node
-    fresh = config.method.client(config.run, config.client, config.method.server_sends, node)
-    fresh._restore(server.strategy.run_name, before=3)
+    fresh = config.method.client(config, node)
+    fresh._restore(server.log.run_name, before=3)
     torch.testing.assert_close(fresh.kept["logits"], kept)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, records, run, small, training
 from flwr.common import parameters_to_ndarrays
 from torch.nn import functional as F
 
@@ -37,7 +37,7 @@ def client(tmp_path):
 def opened(config, directory, partition=1):
     node_config = {"partition-id": partition, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
-    made = config.method.client(config.run, config.client, config.method.server_sends, node)
+    made = config.method.client(config, node)
     made._restore("run", before=1)
     return made
 
@@ -220,7 +220,7 @@ def test_the_proxy_starts_each_round_from_the_servers(client):
     told = message(client)
     client.train(1, told)
     client.settings = client.settings.model_copy(update={"aggregation": "fedavg"})
-    client.run = client.run.model_copy(update={"lr": 1e-12})
+    client.run = training(client.run, lr=1e-12)
     client.train(2, told)
     for name, value in client.models["proxy"].state_dict().items():
         np.testing.assert_allclose(value.numpy(), told.tensors[f"proxy/{name}"], atol=1e-5)
@@ -260,7 +260,7 @@ def test_a_switch_changes_the_run(tmp_path, changes):
         client = opened(config, tmp_path / str(number))
         if "fedtype.g" in changes:
             # A proxy that gets worse in every epoch, so that g matters.
-            client.run = client.run.model_copy(update={"lr": 0.5})
+            client.run = training(client.run, lr=0.5)
         client.fit(encode(Envelope("run", "fedtype", 1, "server"), message(client)), {})
         trained.append(torch.cat([p.flatten() for p in client.models["private"].parameters()]))
     assert not torch.equal(*trained)

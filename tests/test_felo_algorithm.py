@@ -21,7 +21,7 @@ def _one_thread():
 def opened(tmp_path, **changes):
     config = small(local_epochs=2, models="mlp", **changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 

@@ -71,7 +71,7 @@ def test_too_few_samples_are_named():
 
 def opened(config, directory):
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory))
-    return config.method.client(config.run, config.client, config.method.server_sends, node)
+    return config.method.client(config, node)
 
 
 def test_a_yardstick_trains_on_the_same_labelled_part(tmp_path):
@@ -101,7 +101,7 @@ def at_site(site, method, **changes):
     config = small(method, models="cnn2-dropout", num_classes=2, **changes)
     node_config = {"name": "site-a", "data": str(site / "data"), "model": "cnn2-dropout"}
     node = read_node(node_config, config.run, str(site / "state"))
-    return config.method.client(config.run, config.client, config.method.server_sends, node)
+    return config.method.client(config, node)
 
 
 def test_a_sites_images_without_a_class_are_its_unlabelled_part(site, caplog):

@@ -24,7 +24,8 @@ from fedhet.algorithms.proxies import (
     gaussian_kl,
     inverse_softplus,
 )
-from strategies.fedtype import proxy_shapes
+from fedhet.wire.identity import ClientInfo
+from strategies.fedtype import FedTypeSettings, proxy_sizes
 
 X = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 10
@@ -101,9 +102,7 @@ def test_upload_is_the_state_as_it_came(name):
     for proxy in some_proxies(name):
         assert same(proxy.upload(), state_of(proxy.model))
         found = {k: tuple(v.shape) for k, v in proxy.upload().items()}
-        assert found == {
-            k: tuple(s[0]) for k, s in proxy_shapes(name, (1, 8, 8), 10)["proxy"].items()
-        }
+        assert found == {k: tuple(s[0]) for k, s in models.shapes(name, (1, 8, 8), 10).items()}
 
 
 def test_a_plain_proxy_is_trained_and_sent_as_it_is():
@@ -446,8 +445,11 @@ def test_running_statistics_of_a_deep_proxy():
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32)])
-def test_proxy_shapes(name, shape):
-    found = proxy_shapes(name, shape, 7)
+def test_proxy_sizes(name, shape):
+    client = ClientInfo("client-0", "mlp", 20, 7, shape)
+    sizes = proxy_sizes(FedTypeSettings(proxy=name), client)
+    assert sizes.axes == {"C": 7}
+    found = sizes.models
     model = models.build(name, shape, 7, seed=3)
     assert found.keys() == {"proxy", "scale"}
     assert found["proxy"] == models.shapes(name, shape, 7)

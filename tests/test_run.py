@@ -115,7 +115,7 @@ def test_a_restarted_client_finds_its_model(felo):
     directory, summary = felo
     config = small()
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
-    fresh = config.method.client(config.run, config.client, config.method.server_sends, node)
+    fresh = config.method.client(config, node)
     message = encode(Envelope(states(directory)[0].parts[-3], "felo", 2, "server"), Knowledge())
     _, _, metrics = fresh.evaluate(message, {})
     expected = summary["accuracy"]["common"]["private"]["per_client"]["client-1"]
@@ -127,7 +127,7 @@ def test_a_state_of_another_model_is_refused(felo):
     directory, _ = felo
     config = small(models="cnn2,mlp")
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
-    other = config.method.client(config.run, config.client, config.method.server_sends, node)
+    other = config.method.client(config, node)
     before = states(directory)[1].read_bytes()
     message = encode(Envelope(states(directory)[0].parts[-3], "felo", 2, "server"), Knowledge())
     _, _, metrics = other.fit(message, {})
@@ -228,7 +228,7 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path):
     answers[2][1].metrics["accuracy.common.private"] = float("nan")
     answers[3][1].parameters.tensors.clear()
     server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy._record.failed
+    failed = server.strategy.state.record.failed
     assert failed["client-0"].startswith("array 1: is not an .npy array")
     assert failed["client-1"].startswith("payload: is 1.")
     assert "allowed is 0.5 MB" in failed["client-1"]

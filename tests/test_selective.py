@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedhet.algorithms.selective import (
     LEAST_ENTROPY,
-    Lesson,
+    Targets,
     entropy,
     fuse,
     fuse_all,
@@ -171,7 +171,7 @@ def test_every_sample_is_in_one_part(seed):
 
 
 def test_a_lesson_keeps_what_it_is_told_to():
-    lesson = Lesson.none(4, 2, torch.device("cpu"))
+    lesson = Targets.none(4, 2, torch.device("cpu"))
     lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
     assert lesson.known.tolist() == [False, False, True, False]
     assert lesson.logits.tolist() == [[0, 0], [0, 0], [1, 2], [0, 0]]

@@ -1,5 +1,6 @@
 """UM-pFSSL as a whole: Algorithm 1 at a client, who is sent what, and what a server remembers."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ def weights(seed):
 def opened(tmp_path, **changes):
     config = um(**changes)
     node = read_node({"partition-id": 0, "num-partitions": 5}, config.run, str(tmp_path))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     return client
 
@@ -240,7 +241,7 @@ class Wire:
     def ask(self, round):
         asked = self.server.ask(round)
         for courier, _ in asked:
-            courier.make = self.noting(round, courier.make)
+            courier.instruction = self.noting(round, courier.instruction)
         return asked
 
     def noting(self, round, make):
@@ -274,7 +275,7 @@ def test_the_protocol_of_a_small_federation(tmp_path):
     trained = {1: set(names)}
     for round in range(2, 9):
         asked = wire.play(round)
-        trained[round] = {name for name in asked if wire.strategy.trains(name)}
+        trained[round] = set(wire.strategy.state.selection.training)
         assert len(trained[round]) == 2
     numbers = wire.strategy.numbers
     uploads = {n: [r for r in trained if name in trained[r]] for name, n in numbers.items()}
@@ -330,14 +331,14 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
     client = next(c for c, _ in asked if c.name == "client-1")._proxy._client().numpy_client
     trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     wire.play(2)
-    assert not wire.strategy._plans["client-1"].train
+    assert not wire.strategy.plans["client-1"].train
     assert wire.strategy.versions[1] == 2
     for name, value in wire.strategy.pool.get((1, 2)).items():
         np.testing.assert_array_equal(value, trained[name])
     for round in (3, 4, 5):
         asked = wire.play(round)
-        assert "client-1" not in asked or not wire.strategy._plans["client-1"].warm_up
-        assert wire.strategy.versions[1] == 2 or wire.strategy._plans["client-1"].train
+        assert "client-1" not in asked or not wire.strategy.plans["client-1"].warm_up
+        assert wire.strategy.versions[1] == 2 or wire.strategy.plans["client-1"].train
 
 
 def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_others(tmp_path):
@@ -365,7 +366,7 @@ def test_nothing_new_is_not_sent(tmp_path):
         for name in asked:
             number = wire.strategy.numbers[name]
             got = [row for row in wire.sent if row[:2] == (round, number)]
-            assert got or wire.strategy.trains(name)
+            assert got or name in wire.strategy.state.selection.training
 
 
 def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
@@ -373,21 +374,21 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
     wire = Wire(config, tmp_path / "one")
     for round in (1, 2, 3):
         wire.play(round)
-    saved = {name: value.copy() for name, value in wire.strategy.saved().items()}
+    saved = {name: value.copy() for name, value in wire.strategy.state_dict().items()}
     assert all(isinstance(value, np.ndarray) for value in saved.values())
     assert sum(value.nbytes for value in saved.values()) < 10_000  # the books, not the models
     other = Wire(config, tmp_path / "two")
     for folder in ("pool", "state"):
         shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
-    other.strategy.run_name = wire.strategy.run_name
-    other.strategy.restore(saved)
+    other.strategy._exchange._run = wire.server.log.run_name
+    other.strategy.load_state_dict(saved)
     for round in (4, 5):
         assert wire.play(round) == other.play(round)
     assert wire.strategy.lists == other.strategy.lists
     for key in wire.messages.keys() & other.messages.keys():
         assert wire.messages[key] == other.messages[key]
     assert {key[0] for key in other.messages} == {4, 5}
-    assert str(wire.strategy.saved()) == str(other.strategy.saved())
+    assert str(wire.strategy.state_dict()) == str(other.strategy.state_dict())
 
 
 def test_a_searching_client_is_not_measured_anew(tmp_path):
@@ -396,16 +397,16 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     for round in (1, 2, 3):
         wire.play(round)
     asked = wire.ask(4)
-    searching = [courier.name for courier, _ in asked if not wire.strategy.trains(courier.name)]
+    searching = wire.strategy.state.selection.assisting
     assert searching
     for courier, ins in asked:
-        assert ins.config["evaluate"] == wire.strategy.trains(courier.name)
+        assert ins.config["evaluate"] == (courier.name not in searching)
     answers = wire.server.answers(asked)
     for courier, result in answers:
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (courier.name not in searching)
     wire.strategy.aggregate_fit(4, answers, [])
-    assert not wire.strategy._stale
+    assert not json.loads(wire.strategy.state.to_json())["changed"]
 
 
 def test_a_list_that_cannot_be_is_ignored(tmp_path):
@@ -443,7 +444,7 @@ def test_replies_wait_on_disk(tmp_path):
 
 
 def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
-    with pytest.raises(FedhetError, match=r"'models' = 'cnn2-dropout,mlp'.*they have cnn2-drop"):
+    with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2-dropout,mlp'.*they have cnn2-drop"):
         Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
     with pytest.raises(FedhetError, match=r"'models' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
@@ -457,7 +458,7 @@ def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
     summary = run(config, tmp_path / "run")
     method = [record["method"] for record in records(tmp_path / "run")]
     size = sum(array.nbytes for array in weights(0).values())
-    own, steps = config.server, config.run.rounds - 1
+    own, steps = config.own, config.run.rounds - 1
     bound = 6 * own.helpers * steps / own.refresh + own.search_rounds * own.replace * 6
     bound += 0.34 * 6 * steps
     sent = (summary["bytes_up"] + summary["bytes_down"]) / size
@@ -503,7 +504,7 @@ def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed)
     pool.play(1)  # the warm-up
     for t in range(1, 17):
         pool.play(t + 1)
-        plans = {int(name[-3:]): plan for name, plan in pool.strategy._plans.items()}
+        plans = {int(name[-3:]): plan for name, plan in pool.strategy.plans.items()}
         before = dict(server)
         assert sum(plan.train for plan in plans.values()) == 2
         for k, plan in plans.items():
@@ -546,15 +547,15 @@ def test_a_hundred_clients(tmp_path):
     config = resolve(
         {
             "method": "um-pfssl",
-            "backend": "inline",
             "clients": 100,
-            "partition": "iid",
-            "models": MODEL,
             "rounds": 6,
             "fraction": 0.1,
-            "local-epochs": 1,
+            "data.partition": "iid",
+            "data.min-samples": 5,
+            "models.pool": MODEL,
+            "training.local-epochs": 1,
+            "engine.backend": "inline",
             "um-pfssl.warm-up": 1,
-            "min-samples": 5,
         }
     )
     summary = run(config, tmp_path / "run")

@@ -10,7 +10,8 @@ from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
 from fedhet.client.node import read_node
-from fedhet.config.resolve import read_preset, resolve
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import read_preset
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.seeding import torch_generator
 from fedhet.training import batches
@@ -56,7 +57,7 @@ def two_replies(strategy, round, classes=((0, 1, 2), (1, 2, 5))):
 
 
 def told(strategy, round):
-    return strategy.configure(round, strategy.members["client-0"].info).tensors
+    return strategy.instruct(round, strategy.members["client-0"].info).tensors
 
 
 def weights(strategy):
@@ -233,21 +234,21 @@ def test_a_restored_server_goes_on_bit_for_bit(tmp_path, changes, stop):
     whole = started(tmp_path / "whole", **changes)
     for round in range(1, stop + 1):
         whole.aggregate(round, two_replies(whole, round))
-    saved = {name: value.copy() for name, value in whole.saved().items()}
+    saved = {name: value.copy() for name, value in whole.state_dict().items()}
     assert all(isinstance(value, np.ndarray) for value in saved.values())
     again = started(tmp_path / "again", **changes)
-    again.restore(saved)
+    again.load_state_dict(saved)
     for round in range(stop + 1, stop + 4):
         assert same(told(again, round), told(whole, round))
         figures = [s.aggregate(round, two_replies(s, round)) for s in (whole, again)]
         assert figures[0] == figures[1]
-        assert same(again.saved(), whole.saved())
+        assert same(again.state_dict(), whole.state_dict())
 
 
 def test_what_is_saved_does_not_change_afterwards(tmp_path):
     strategy = started(tmp_path)
     strategy.aggregate(1, two_replies(strategy, 1))
-    saved = strategy.saved()
+    saved = strategy.state_dict()
     copies = {name: value.copy() for name, value in saved.items()}
     strategy.aggregate(2, two_replies(strategy, 2))
     assert same(saved, copies)
@@ -258,7 +259,7 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 
 def opened(config, directory):
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
-    client = config.method.client(config.run, config.client, config.method.server_sends, node)
+    client = config.method.client(config, node)
     client._restore("run", before=1)
     client.facts["participations"] = 1
     return client
@@ -377,10 +378,10 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
 def test_the_extreme_pool_meets_in_one_width():
     """Table 3: ResNet-50 alone has features of another width than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
-    width = config.server.feature_dim
+    width = config.own.feature_dim
     names = config.run.models.names
     assert names == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
-    assert config.client.feature_dim == width == 512
+    assert config.own.feature_dim == width == 512
     for name in names:
         found = models.shapes(name, (3, 32, 32), 10, width)
         assert found["classifier.weight"] == ((10, width), "float32")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from fedhet.config.schema import MethodSettings
+from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError, nearest
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -84,8 +85,8 @@ class Method:
 
     @property
     def table(self) -> str:
-        """Return the name of the table of its settings: its own name, without its package's."""
-        return self.name.rpartition(".")[2].replace("_", "-")
+        """Return the name of the table of its settings."""
+        return _table_of(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
         """Return its settings under their full names, e.g. `felo.alpha`."""
@@ -113,7 +114,10 @@ def _installed() -> dict[str, str]:
 @cache
 def find_method(name: str) -> Method:
     """Return the method of that name. Raises SettingsError for one that cannot be had."""
-    module = name.replace("-", "_")
+    module, table = name.replace("-", "_"), _table_of(name)
+    if table in {full.partition(".")[0] for full in RunSettings.fields()}:
+        rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
+        raise SettingsError(f"setting 'method' = '{name}' is not allowed: {rule}")
     if name in _shipped():
         modules = [
             importlib.import_module(f"{half}.{module}") for half in ("strategies", "clients")
@@ -127,6 +131,11 @@ def find_method(name: str) -> Method:
             f"name, package.module{nearest(name, method_names())}"
         )
     return Method(name, *(_half(name, modules, base) for base in HALVES))
+
+
+def _table_of(name: str) -> str:
+    """Return the name of the table of a method's settings: its own, without its package's."""
+    return name.rpartition(".")[2].replace("_", "-")
 
 
 def _imported(name: str, path: str) -> ModuleType:

@@ -63,7 +63,7 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
     if len(ending) > 1:
         raise SettingsError(f"'{key}' is the end of several settings: {', '.join(ending)}")
     if not ending and key not in all_settings():
-        raise unknown(key, all_settings())
+        raise unknown(key, {**known, **all_settings()})
     return ending[0] if ending else key
 
 

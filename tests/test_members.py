@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from federation import Server, records, run, small
+from federation import Server, records, run, small, training
 from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
@@ -11,7 +11,7 @@ from fedhet import simulate as simulation
 from fedhet.client.node import read_node
 from fedhet.errors import FedhetError, KnowledgeError
 from fedhet.runs.log import RunLog
-from fedhet.server.members import Roster, commonest_task
+from fedhet.server.members import Members, commonest_task
 from fedhet.wire.identity import ClientInfo, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
@@ -48,8 +48,8 @@ def notices():
 
 
 @pytest.fixture
-def roster(notices):
-    return Roster(1.0, ["mymodels:tiny"], notices.append)
+def members(notices):
+    return Members(1.0, ["mymodels:tiny"], notices.append)
 
 
 @pytest.mark.parametrize(
@@ -83,23 +83,23 @@ def test_the_order_of_classes_is_told_apart():
     assert order_of(tuple("0123")) == ""
 
 
-def test_a_site_with_the_classes_in_another_order_is_left_out(roster, notices):
+def test_a_site_with_the_classes_in_another_order_is_left_out(members, notices):
     """The commonest order counts; who has bare numbers goes with any, and a late one is checked."""
     right, wrong = order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk"))
     manager = Manager(
         Node("a", order=wrong), Node("b", order=right), Node("c", order=right), Node("d")
     )
-    assert list(roster.members(manager)) == ["b", "c", "d"]
+    assert list(members.present(manager)) == ["b", "c", "d"]
     assert "a is left out: its classes have other names than the others'" in notices[0]
     manager.nodes |= {"e": Node("e", order=wrong), "f": Node("f", order=right)}
-    assert list(roster.members(manager)) == ["b", "c", "d", "f"]
+    assert list(members.present(manager)) == ["b", "c", "d", "f"]
 
 
-def test_the_first_to_name_the_classes_fixes_their_order(roster):
+def test_the_first_to_name_the_classes_fixes_their_order(members):
     manager = Manager(Node("a"))
-    roster.members(manager)
+    members.present(manager)
     manager.nodes |= {"b": Node("b", order="0" * 16), "c": Node("c", order="1" * 16)}
-    assert list(roster.members(manager)) == ["a", "b"]
+    assert list(members.present(manager)) == ["a", "b"]
 
 
 def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
@@ -117,30 +117,30 @@ def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
     assert said == [order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk")), ""]
 
 
-def test_a_node_that_leaves_meanwhile_ends_nothing(roster):
+def test_a_node_that_leaves_meanwhile_ends_nothing(members):
     first, second = Node("a"), Node("b")
     manager = Manager(first)
-    roster.members(manager)
+    members.present(manager)
     manager.nodes["b"] = second
     second.meanwhile = lambda: manager.nodes.pop("a", None)
-    assert "b" in roster.members(manager)
-    assert list(roster.members(manager)) == ["b"]
+    assert "b" in members.present(manager)
+    assert list(members.present(manager)) == ["b"]
 
 
-def test_a_restarted_node_is_let_in_once_its_former_self_is_gone(roster, notices):
+def test_a_restarted_node_is_let_in_once_its_former_self_is_gone(members, notices):
     manager = Manager(Node("old", name="site-a"))
-    roster.members(manager)
+    members.present(manager)
     manager.nodes["new"] = Node("new", name="site-a")
-    assert roster.members(manager)["site-a"].proxy.cid == "old"
+    assert members.present(manager)["site-a"].proxy.cid == "old"
     assert "another node has that name" in notices[-1]
     del manager.nodes["old"]
-    assert roster.members(manager)["site-a"].proxy.cid == "new"
+    assert members.present(manager)["site-a"].proxy.cid == "new"
 
 
-def test_the_commonest_task_is_the_runs(roster, notices):
+def test_the_commonest_task_is_the_runs(members, notices):
     odd = Node("a-odd", classes=7)
-    members = roster.members(Manager(odd, *(Node(f"site-{k}") for k in range(4))))
-    assert list(members) == [f"site-{k}" for k in range(4)]
+    found = members.present(Manager(odd, *(Node(f"site-{k}") for k in range(4))))
+    assert list(found) == [f"site-{k}" for k in range(4)]
     assert "a-odd is left out: its data has 7 classes" in notices[0]
 
 
@@ -149,11 +149,11 @@ def test_of_equally_common_tasks_the_first_clients_is_taken():
     assert commonest_task(infos) == (2, (1,))
 
 
-def test_a_model_that_a_client_names_is_not_imported_by_the_server(roster, notices):
-    members = roster.members(
+def test_a_model_that_a_client_names_is_not_imported_by_the_server(members, notices):
+    found = members.present(
         Manager(Node("a"), Node("b", model="os:abort"), Node("c", model="mymodels:tiny"))
     )
-    assert list(members) == ["a", "c"]
+    assert list(found) == ["a", "c"]
     assert "b is left out: its model 'os:abort' is neither registered" in notices[0]
 
 
@@ -172,9 +172,8 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
     name = f"at_site_{method}:flat"
     monkeypatch.syspath_prepend(str(tmp_path))
     config = small(method, models="mlp")
-    method_ = config.method
     log = RunLog(config, tmp_path / "run", workers=1)
-    strategy = method_.strategy(config.run, config.server, method_.client_sends, log)
+    strategy = config.method.strategy(config, log)
     manager = SimpleClientManager()
     for k in range(4):
         given = {"partition-id": k, "num-partitions": 4, **({"model": name} if k == 1 else {})}
@@ -189,20 +188,20 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
     assert strategy.members["client-1"].info.model == name
     asked = strategy.configure_fit(1, None, manager)
     strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in asked], [])
-    assert "client-1" in strategy._record.answered
+    assert "client-1" in strategy.state.record.answered
 
 
-def test_a_node_that_fails_is_asked_again(roster, notices):
+def test_a_node_that_fails_is_asked_again(members, notices):
     node = Node("a")
     node.says = RuntimeError("not up yet")
     manager = Manager(node)
-    assert roster.members(manager) == {}
+    assert members.present(manager) == {}
     assert "not up yet" in notices[0]
     node.says = {**GOOD}
-    assert list(roster.members(manager)) == ["a"]
+    assert list(members.present(manager)) == ["a"]
 
 
-def test_an_error_at_a_node_comes_without_flowers_wrapping(roster, notices):
+def test_an_error_at_a_node_comes_without_flowers_wrapping(members, notices):
     node = Node("a")
     # As flwr.server.compat.grid_client_proxy has it.
     told = "Message contains an Error (reason: {}). It originated during client-side execution."
@@ -214,7 +213,7 @@ def test_an_error_at_a_node_comes_without_flowers_wrapping(roster, notices):
         ("<class 'OSError'>:<'gone'>", "is: Message contains an Error (reason: <class 'OSError'>"),
     ]:
         node.says = RuntimeError(told.format(said))
-        roster.members(Manager(node))
+        members.present(Manager(node))
         assert noticed in notices.pop()
 
 
@@ -230,9 +229,8 @@ def test_a_run_may_start_with_fewer(tmp_path):
 
 
 def _start(config, directory, clients):
-    method = config.method
     log = RunLog(config, directory, workers=1)
-    strategy = method.strategy(config.run, config.server, method.client_sends, log)
+    strategy = config.method.strategy(config, log)
     manager = SimpleClientManager()
     for k in range(clients):
         node = read_node({"partition-id": k, "num-partitions": 4}, config.run, str(directory))
@@ -247,7 +245,7 @@ class Diverging(simulation.InlineProxy):
     def fit(self, ins, timeout, group_id):
         client = simulation.open_client(self._config, self._node)
         rate = 1e30 if (self.cid, group_id) == ("client-1", 2) else 1e-3
-        client.run = client.run.model_copy(update={"lr": min(rate, 1e6) if rate < 1 else rate})
+        client.run = training(client.run, lr=rate)
         return super().fit(ins, timeout, group_id)
 
 

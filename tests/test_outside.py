@@ -1,0 +1,130 @@
+"""A method in a package of its own: the one in CONTRIBUTING.md, as it stands there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedhet.config.methods import find_method
+from fedhet.errors import SettingsError
+
+ROOT = Path(__file__).parent.parent
+QUICK = ["--clients", "2", "--rounds", "2", "--models", "mlp,cnn2", "--set", "local-epochs=1"]
+QUICK += ["--set", "max-samples=200", "--set", "min-samples=20", "--set", "prototypes.pull=0.5"]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A folder with the package `mymethods`, as if its author had pasted the page."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    code = re.search(r"```python\n(# mymethods/prototypes\.py\n.*?)```", page, re.DOTALL)
+    assert code, "CONTRIBUTING.md shows no mymethods/prototypes.py"
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "mymethods").mkdir()
+    (folder / "mymethods" / "prototypes.py").write_text(code[1])
+    return folder
+
+
+def fedhet(folder, *words):
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "fedhet", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def summary_of(folder, name, *words):
+    status, said = fedhet(folder, *words, *QUICK, "--out", str(folder / name))
+    assert status == 0, said
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def inline(elsewhere):
+    return summary_of(elsewhere, "inline", "run", "mymethods.prototypes", "--backend", "inline")
+
+
+def test_it_runs_and_its_own_kind_of_model_is_evaluated(inline):
+    assert inline["method"] == "mymethods.prototypes"
+    assert inline["headline"] == "personal"
+    kinds = inline["accuracy"]["personal"]
+    assert kinds.keys() == {"private", "prototype"}
+    assert all(0 < scores["mean"] <= 1 for scores in kinds.values())
+    # Two clients' class means, 32 wide: no model travels.
+    assert 2 * 2 * 2 * 32 * 4 < inline["bytes_up"] < 20_000
+
+
+@pytest.mark.parametrize("command", [("run", "--backend", "ray"), ("deploy-local",)])
+def test_ray_and_a_deployment_give_the_same(elsewhere, inline, command):
+    name = command[0] if command[0] != "run" else "ray"
+    found = summary_of(elsewhere, name, command[0], "mymethods.prototypes", *command[1:])
+    for part in ("accuracy", "bytes_up", "bytes_down", "models", "rounds"):
+        assert found[part] == inline[part]
+
+
+def test_its_settings_are_checked_and_shown(elsewhere):
+    status, said = fedhet(elsewhere, "methods", "mymethods.prototypes")
+    assert status == 0
+    assert "class prototypes, to which features are drawn" in said
+    assert "prototypes.pull 1.0" in said
+    assert "mean features of each" in said
+    status, said = fedhet(elsewhere, "run", "mymethods.prototypes", "--set", "prototypes.pull=-1")
+    assert status == 2
+    assert "'prototypes.pull' = -1 is not allowed: it takes a number >= 0" in said
+    status, said = fedhet(elsewhere, "run", "mymethods.prototypes", "--set", "pul=1")
+    assert "did you mean 'prototypes.pull'" in said or "did you mean 'pull'" in said
+
+
+def test_an_installed_one_has_a_name_of_its_own(elsewhere):
+    installed = elsewhere / "mymethods-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mymethods\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[fedhet.methods]\nprototypes = mymethods.prototypes\n"
+    )
+    status, said = fedhet(elsewhere, "methods")
+    assert status == 0
+    assert "prototypes class prototypes, to which features are drawn" in said
+    words = ("run", "prototypes", "--backend", "inline")
+    assert summary_of(elsewhere, "installed", *words)["method"] == "prototypes"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("import nothing_like_it", "cannot import 'broken0.method': .*nothing_like_it"),
+        ("", "must hold one class that extends HetStrategy of strategies.base, it holds none"),
+        (
+            "from strategies.local import LocalStrategy",
+            "must hold one class that extends HetClient of clients.base, it holds none",
+        ),
+        (
+            "from strategies.local import LocalStrategy\nfrom strategies.felo import FeloStrategy",
+            "extends HetStrategy of strategies.base, it holds FeloStrategy, LocalStrategy",
+        ),
+    ],
+)
+def test_what_is_no_method_is_named(tmp_path, monkeypatch, code, fault, request):
+    package = f"broken{request.node.callspec.indices['code']}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "method.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingsError, match=fault):
+        find_method(f"{package}.method")
+
+
+def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "training.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingsError, match="'training' is the name of a table of settings"):
+        find_method("taken.training")
