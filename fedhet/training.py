@@ -199,3 +199,8 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size:
         correct += (logits.argmax(1) == target).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
     return Score(correct.item() / len(y), loss.item() / len(y))
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Tell whether nothing in the state of `model` is NaN or infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
