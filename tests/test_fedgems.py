@@ -403,7 +403,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     summary = server.log.finish()
     assert summary.accuracy["common"]["server"].mean == found.mean
     assert "server" not in summary.accuracy["personal"]
-    assert "server" in summary["history"][0]["accuracy"]["common"]
+    assert "server" in summary.history[0].accuracy["common"]
 
 
 def test_it_is_judged_only_when_the_clients_are(tmp_path):
