@@ -272,7 +272,9 @@ def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
         torch.cat([client.x, client.public[:40]]),
         torch.cat([client.y, torch.from_numpy(labels[:40].astype(np.int64))]),
     )
-    assert torch.equal(client.refitted.predict(client.public), again.predict(client.public))
+    assert torch.equal(
+        client.models["private"].predict(client.public), again.predict(client.public)
+    )
 
 
 def test_other_classes_outputs_get_no_gradient():

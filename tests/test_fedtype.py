@@ -108,7 +108,7 @@ def test_the_joint_objective_is_the_sum_of_its_terms(client):
 
 
 def test_data_is_parted_7_2_1(client):
-    train, held, test = len(client.y), len(client.held_y), len(client.tests["personal"])
+    train, held, test = len(client.y), len(client.held_out), len(client.tests["personal"])
     everything = train + held + test
     assert held == round(0.1 * everything)
     assert test == round(0.2 * everything)
