@@ -260,8 +260,8 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 def opened(config, directory):
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
     client = config.method.client(config, node)
-    client._restore("run", before=1)
-    client.facts["participations"] = 1
+    client.state.restore("run", before=1)
+    client.state.facts["participations"] = 1
     return client
 
 
@@ -326,7 +326,7 @@ def test_a_first_participation_is_cross_entropy_alone(tmp_path):
     answers = []
     for name, taught in (("with", knowledge(1)), ("without", {})):
         client = opened(small("velo", models="mlp"), tmp_path / name)
-        client.facts["participations"] = 0
+        client.state.facts["participations"] = 0
         answers.append(dict(client.train(1, Knowledge(taught)).tensors))
     assert same(*answers)
 
