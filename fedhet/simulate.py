@@ -35,10 +35,10 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
 from fedhet.config.resolve import Config, absolute, check
-from fedhet.config.schema import refused
 from fedhet.devices import find_device
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
+from fedhet.settings.schema import refused
 from fedhet.storage import replacing
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.tables import TrainingSettings
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
+from fedhet.settings.tables import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""

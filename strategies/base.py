@@ -20,7 +20,6 @@ from torch import nn
 from fedhet.arrays import Array
 from fedhet.config.methods import MethodSpec
 from fedhet.config.resolve import Config
-from fedhet.config.schema import refused
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, KnowledgeError, StateError
@@ -32,6 +31,7 @@ from fedhet.server.exchange import Exchange, Reply
 from fedhet.server.members import Member, Members
 from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons
 from fedhet.server.round import RoundState, Selection
+from fedhet.settings.schema import refused
 from fedhet.storage import Checkpoint
 from fedhet.training import evaluate
 from fedhet.wire.contract import Contract, Sizes, WeightsField

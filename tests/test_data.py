@@ -22,8 +22,6 @@ import torchvision.datasets
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.config.schema import build
-from fedhet.config.tables import DataSettings
 from fedhet.data import (
     DataSpec,
     client_data,
@@ -40,6 +38,8 @@ from fedhet.data import (
 )
 from fedhet.data.spec import stratified
 from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.settings.schema import build
+from fedhet.settings.tables import DataSettings
 
 KINDS = get_args(DataSettings.model_fields["partition"].annotation)
 PARTITIONS = tuple(kind for kind in KINDS if kind != "superclasses")

@@ -17,10 +17,10 @@ import pytest
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.reference import reference
 from fedhet.config.resolve import resolve
-from fedhet.config.schema import MethodSettings
 from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
-from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError
+from fedhet.settings.schema import MethodSettings
+from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import ScalarField, TensorField, WeightsField
 
 ROOT = Path(__file__).parent.parent
@@ -147,7 +147,7 @@ def test_every_preset_resolves_for_each_method(name):
 LAYERS = [
     # Each imports what is above it or beside it, never what is below it.
     ["fedhet", "fedhet._generated", "fedhet.errors", "fedhet.seeding", "fedhet.arrays"],
-    ["fedhet.config", "fedhet.config.schema", "fedhet.config.tables"],
+    ["fedhet.config", "fedhet.settings.schema", "fedhet.settings.tables"],
     ["fedhet.devices", "fedhet.training"],
     ["fedhet.algorithms"],
     ["fedhet.wire", "fedhet.models", "fedhet.storage", "fedhet.data"],

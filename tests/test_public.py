@@ -11,7 +11,6 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.config.schema import build
 from fedhet.data import (
     DataSpec,
     client_data,
@@ -22,6 +21,7 @@ from fedhet.data import (
     refuse_overlap,
 )
 from fedhet.errors import DataError, SettingsError
+from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
 SHAPE = (1, 8, 8)

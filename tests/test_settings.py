@@ -14,7 +14,6 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import Config, resolve, resolve_items
-from fedhet.config.schema import MethodSettings, Schema, allowed, build, kebab
 from fedhet.config.sources import (
     all_settings,
     parse_pairs,
@@ -22,9 +21,10 @@ from fedhet.config.sources import (
     read_preset,
     read_toml,
 )
-from fedhet.config.tables import PLACE, RunSettings, where_it_ran
 from fedhet.data import DataSpec
 from fedhet.errors import SettingsError, nearest
+from fedhet.settings.schema import MethodSettings, Schema, allowed, build, kebab
+from fedhet.settings.tables import PLACE, RunSettings, where_it_ran
 
 
 def often(examples):

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.config.resolve import resolve
-from fedhet.config.schema import span
 from fedhet.config.sources import read_preset
 from fedhet.data import DataSpec, client_data, common_test, label_counts, load, partition, site_data
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.superclass import deal, joined, label_spaces, parse
 from fedhet.errors import DataError, SettingsError
+from fedhet.settings.schema import span
 
 PAIRS = "0+1,2+3,4+5,6+7,8+9"
 DIGITS = DataSpec(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedhet.config.tables import where_it_ran
 from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.report.frames import over_seeds
 from fedhet.report.run import TEST_SETS, Run, load_run, position
 from fedhet.runs.records import KINDS, NAN
 from fedhet.runs.units import setting
+from fedhet.settings.tables import where_it_ran
 
 Column = tuple[str, str]
 """A protocol and a kind of model."""

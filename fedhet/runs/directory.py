@@ -9,10 +9,10 @@ from typing import IO
 
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
-from fedhet.config.tables import PLACE
 from fedhet.errors import StateError
 from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord
+from fedhet.settings.tables import PLACE
 from fedhet.wire.knowledge import is_name
 
 
