@@ -356,12 +356,12 @@ def test_deal_shuffles_by_the_seed_alone() -> None:
 
 
 def test_deal_explains_wrong_settings() -> None:
-    with pytest.raises(SettingsError, match="'models.deal' = 'x' .* one of cycle, shuffle"):
+    with pytest.raises(SettingsError, match=r"'models\.deal' = 'x' .* one of cycle, shuffle"):
         resolve({"models.deal": "x"})
-    with pytest.raises(SettingsError, match="'clients' = 0 .* an integer >= 1"):
+    with pytest.raises(SettingsError, match=r"'clients' = 0 .* an integer >= 1"):
         resolve({"clients": 0})
     for pool in ("", " , "):
-        with pytest.raises(SettingsError, match="'models.pool' = .*the pool of models is empty"):
+        with pytest.raises(SettingsError, match=r"'models\.pool' = .*the pool of models is empty"):
             resolve({"models.pool": pool})
 
 

@@ -18,7 +18,7 @@ from federation import SMALL, records, run, small, without_times
 
 from fedhet.config.methods import method_names
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.tables import RunSettings
+from fedhet.settings.tables import RunSettings
 from fedhet.errors import StateError
 from fedhet.storage import Checkpoints
 
