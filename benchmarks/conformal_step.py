@@ -41,19 +41,19 @@ def open_client(folder: Path, batch: int, backward: str, device: str) -> FedType
     config = resolve(
         {
             "method": "fedtype",
-            "dataset": f"npz:{folder}",
             "clients": 1,
-            "models": "resnet18",
-            "batch-size": batch,
-            "device": device,
-            "local-epochs": 1,
+            "data.dataset": f"npz:{folder}",
+            "models.pool": "resnet18",
+            "training.batch-size": batch,
+            "training.local-epochs": 1,
+            "engine.device": device,
             "fedtype.proxy": "shufflenet-v2",
             "fedtype.backward": backward,
         }
     )
     node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(folder / "state"))
-    client = FedTypeClient(config.run, config.client, config.method.server_sends, node)
-    client._restore("bench")
+    client = FedTypeClient(config, node)
+    client.state.restore("bench", before=1)
     return client
 
 

@@ -31,23 +31,21 @@ def open_new(method: str, model: str, device: str, directory: Path) -> HetClient
         {
             "method": method,
             "clients": 1,
-            "partition": "iid",
-            "models": model,
-            "device": device,
-            "local-epochs": 3,
+            "data.partition": "iid",
+            "models.pool": model,
+            "training.local-epochs": 3,
+            "engine.device": device,
         }
     )
     node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(directory))
-    client: HetClient = config.method.client(
-        config.run, config.client, config.method.server_sends, node
-    )
-    client._restore(method)
+    client: HetClient = config.method.client(config, node)
+    client.state.restore(method, before=1)
     return client
 
 
 def our_epochs(client: HetClient, knowledge: Knowledge) -> Callable[[], object]:
     """Return the client's own training of one round."""
-    client.facts["participations"] = 1
+    client.state.facts["participations"] = 1
     return lambda: client.train(2, knowledge)
 
 

@@ -6,15 +6,17 @@ Federated Multitask Learning.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clients.base import HetClient
+from fedhet.client.messages import Scores
 from fedhet.runs.records import PROTOCOLS
-from fedhet.training import logits_of
+from fedhet.training import Score, logits_of
 from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 from strategies.cofed import CofedSettings
@@ -55,9 +57,10 @@ class CofedClient(HetClient):
         """The public samples [N, ...], on the device; their labels are left aside."""
         return self.compute.images(self.public_set(labelled=False).x)
 
-    def sizes(self):
+    def sizes(self) -> Sizes:
         """Return C classes, L = C + 1 with none, N public instances."""
-        return Sizes({"C": self.info.classes, "L": self.info.classes + 1, "N": len(self.public)})
+        classes = self.info.classes
+        return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run steps 1, 4 and 2 of Section 4.1, those that are due.
@@ -65,53 +68,53 @@ class CofedClient(HetClient):
         A first participation trains on its own data (step 1). Pseudolabels, if there are any,
         make the update training (step 4). Then, if asked, it predicts the public set (step 2).
         """
-        if self.participations == 0:
+        if self.state.participations == 0:
             self._train_locally(round)
         if "labels" in knowledge.tensors:
-            self.kept["labels"] = torch.from_numpy(knowledge.tensors["labels"].astype(np.int64))
+            labels = torch.from_numpy(knowledge.tensors["labels"].astype(np.int64))
+            self.state.tensors["labels"] = labels
             self._update(round)
         return self._predictions() if knowledge.scalars["predict"] else Knowledge()
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return the own data, joined with R_i once there is one."""
-        if "labels" not in self.kept:
+        """Return the client's own data, joined with R_i once there is one."""
+        if not self._updated:
             return self.x, self.y
-        labels = self.kept["labels"].to(self.compute.device)
+        labels = self.state.tensors["labels"].to(self.compute.device)
         given = (labels < self.info.classes).nonzero().flatten()
         return torch.cat([self.x, self.public[given]]), torch.cat([self.y, labels[given]])
 
-    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model once it is another than that of local training."""
-        return super().judged(knowledge) if "labels" in self.kept else {}
+    def evaluation(self, knowledge: Knowledge) -> Scores:
+        """Return what the model reaches now, and what it reached by local training.
 
-    def remembered(self) -> dict[tuple[str, str], float]:
-        """Return what the model reached by local training, which is what it has until an update."""
-        kinds = ("local",) if "labels" in self.kept else ("local", "private")
-        return {
-            (protocol, kind): float(self.facts[f"local.{protocol}"])
+        The latter was measured then; until an update training it is the former too.
+        """
+        measured = super().evaluation(knowledge) if self._updated else {}
+        kinds = ("local",) if self._updated else ("local", "private")
+        facts = self.state.facts
+        return measured | {
+            (protocol, kind): Score(float(facts[f"local.{protocol}"]), math.nan)
             for protocol in PROTOCOLS
             for kind in kinds
-            if f"local.{protocol}" in self.facts
+            if f"local.{protocol}" in facts
         }
+
+    @property
+    def _updated(self) -> bool:
+        """Tell whether the model is another than that of local training."""
+        return "labels" in self.state.tensors
 
     def _train_locally(self, round: int) -> None:
         """Train on the own data, and measure what relative accuracy is relative to."""
-        self.fit_private(
-            self.x,
-            self.y,
-            epochs=self.run.training.local_epochs,
-            batch_size=self.run.training.batch_size,
-            generator=self.generator(round, "batches"),
-        )
+        self.fit_private(self.generator(round, "batches"))
         for (protocol, _), score in self.scores({"local": self.private}).items():
-            self.facts[f"local.{protocol}"] = score.accuracy
+            self.state.facts[f"local.{protocol}"] = score.accuracy
 
     def _update(self, round: int) -> None:
         self.fit_private(
-            *self.training_set(),
-            epochs=self.settings.update_epochs or self.run.training.local_epochs,
+            self.generator(round, "update"),
+            epochs=self.settings.update_epochs,
             batch_size=self.settings.update_batch_size,
-            generator=self.generator(round, "update"),
         )
 
     def _predictions(self) -> Knowledge:

@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import HetClient
 from fedhet.algorithms.selective import taught_loss
@@ -20,7 +19,7 @@ from fedhet.data import Split
 from fedhet.devices import Compute
 from fedhet.errors import KnowledgeError
 from fedhet.models import HetModel
-from fedhet.training import Optimization, logits_of, train_epoch
+from fedhet.training import Optimization, cross_entropy_of, logits_of
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fedgems import FedGemsSettings
@@ -39,7 +38,7 @@ class FedGemsClient(HetClient):
         """The public set, on the device."""
         return _placed(self.public_set(labelled=True), self.compute)
 
-    def sizes(self):
+    def sizes(self) -> Sizes:
         """Return C and B (bytes of a bit a public sample)."""
         return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
 
@@ -50,17 +49,12 @@ class FedGemsClient(HetClient):
         paper's first step (Section 3.2).
         """
         self._take_in(knowledge)
-        model = self.models["private"].train()
+        model = self.network.train()
         optimizing = self.optimization(model.parameters())
-        if "logits" in self.kept:
+        if "logits" in self.state.tensors:
             self._distil(model, optimizing, round)
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(model(x).float(), y)
-
         generator = self.generator(round, "batches")
-        for _ in range(self.run.training.local_epochs):
-            self.train_epoch(loss_of, optimizing, generator)
+        self.train_epochs(self.x, self.y, cross_entropy_of(model), optimizing, generator)
         return Knowledge({"logits": self._answer(model, knowledge)})
 
     def _take_in(self, knowledge: Knowledge) -> None:
@@ -72,18 +66,18 @@ class FedGemsClient(HetClient):
         if len(came) != len(rows):
             raise KnowledgeError("server", "logits", f"{len(came)} rows for {len(rows)} samples")
         if len(rows) == len(self.public):
-            self.kept["logits"] = came
-        elif "logits" not in self.kept:
+            self.state.tensors["logits"] = came
+        elif "logits" not in self.state.tensors:
             raise KnowledgeError("server", "changed", "this client has no logits of before")
         else:
-            whole = self.kept["logits"].clone()
+            whole = self.state.tensors["logits"].clone()
             whole[rows] = came
-            self.kept["logits"] = whole
+            self.state.tensors["logits"] = whole
 
     def _distil(self, model: HetModel, optimizing: Optimization, round: int) -> None:
         """Train on the public set by Eq. 6 (lines 21 to 23)."""
         public, epsilon = self.public, self.settings.epsilon
-        teacher = self.kept["logits"]
+        teacher = self.state.tensors["logits"]
         numbers = torch.arange(len(public), device=self.compute.device)
         taught = torch.ones_like(numbers, dtype=torch.bool)
 
@@ -91,16 +85,8 @@ class FedGemsClient(HetClient):
             return taught_loss(model(x), public.y[rows], teacher[rows], taught[rows], epsilon)
 
         generator = self.generator(round, "public")
-        for _ in range(self.settings.public_epochs):
-            train_epoch(
-                public.x,
-                numbers,
-                loss_of,
-                optimizing,
-                batch_size=self.run.training.batch_size,
-                generator=generator,
-                compute=self.compute,
-            )
+        epochs = self.settings.public_epochs
+        self.train_epochs(public.x, numbers, loss_of, optimizing, generator, epochs=epochs)
 
     def _answer(self, model: HetModel, knowledge: Knowledge) -> Array:
         """Return the logits [Q, C] on the samples that the server asked for."""

@@ -31,9 +31,9 @@ from fedhet.algorithms.proxies import (
     VariationalProxy,
 )
 from fedhet.arrays import Array, grouped
+from fedhet.data import Split
 from fedhet.errors import KnowledgeError
-from fedhet.models import HetModel, build
-from fedhet.models.weights import load_weights
+from fedhet.models import HetModel, build, load_weights
 from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, logits_of
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
@@ -63,11 +63,7 @@ class FedTypeClient(HetClient):
         )
     )
 
-    def __init__(self, config, node) -> None:
-        super().__init__(config, node)
-        self._hold_out()
-
-    def _hold_out(self) -> None:
+    def prepare(self) -> None:
         """Part D' from D: of all samples of the client 7:2:1 for training, test, calibration."""
         everything = len(self.y) + len(self.tests["personal"])
         count = max(1, round(self.settings.calibration * everything))
@@ -77,21 +73,19 @@ class FedTypeClient(HetClient):
             torch.tensor(part.copy(), device=self.compute.device)
             for part in (order[:count], order[count:])
         )
-        self.held_x, self.held_y = self.x[held], self.y[held]
-        self.x, self.y = self.x[rest], self.y[rest]
+        self.held_out = Split(self.x[held], self.y[held])
+        self.samples.own = Split(self.x[rest], self.y[rest])
 
-    def setup(self) -> dict[str, HetModel]:
+    def setup(self) -> dict[str, nn.Module]:
         """Build the private model and the proxy."""
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
-    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the private model, the proxy, and the server's proxy as it came last."""
-        judged: dict[str, nn.Module] = dict(self.models)
+        models = dict(self.models)
         if weights := knowledge.group("proxy"):
-            judged["global"] = self._new_proxy()
-            load_weights(judged["global"], weights)
-            self.compute.place(judged["global"])
-        return judged
+            models["global"] = self.placed(self._new_proxy(), weights)
+        return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run Algorithm 1 from the server's proxy."""
@@ -109,20 +103,24 @@ class FedTypeClient(HetClient):
         """Return the proxy, to be trained as its kind of average asks."""
         model, chosen = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        if chosen.aggregation == "fedprox":
-            return ProximalProxy(model, anchor, chosen.prox_mu)
-        if chosen.aggregation == "pfedme":
-            return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
-        if chosen.aggregation == "pfedbayes":
-            scale = {
-                name: torch.tensor(value, device=self.compute.device)
-                for name, value in knowledge.group("scale").items()
-            }
-            if not scale:
-                raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-            seed = derive(self.run.seed, self.info.name, round, "weights")
-            return VariationalProxy(model, anchor, scale, chosen.bayes_zeta, seed)
+        match chosen.aggregation:
+            case "fedprox":
+                return ProximalProxy(model, anchor, chosen.prox_mu)
+            case "pfedme":
+                return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+            case "pfedbayes":
+                seed = derive(self.run.seed, self.info.name, round, "weights")
+                return VariationalProxy(
+                    model, anchor, self._scale(knowledge), chosen.bayes_zeta, seed
+                )
         return Proxy(model, anchor)
+
+    def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
+        """Return a variational proxy's standard deviations. Raises KnowledgeError for none."""
+        scale = knowledge.group("scale")
+        if not scale:
+            raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
+        return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
 
     def _upload(self, proxy: Proxy) -> dict[str, Array]:
         sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
@@ -137,7 +135,7 @@ class Reciprocity:
     def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
         self.client = client
         self.settings = client.settings
-        self.private = client.models["private"].train()
+        self.private = client.network.train()
         self.proxy = proxy
         self.proxy.model.train()
         self.optimizing: Optimization = client.optimization(
@@ -157,9 +155,12 @@ class Reciprocity:
         if self.settings.backward == "conformal":
             self.calibrate()
         rows = self.rows(epoch)
-        if rows is None or len(rows) > 1:
-            self.client.train_epoch(
-                self.loss, self.optimizing, self.order, rows=rows, stepped=self.proxy.stepped
+        x, y = self.client.x, self.client.y
+        if rows is not None:
+            x, y = x[rows], y[rows]
+        if len(y) > 1:
+            self.client.train_epochs(
+                x, y, self.loss, self.optimizing, self.order, epochs=1, stepped=self.proxy.stepped
             )
 
     def rows(self, epoch: int) -> Tensor | None:
@@ -172,17 +173,17 @@ class Reciprocity:
     def calibrate(self) -> None:
         """Learn both conformal models (Eq. 5), and how far the proxy's sets must shrink (Eq. 7)."""
         client = self.client
-        proxy = logits_of(self.proxy.model, client.held_x, client.compute)
-        private = logits_of(self.private, client.held_x, client.compute)
+        proxy = logits_of(self.proxy.model, client.held_out.x, client.compute)
+        private = logits_of(self.private, client.held_out.x, client.compute)
         self.calibrations = (self._calibration(proxy), self._calibration(private))
-        accuracy = (proxy.argmax(1) == client.held_y).float().mean().item()
+        accuracy = (proxy.argmax(1) == client.held_out.y).float().mean().item()
         change = 0.0 if self.accuracy is None else accuracy - self.accuracy
         self.penalty = dynamic_penalty(change, self.settings.lambda_, self.settings.g)
         self.accuracy = accuracy
 
     def _calibration(self, logits: Tensor) -> Calibration:
-        u = self.factors(len(logits))
-        return calibrate(logits, self.client.held_y, u, theta=self.settings.theta, raps=self.raps)
+        u, labels = self.factors(len(logits)), self.client.held_out.y
+        return calibrate(logits, labels, u, theta=self.settings.theta, raps=self.raps)
 
     def factors(self, count: int) -> Tensor:
         """Return u of Eq. 6, [count]: uniform from 0 to 1, or fixed."""

@@ -6,13 +6,12 @@ Learning, Computer Networks.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from clients.base import HetClient
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
 from fedhet.arrays import grouped
-from fedhet.models import HetModel
-from fedhet.models.weights import load_weights, to_arrays
+from fedhet.models import load_weights, to_arrays
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.felo import FeloSettings
@@ -32,7 +31,7 @@ class FeloClient(HetClient):
         )
     )
 
-    def setup(self) -> dict[str, HetModel]:
+    def setup(self) -> dict[str, nn.Module]:
         """Build the private model with features of the run's width."""
         return {"private": self.build_model(self.settings.feature_dim)}
 
@@ -44,12 +43,10 @@ class FeloClient(HetClient):
         replace, rather than join, what its architecture has learned.
         """
         if weights := knowledge.group("weights"):
-            load_weights(self.models["private"], weights)
-        teacher = None
-        if self.participations > 0:
-            teacher = self.read_teacher(round, knowledge)
-        means = self._learn(round, teacher)
-        return self._answer(means)
+            load_weights(self.network, weights)
+        first = self.state.participations == 0
+        teacher = None if first else self.read_teacher(round, knowledge)
+        return self._answer(self._learn(round, teacher))
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
         """Return the server's entries, laid out by class, or None where it has none."""
@@ -66,9 +63,13 @@ class FeloClient(HetClient):
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
         """Train the local epochs on Eq. 1; return the class means seen during the last one."""
-        model = self.models["private"].train()
+        model, last = self.network.train(), self.run.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         gathering = False
+
+        def before_epoch(epoch: int) -> None:
+            nonlocal gathering
+            gathering = epoch == last
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             features, logits = model.features_and_logits(x)
@@ -76,17 +77,13 @@ class FeloClient(HetClient):
                 sums.add(features, logits, y)
             return felo_loss(features, logits, y, teacher, self.settings.alpha)
 
-        optimizing, generator = (
-            self.optimization(model.parameters()),
-            self.generator(round, "batches"),
-        )
-        for epoch in range(self.run.training.local_epochs):
-            gathering = epoch == self.run.training.local_epochs - 1
-            self.train_epoch(loss_of, optimizing, generator)
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, before_epoch=before_epoch)
         return sums.means()
 
     def _answer(self, means: ClassMeans) -> Knowledge:
         tensors = dict(vars(means))
         if self.settings.share_weights:
-            tensors |= grouped("weights", to_arrays(self.models["private"]))
+            tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors)

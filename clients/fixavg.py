@@ -12,8 +12,8 @@ from clients.base import HetClient
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
 from fedhet.arrays import grouped
 from fedhet.data import UNKNOWN
-from fedhet.models.weights import load_weights, to_arrays
-from fedhet.training import evaluating, train_epoch
+from fedhet.models import load_weights, to_arrays
+from fedhet.training import evaluating
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fixavg import FixAvgSettings
@@ -40,18 +40,16 @@ class FixAvgClient(HetClient):
         )
     )
 
-    def judged(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the model after training, and the average as it came last."""
-        judged: dict[str, nn.Module] = dict(self.models)
+        models = dict(self.models)
         if weights := knowledge.group("weights"):
-            judged["global"] = self.build_model()
-            load_weights(judged["global"], weights)
-            self.compute.place(judged["global"])
-        return judged
+            models["global"] = self.placed(self.build_model(), weights)
+        return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train the local epochs from the averaged model."""
-        model = self.models["private"]
+        model = self.network
         load_weights(model, knowledge.group("weights"))
         model.train()
         images = augmentations(self.info.shape)
@@ -65,9 +63,9 @@ class FixAvgClient(HetClient):
             with torch.no_grad(), evaluating(model):
                 guessed, confident = confident_labels(model(weak), self.settings.threshold)
             used = confident & ~known
-            judged = used & (truth[rows] != UNKNOWN)
-            wrong = judged & (guessed != truth[rows])
-            counts.add_(torch.stack([used, judged, wrong]).sum(1))
+            checked = used & (truth[rows] != UNKNOWN)
+            wrong = checked & (guessed != truth[rows])
+            counts.add_(torch.stack([used, checked, wrong]).sum(1))
             seen = torch.where(known.view(-1, 1, 1, 1), weak, images.strong(x))
             labels = torch.where(known, truth[rows], guessed)
             weight = self.settings.unlabelled_weight
@@ -75,21 +73,14 @@ class FixAvgClient(HetClient):
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        for _ in range(self.run.training.local_epochs):
-            counts.zero_()
-            self.loss = train_epoch(
-                x,
-                torch.arange(len(x), device=x.device),
-                loss_of,
-                optimizing,
-                batch_size=self.run.training.batch_size,
-                generator=generator,
-                compute=self.compute,
-            )
+        rows = torch.arange(len(x), device=x.device)
+        self.train_epochs(
+            x, rows, loss_of, optimizing, generator, before_epoch=lambda _: counts.zero_()
+        )
         return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
 
     def _figures(self, counts: Tensor) -> dict[str, float]:
         """Return what the pseudo-labels of the last epoch were: how many, and how wrong."""
-        used, judged, wrong = counts.tolist()
+        used, checked, wrong = counts.tolist()
         found = {"confident": used / max(1, len(self.unlabelled))}
-        return found | ({"pseudo_error": wrong / judged} if judged else {})
+        return found | ({"pseudo_error": wrong / checked} if checked else {})

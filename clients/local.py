@@ -10,12 +10,6 @@ class LocalClient(HetClient):
     """Cross-entropy on the client's own data, the same number of epochs as in a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; tell the server nothing."""
-        self.fit_private(
-            self.x,
-            self.y,
-            epochs=self.run.training.local_epochs,
-            batch_size=self.run.training.batch_size,
-            generator=self.generator(round, "batches"),
-        )
+        """Train the local epochs; send nothing back."""
+        self.fit_private(self.generator(round, "batches"))
         return Knowledge()

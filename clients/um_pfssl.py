@@ -39,17 +39,16 @@ from fedhet.algorithms.uncertainty import (
 from fedhet.arrays import Array, grouped
 from fedhet.data import UNKNOWN
 from fedhet.errors import KnowledgeError
-from fedhet.models import HetModel
-from fedhet.models.weights import load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.seeding import seeded
 from fedhet.storage import ModelStore
-from fedhet.training import evaluate, train_epoch
+from fedhet.training import cross_entropy_of, evaluate
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.um_pfssl import UmPfsslSettings
 
-KEPT = 3
-"""Lists whose models stay on disk: a client may be asked to go back by a round or two."""
+LISTS_ON_DISK = 4
+"""Lists, the last ones, whose models stay on disk: a client may be asked to go back some rounds."""
 
 
 class UmPfsslClient(HetClient):
@@ -75,10 +74,6 @@ class UmPfsslClient(HetClient):
         )
     )
 
-    def trains(self, knowledge: Knowledge) -> bool:
-        """Tell whether the client is sampled, or has yet to warm up."""
-        return bool(knowledge.scalars["train"]) or self._is_cold
-
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
         if self._is_cold:
@@ -98,7 +93,7 @@ class UmPfsslClient(HetClient):
         figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
         if self._own_version > int(knowledge.scalars["held"]):  # or the last answer was lost
-            tensors |= grouped("weights", to_arrays(self.models["private"]))
+            tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors, figures)
 
     # The client's own model.
@@ -110,20 +105,15 @@ class UmPfsslClient(HetClient):
     @property
     def _own_version(self) -> int:
         """Return the round in which the private model has trained last; 0: never."""
-        return int(self.facts.get("trained", 0))
+        return int(self.state.facts.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
         """Train on the labelled part alone (line 5)."""
-        model = self.models["private"].train()
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(model(x).float(), y)
-
+        model, epochs = self.network.train(), self.settings.warm_up
         optimizing = self.optimization(model.parameters())
-        generator = self.generator(round, "warm-up")
-        for _ in range(self.settings.warm_up):
-            self.train_epoch(loss_of, optimizing, generator)
-        self.facts["trained"] = round
+        generator, loss_of = self.generator(round, "warm-up"), cross_entropy_of(model)
+        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
+        self.state.facts["trained"] = round
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
         """Run lines 17 to 23 with a whole list; return what share of the pseudo-labels is wrong."""
@@ -134,16 +124,16 @@ class UmPfsslClient(HetClient):
         ]
         pseudo, _ = most_certain(torch.stack(predictions))
         shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
-        load_weights(self.models["private"], average_weights([*zip(weights, shares, strict=True)]))
+        load_weights(self.network, average_weights([*zip(weights, shares, strict=True)]))
         self._train_jointly(round, pseudo)
-        self.facts["trained"] = round
+        self.state.facts["trained"] = round
         known = self.unlabelled.y != UNKNOWN
         wrong = (pseudo.argmax(1) != self.unlabelled.y)[known]
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
         """Train the local epochs on Eq. 1; pseudo-labels [N, C] of the unlabelled part."""
-        model = self.models["private"].train()
+        model = self.network.train()
         x = torch.cat([self.x, self.unlabelled.x])
         labelled = torch.arange(len(x), device=x.device) < len(self.y)
         labels = F.pad(self.y, (0, len(pseudo)))
@@ -154,33 +144,27 @@ class UmPfsslClient(HetClient):
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        for _ in range(self.run.training.local_epochs):
-            self.loss = train_epoch(
-                x,
-                torch.arange(len(x), device=x.device),
-                loss_of,
-                optimizing,
-                batch_size=self.run.training.batch_size,
-                generator=generator,
-                compute=self.compute,
-            )
+        rows = torch.arange(len(x), device=x.device)
+        self.train_epochs(x, rows, loss_of, optimizing, generator)
 
     # The helpers.
 
     def _helpers(self, own: int) -> list[Helper]:
         """Return the list of the last round; helpers whose models are lost are left out."""
-        listed = [Helper(*row) for row in json.loads(str(self.facts.get("helpers", "[]")))]
-        others = [h for h in listed if h.number != own and (h.number, h.version) in self._shelf]
+        listed = [Helper(*row) for row in json.loads(str(self.state.facts.get("helpers", "[]")))]
+        others = [
+            h for h in listed if h.number != own and (h.number, h.version) in self._helper_store
+        ]
         kept = [h for h in listed if h.number == own and h.version == self._own_version]
         return ranked([*others, *(kept or [self._self(own)])])
 
     def _remember(self, helpers: list[Helper]) -> None:
         """Keep the list, and on disk the models of the last few lists."""
         keys = [[helper.number, helper.version] for helper in helpers]
-        recent = [keys, *json.loads(str(self.facts.get("recent", "[]")))][: KEPT + 1]
-        self._shelf.keep([(number, version) for keys in recent for number, version in keys])
+        recent = [keys, *json.loads(str(self.state.facts.get("recent", "[]")))][:LISTS_ON_DISK]
+        self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
         rows = [[helper.number, helper.version, helper.relation] for helper in helpers]
-        self.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
+        self.state.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
         """Put the models that came on disk; return them by their role, with their relations."""
@@ -194,19 +178,19 @@ class UmPfsslClient(HetClient):
                 raise KnowledgeError("server", "roles", f"holds {role}, the greatest is {REFRESH}")
             weights = {name: tensor[row] for name, tensor in stacked.items()}
             helper = Helper(int(number), int(version), 0.0)
-            self._shelf.put((helper.number, helper.version), weights)
+            self._helper_store.put((helper.number, helper.version), weights)
             taken[int(role)].append(self._related(weights, helper))
         return taken
 
     def _self(self, own: int) -> Helper:
         """Return the client's own entry, its relation to itself measured."""
         me = Helper(own, self._own_version, 0.0)
-        return self._related(to_arrays(self.models["private"]), me)
+        return self._related(to_arrays(self.network), me)
 
     def _weights(self, helper: Helper, own: int) -> Mapping[str, Array]:
         if helper.number == own:
-            return to_arrays(self.models["private"])
-        return self._shelf.get((helper.number, helper.version))
+            return to_arrays(self.network)
+        return self._helper_store.get((helper.number, helper.version))
 
     def _related(self, weights: Mapping[str, Array], helper: Helper) -> Helper:
         """Return the helper with its relation to this client's data (Eq. 13)."""
@@ -244,7 +228,6 @@ class UmPfsslClient(HetClient):
         return model
 
     @property
-    def _shelf(self) -> ModelStore:
-        """Return where helpers' models lie: beside the client's private state."""
-        assert self._store is not None
-        return ModelStore(self._store.root / self._store.run / self._store.client / "helpers")
+    def _helper_store(self) -> ModelStore:
+        """Return where the helpers' models lie: beside the client's private state."""
+        return ModelStore(self.state.folder / "helpers")

@@ -1,4 +1,4 @@
-"""The one training loop, and evaluation. Every method trains through `train_epoch`.
+"""The one training loop, and evaluation. Every method trains through `train_epochs`.
 
 Data lies in tensors on the device and is cut by index, so no DataLoader stands between an epoch
 and its batches; the losses are summed on the device and read once an epoch.
@@ -7,20 +7,26 @@ and its batches; the losses are summed on the device and read once an epoch.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.tables import TrainingSettings
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
+from fedhet.settings.tables import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""
 
 EVALUATION_BATCH = 1024
+
+
+def cross_entropy_of(model: nn.Module) -> LossOfBatch:
+    """Return the loss of supervised training: the cross-entropy of `model`'s logits."""
+    return lambda x, y: nn.functional.cross_entropy(model(x).float(), y)
 
 
 @dataclass
@@ -109,6 +115,40 @@ def train_epoch(
     return total.item() / len(y)
 
 
+def train_epochs(
+    x: Tensor,
+    y: Tensor,
+    loss_of: LossOfBatch,
+    optimizing: Optimization,
+    *,
+    epochs: int,
+    batch_size: int,
+    generator: torch.Generator,
+    compute: Compute,
+    stepped: Callable[[], None] | None = None,
+    before_epoch: Callable[[int], object] | None = None,
+) -> float:
+    """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
+
+    `before_epoch` is called with each epoch's number, from 0; `stepped` as by `train_epoch`.
+    """
+    loss = math.nan
+    for epoch in range(epochs):
+        if before_epoch is not None:
+            before_epoch(epoch)
+        loss = train_epoch(
+            x,
+            y,
+            loss_of,
+            optimizing,
+            batch_size=batch_size,
+            generator=generator,
+            compute=compute,
+            stepped=stepped,
+        )
+    return loss
+
+
 @dataclass(frozen=True)
 class Score:
     """What a model reaches on a test split."""
@@ -159,3 +199,8 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size:
         correct += (logits.argmax(1) == target).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
     return Score(correct.item() / len(y), loss.item() / len(y))
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Tell whether nothing in the state of `model` is NaN or infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

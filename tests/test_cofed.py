@@ -49,7 +49,7 @@ def opened(config, directory, index=0):
     node_config = {"partition-id": index, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
     client = config.method.client(config, node)
-    client._restore("run", before=1)
+    client.state.restore("run", before=1)
     return client
 
 
@@ -234,7 +234,7 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
     config = cofed(models="mlp", **{"local-epochs": 2, "cofed.update-batch-size": 40})
     client = opened(config, tmp_path)
     client.train(1, Knowledge(scalars={"predict": True}))
-    client.facts["participations"] = 1
+    client.state.facts["participations"] = 1
     expected = models.build("mlp", (1, 8, 8), 5, seed=0)
     expected.load_state_dict(client.models["private"].state_dict())
     labels = np.full(len(client.public), 5, np.uint8)
@@ -263,7 +263,7 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
 def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
     client = opened(cofed(models="sk-tree"), tmp_path)
     client.train(1, Knowledge(scalars={"predict": True}))
-    client.facts["participations"] = 1
+    client.state.facts["participations"] = 1
     labels = np.full(len(client.public), 5, np.uint8)
     labels[:40] = np.resize(client.space.numpy(), 40)
     client.train(2, Knowledge({"labels": labels}, {"predict": False}))
@@ -272,7 +272,9 @@ def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
         torch.cat([client.x, client.public[:40]]),
         torch.cat([client.y, torch.from_numpy(labels[:40].astype(np.int64))]),
     )
-    assert torch.equal(client.refitted.predict(client.public), again.predict(client.public))
+    assert torch.equal(
+        client.models["private"].predict(client.public), again.predict(client.public)
+    )
 
 
 def test_other_classes_outputs_get_no_gradient():
@@ -415,17 +417,15 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
     for number in (1, 2):
         server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
         server.close(number)
-    accuracy = records(tmp_path / "run")[-1]["accuracy"]["common"]["private"]["per_client"]
+    accuracy = records(tmp_path / "run")[-1]["accuracy"]["common"]
     client = opened(config, tmp_path / "run" / "state")
-    client._store = None
-    client._restore(server.log.run_name, before=3)
-    (score,) = (
-        v for (protocol, _), v in client.scores({"private": client.private}).items()
-        if protocol == "common"
-    )  # fmt: skip
-    assert score.accuracy == accuracy[client.info.name]
-    if method == "cofed":
-        assert client.remembered().keys() == {("common", "local"), ("personal", "local")}
+    client.state.restore(server.log.run_name, before=3)
+    reached = client.evaluation(Knowledge())
+    kinds = {"private", "local"} if method == "cofed" else {"private"}
+    assert reached.keys() == {(p, kind) for p in ("common", "personal") for kind in kinds}
+    for kind in kinds:
+        expected = accuracy[kind]["per_client"][client.info.name]
+        assert reached["common", kind].accuracy == expected
     files = list((tmp_path / "run" / "state").rglob("*"))
     assert {path.suffix for path in files if path.is_file()} == {".safetensors"}
 

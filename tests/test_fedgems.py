@@ -223,7 +223,9 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
         for proxy, _ in answers:
             had[proxy.name] = number
             if number > 1:
-                np.testing.assert_array_equal(client_of(server, proxy).kept["logits"], logits)
+                np.testing.assert_array_equal(
+                    client_of(server, proxy).state.tensors["logits"], logits
+                )
         strategy.aggregate_fit(number, answers, [])
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
@@ -254,7 +256,7 @@ def opened(tmp_path, **changes):
     config = fedgems(**changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
     client = config.method.client(config, node)
-    client._restore("run", before=1)
+    client.state.restore("run", before=1)
     return client
 
 
@@ -397,11 +399,11 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     with torch.no_grad():
         right = strategy.model.eval()(common.x).argmax(1) == common.y
     found = strategy.state.record.accuracy["common"]["server"]
-    assert found["per_client"] == {"server": pytest.approx(right.float().mean().item())}
+    assert found.per_client == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()
-    assert summary["accuracy"]["common"]["server"]["mean"] == found["mean"]
-    assert "server" not in summary["accuracy"]["personal"]
-    assert "server" in summary["history"][0]["accuracy"]["common"]
+    assert summary.accuracy["common"]["server"].mean == found.mean
+    assert "server" not in summary.accuracy["personal"]
+    assert "server" in summary.history[0].accuracy["common"]
 
 
 def test_it_is_judged_only_when_the_clients_are(tmp_path):
@@ -452,11 +454,11 @@ def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
     play(server, 1)
     asked, _ = play(server, 2)
     proxy = asked[0][0]
-    kept = client_of(server, proxy).kept["logits"].clone()
+    kept = client_of(server, proxy).state.tensors["logits"].clone()
     node = client_of(server, proxy).node
     fresh = config.method.client(config, node)
-    fresh._restore(server.log.run_name, before=3)
-    torch.testing.assert_close(fresh.kept["logits"], kept)
+    fresh.state.restore(server.log.run_name, before=3)
+    torch.testing.assert_close(fresh.state.tensors["logits"], kept)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from fedhet.algorithms.distillation import distillation_loss
 from fedhet.algorithms.proxies import START_SCALE, Proxy
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
+from fedhet.data import Split
 from fedhet.errors import SettingsError
 from fedhet.models import build
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -38,7 +39,7 @@ def opened(config, directory, partition=1):
     node_config = {"partition-id": partition, "num-partitions": config.run.clients}
     node = read_node(node_config, config.run, str(directory))
     made = config.method.client(config, node)
-    made._restore("run", before=1)
+    made.state.restore("run", before=1)
     return made
 
 
@@ -107,12 +108,12 @@ def test_the_joint_objective_is_the_sum_of_its_terms(client):
 
 
 def test_data_is_parted_7_2_1(client):
-    train, held, test = len(client.y), len(client.held_y), len(client.tests["personal"])
+    train, held, test = len(client.y), len(client.held_out), len(client.tests["personal"])
     everything = train + held + test
     assert held == round(0.1 * everything)
     assert test == round(0.2 * everything)
     rows = {tuple(row.flatten().tolist()) for row in client.x}
-    assert not rows & {tuple(row.flatten().tolist()) for row in client.held_x}
+    assert not rows & {tuple(row.flatten().tolist()) for row in client.held_out.x}
 
 
 def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
@@ -280,7 +281,7 @@ def test_an_unknown_proxy_ends_the_run_before_training():
 def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path):
     config = fedtype(max_samples=60, min_samples=10, clients=3)
     client = opened(config, tmp_path)
-    client.held_x, client.held_y = client.held_x[:1], client.held_y[:1]
+    client.held_out = Split(client.held_out.x[:1], client.held_out.y[:1])
     _, count, metrics = client.fit(
         encode(Envelope("run", "fedtype", 1, "server"), message(client)), {}
     )

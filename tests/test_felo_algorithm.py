@@ -22,7 +22,7 @@ def opened(tmp_path, **changes):
     config = small(local_epochs=2, models="mlp", **changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
     client = config.method.client(config, node)
-    client._restore("run", before=1)
+    client.state.restore("run", before=1)
     return client
 
 
@@ -79,7 +79,7 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
     client = opened(tmp_path, **{"felo.alpha": alpha})
     own = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     if not first:
-        client.facts["participations"] = 1
+        client.state.facts["participations"] = 1
     told = class_knowledge()
     start = weights(9) if averaged else own
     message = Knowledge({**told, **(grouped("weights", start) if averaged else {})})

@@ -126,16 +126,16 @@ def test_methods_of_labelled_samples_leave_them_aside_and_say_so(site, caplog):
 
 def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
     um = at_site(site, "um-pfssl", **{"um-pfssl.warm-up": 1})
-    um._restore("run", before=1)
+    um.state.restore("run", before=1)
     start = {name: t.clone() for name, t in um.models["private"].state_dict().items()}
     told = Knowledge(scalars={"own": 0, "train": True, "held": 0})
     answer = um.train(1, told)
-    um.receives.check("server", told.tensors, told.scalars, dims=um.dims(), shapes=um.shapes())
+    um.config.method.strategy.sends.check("server", told.tensors, told.scalars, um.sizes())
     assert "pseudo_error" not in answer.scalars
     assert any(not np.array_equal(answer.group("weights")[name], t) for name, t in start.items())
 
     fix = at_site(site, "fixavg", **{"fixavg.threshold": 0.0})
-    fix._restore("run", before=1)
+    fix.state.restore("run", before=1)
     weights = {name: t.numpy() for name, t in fix.build_model().state_dict().items()}
     answer = fix.train(1, Knowledge(grouped("weights", weights)))
     assert answer.scalars["confident"] == 1.0

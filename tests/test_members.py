@@ -9,7 +9,7 @@ from flwr.server.client_manager import SimpleClientManager
 
 from fedhet import simulate as simulation
 from fedhet.client.node import read_node
-from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.errors import FedhetError, KnowledgeError, StateError
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Members, commonest_task
 from fedhet.wire.identity import ClientInfo, order_of, read_properties
@@ -279,14 +279,13 @@ def test_who_is_not_heard_of_is_in_no_mean(tmp_path, monkeypatch):
 
 def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
     server = Server(small("local"), tmp_path / "run")
-    asked = server.ask(1)
-    proxy, ins = asked[0]
+    proxy, ins = server.ask(1)[0]
+    late = server.log.config.method.client(server.log.config, proxy._proxy._node)
+    late.state.restore(server.log.run_name, before=1)
     proxy.fit(ins, None, 1)
-    late = simulation.open_client(proxy._proxy._config, proxy._proxy._node)
-    stale = late._latest
     proxy.fit(server.ask(2)[0][1], None, 2)
-    before = late._store.path(2).read_bytes()
-    late._latest = stale
-    with pytest.raises(Exception, match="came too late"):
-        late._save(1)
-    assert late._store.path(2).read_bytes() == before
+    states = {path: path.read_bytes() for path in late.state.folder.iterdir()}
+    assert len(states) == 2
+    with pytest.raises(StateError, match="came too late"):
+        late.state.save(1)
+    assert {path: path.read_bytes() for path in late.state.folder.iterdir()} == states

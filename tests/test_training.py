@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhet.config.schema import Settings
 from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
-from fedhet.training import batches, evaluate, optimization, train_epoch
+from fedhet.settings.tables import ComputeSettings, TrainingSettings
+from fedhet.training import (
+    batches,
+    cross_entropy_of,
+    evaluate,
+    optimization,
+    train_epoch,
+    train_epochs,
+)
 
 
 def often(examples):
@@ -95,24 +102,20 @@ def data(samples=75, seed=2):
     return x, (x[:, :4] + 0.3 * torch.randn(samples, 4, generator=draws)).argmax(1)
 
 
-def mean_loss(model):
-    return lambda x, y: nn.functional.cross_entropy(model(x).float(), y)
-
-
 def plain_optimizer(model, run, fused):
     parameters = list(model.parameters())
-    if run.training.optimizer == "adam":
+    if run.optimizer == "adam":
         return torch.optim.Adam(
             parameters,
-            lr=run.training.lr,
-            weight_decay=run.training.weight_decay,
+            lr=run.lr,
+            weight_decay=run.weight_decay,
             fused=fused or None,
         )
     return torch.optim.SGD(
         parameters,
-        lr=run.training.lr,
-        momentum=run.training.momentum,
-        weight_decay=run.training.weight_decay,
+        lr=run.lr,
+        momentum=run.momentum,
+        weight_decay=run.weight_decay,
         fused=fused or None,
     )
 
@@ -124,7 +127,7 @@ def plain_loop(model, x, y, run, epochs, fused=True):
     means = []
     for _ in range(epochs):
         losses = []
-        for index in batches(len(y), run.training.batch_size, draws):
+        for index in batches(len(y), run.batch_size, draws):
             optimizer.zero_grad()
             logits = model(x[index])
             losses += nn.functional.cross_entropy(logits, y[index], reduction="none").tolist()
@@ -135,10 +138,10 @@ def plain_loop(model, x, y, run, epochs, fused=True):
 
 
 RUNS = {
-    "adam": Settings(optimizer="adam", lr=0.01, batch_size=16),
-    "adam, decay": Settings(optimizer="adam", lr=0.003, batch_size=7, weight_decay=0.01),
-    "sgd": Settings(optimizer="sgd", lr=0.1, batch_size=37, momentum=0.0),
-    "sgd, momentum, decay": Settings(
+    "adam": TrainingSettings(optimizer="adam", lr=0.01, batch_size=16),
+    "adam, decay": TrainingSettings(optimizer="adam", lr=0.003, batch_size=7, weight_decay=0.01),
+    "sgd": TrainingSettings(optimizer="sgd", lr=0.1, batch_size=37, momentum=0.0),
+    "sgd, momentum, decay": TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=5e-4
     ),
 }
@@ -153,9 +156,9 @@ def trained(run, epochs=3, compute=CPU, model=None, seed=4):
         train_epoch(
             x,
             y,
-            mean_loss(model),
+            cross_entropy_of(model),
             optimizing,
-            batch_size=run.training.batch_size,
+            batch_size=run.batch_size,
             generator=draws,
             compute=compute,
         )
@@ -190,9 +193,35 @@ def test_the_fused_optimizer_is_the_usual_one(case):
         np.testing.assert_allclose(tensor, reference, rtol=2e-3, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("case", RUNS)
+def test_train_epochs_is_so_many_epochs(case):
+    run = RUNS[case]
+    model, plain, seen, steps = small_net(), small_net(), [], []
+    loss = train_epochs(
+        *data(),
+        cross_entropy_of(model),
+        optimization(model.parameters(), run, CPU),
+        epochs=3,
+        batch_size=run.batch_size,
+        generator=generator(4),
+        compute=CPU,
+        before_epoch=lambda epoch: seen.append((epoch, len(steps))),
+        stepped=lambda: steps.append(0),
+    )
+    expected = plain_loop(plain, *data(), run, epochs=3)
+    assert loss == pytest.approx(expected[-1], rel=1e-5)
+    for (name, tensor), (_, reference) in states(model, plain):
+        assert torch.equal(tensor, reference), name
+    batches_an_epoch = len(batches(75, run.batch_size, generator()))
+    assert seen == [(epoch, epoch * batches_an_epoch) for epoch in range(3)]
+    assert len(steps) == 3 * batches_an_epoch
+
+
 def test_settings_change_what_is_learnt():
     """So that no setting is ignored: each changes the weights by itself."""
-    base = Settings(optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01)
+    base = TrainingSettings(
+        optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01
+    )
     changes = [
         {},
         {"optimizer": "adam"},
@@ -231,7 +260,7 @@ def test_training_leaves_the_data_alone():
     train_epoch(
         x,
         y,
-        mean_loss(model),
+        cross_entropy_of(model),
         optimization(model.parameters(), RUNS["adam"], CPU),
         batch_size=16,
         generator=generator(),
@@ -247,7 +276,7 @@ def test_only_the_given_parameters_learn():
     x, y = data()
     optimizing = optimization(model[4].parameters(), RUNS["sgd"], CPU)
     train_epoch(
-        x, y, mean_loss(model), optimizing, batch_size=16, generator=generator(), compute=CPU
+        x, y, cross_entropy_of(model), optimizing, batch_size=16, generator=generator(), compute=CPU
     )
     assert torch.equal(model[0].weight, before["0.weight"])
     assert not torch.equal(model[4].weight, before["4.weight"])
@@ -256,12 +285,12 @@ def test_only_the_given_parameters_learn():
 def test_gradients_do_not_pile_up():
     """Two epochs with an optimiser that cannot move anything leave one batch's gradient."""
     model = nn.Linear(6, 4)
-    run = Settings(optimizer="sgd", lr=1e-300, momentum=0.0, batch_size=75)
+    run = TrainingSettings(optimizer="sgd", lr=1e-300, momentum=0.0, batch_size=75)
     trained(run, epochs=2, model=model)
     piled = model.weight.grad.clone()
     model.zero_grad()
     x, y = data()
-    mean_loss(model)(x, y).backward()
+    cross_entropy_of(model)(x, y).backward()
     np.testing.assert_allclose(piled, model.weight.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -355,7 +384,7 @@ def test_a_device_that_is_not_there(name):
     for there in ("auto", *available_devices()):
         assert there in message
     with pytest.raises(SettingsError, match="'device'"):
-        compute_for(Settings(device=name))
+        compute_for(ComputeSettings(device=name))
 
 
 @pytest.fixture
@@ -380,25 +409,25 @@ def test_devices_of_a_machine_with_gpus():
     assert find_device("cpu") == torch.device("cpu")
     with pytest.raises(SettingsError, match=r"'cuda:2'.*cpu, cuda, cuda:0, cuda:1"):
         find_device("cuda:2")
-    compute = compute_for(Settings())
+    compute = compute_for(ComputeSettings())
     assert (compute.device.type, compute.autocast_dtype) == ("cuda", torch.bfloat16)
     assert compute.channels_last
-    assert compute_for(Settings(precision="float16")).autocast_dtype is torch.float16
-    assert compute_for(Settings(precision="float32")).autocast_dtype is None
-    assert not compute_for(Settings(channels_last="false")).channels_last
+    assert compute_for(ComputeSettings(precision="float16")).autocast_dtype is torch.float16
+    assert compute_for(ComputeSettings(precision="float32")).autocast_dtype is None
+    assert not compute_for(ComputeSettings(channels_last="false")).channels_last
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_without_bfloat16_computes_in_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    assert compute_for(Settings()).autocast_dtype is None
+    assert compute_for(ComputeSettings()).autocast_dtype is None
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_devices_of_a_machine_without():
     assert available_devices() == ["cpu"]
-    assert compute_for(Settings()) == Compute(torch.device("cpu"), None, False)
-    assert compute_for(Settings(channels_last="true")).channels_last
+    assert compute_for(ComputeSettings()) == Compute(torch.device("cpu"), None, False)
+    assert compute_for(ComputeSettings(channels_last="true")).channels_last
     for name in ("cuda", "cuda:0", "mps"):
         with pytest.raises(SettingsError, match=f"'{name}'.* auto .*: cpu$"):
             find_device(name)
@@ -408,20 +437,20 @@ def test_devices_of_a_machine_without():
 def test_a_mac_has_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert find_device("auto") == find_device("mps") == torch.device("mps")
-    assert compute_for(Settings()).autocast_dtype is None
+    assert compute_for(ComputeSettings()).autocast_dtype is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 @pytest.mark.usefixtures("no_gpu")
 def test_float16_is_not_for_processors(device):
     with pytest.raises(SettingsError) as caught:
-        compute_for(Settings(device=device, precision="float16"))
+        compute_for(ComputeSettings(device=device, precision="float16"))
     for part in ("'precision'", "'float16'", "cpu", "float32", "bfloat16"):
         assert part in str(caught.value)
 
 
 def test_bfloat16_on_a_processor_trains():
-    compute = compute_for(Settings(device="cpu", precision="bfloat16"))
+    compute = compute_for(ComputeSettings(device="cpu", precision="bfloat16"))
     assert compute.autocast_dtype is torch.bfloat16
     seen = []
     model = small_net()

@@ -9,13 +9,14 @@ from flwr.common import parameters_to_ndarrays
 from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
+from fedhet.client.messages import read_instruction
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.seeding import torch_generator
 from fedhet.training import batches
-from fedhet.wire.knowledge import Knowledge, decode
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 from strategies.base import Reply
 from strategies.felo import read_means
 
@@ -260,8 +261,8 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 def opened(config, directory):
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
     client = config.method.client(config, node)
-    client._restore("run", before=1)
-    client.facts["participations"] = 1
+    client.state.restore("run", before=1)
+    client.state.facts["participations"] = 1
     return client
 
 
@@ -326,7 +327,7 @@ def test_a_first_participation_is_cross_entropy_alone(tmp_path):
     answers = []
     for name, taught in (("with", knowledge(1)), ("without", {})):
         client = opened(small("velo", models="mlp"), tmp_path / name)
-        client.facts["participations"] = 0
+        client.state.facts["participations"] = 0
         answers.append(dict(client.train(1, Knowledge(taught)).tensors))
     assert same(*answers)
 
@@ -334,9 +335,14 @@ def test_a_first_participation_is_cross_entropy_alone(tmp_path):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, count):
     client = opened(small("velo", models="mlp", **{"velo.samples-per-class": 2}), tmp_path)
-    client._check(Knowledge(knowledge(2)))
+
+    def read(sent):
+        message = encode(Envelope("run", "velo", 1, "server"), Knowledge(knowledge(sent)))
+        return read_instruction(message, client.config.method, client.sizes)
+
+    assert read(2)[0].round == 1
     with pytest.raises(KnowledgeError, match=r"features: has shape .* with S = 2"):
-        client._check(Knowledge(knowledge(count)))
+        read(count)
 
 
 # --- whole runs -----------------------------------------------------------------------------

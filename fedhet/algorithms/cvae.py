@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.devices import CPU
-from fedhet.training import Optimization, train_epoch
+from fedhet.training import Optimization, train_epochs
 
 LIMIT = 5.0
 """Spreads from the centre: a feature further away is moved to there, in its direction."""
@@ -133,18 +133,16 @@ def train_cvae(
         noise = torch.randn(len(y), model.latent, generator=generator)
         return cvae_loss(model, s, y, noise, deviation)
 
-    loss = math.nan
-    for _ in range(epochs):
-        loss = train_epoch(
-            standardised,
-            labels,
-            loss_of,
-            optimizing,
-            batch_size=batch_size,
-            generator=generator,
-            compute=CPU,
-        )
-    return loss
+    return train_epochs(
+        standardised,
+        labels,
+        loss_of,
+        optimizing,
+        epochs=epochs,
+        batch_size=batch_size,
+        generator=generator,
+        compute=CPU,
+    )
 
 
 @torch.no_grad()
@@ -157,8 +155,3 @@ def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generat
     latent = torch.randn(len(rows), model.latent, generator=generator)
     features = model.centre + model.spread * model.decode(latent, rows)
     return features.reshape(len(labels), count, -1)
-
-
-def all_finite(model: nn.Module) -> bool:
-    """Tell whether nothing in the state of `model` is NaN or infinite."""
-    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

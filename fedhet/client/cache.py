@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 import torch
+from flwr.client import Client
 
-from clients.base import HetClient
 from fedhet.client.node import Node
 from fedhet.config.resolve import Config
 
 MOST_BYTES = 2 * 2**30
 """Of the tensors of clients that are kept open in one process, besides the one in use."""
 
-_open: OrderedDict[tuple[Config, Node], HetClient] = OrderedDict()
+
+class OpenClient(Protocol):
+    """A method's client half, as its worker process sees it."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that it holds in memory."""
+
+    def to_client(self) -> Client:
+        """Return it as Flower calls it."""
 
 
-def open_client(config: Config, node: Node) -> HetClient:
+_open: OrderedDict[tuple[Config, Node], OpenClient] = OrderedDict()
+
+
+def open_client(config: Config, node: Node) -> OpenClient:
     """Return the client of `node`, the one from before if this process still has it.
 
     What it holds in memory is checked against its state on disk before each use, since another
@@ -24,9 +36,7 @@ def open_client(config: Config, node: Node) -> HetClient:
     """
     torch.set_num_threads(config.run.engine.threads)
     key = (config, node)
-    client: HetClient | None = _open.pop(key, None)
-    if client is None:
-        client = config.method.client(config, node)
+    client = _open.pop(key, None) or config.method.client(config, node)
     while _open and sum(kept.held_bytes() for kept in _open.values()) > MOST_BYTES:
         _open.popitem(last=False)
     _open[key] = client

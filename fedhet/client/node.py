@@ -10,12 +10,12 @@ from pathlib import Path
 from pydantic import Field
 
 from fedhet import data
-from fedhet.config.methods import find_method
-from fedhet.config.schema import CountOrNone, Schema, build
-from fedhet.config.tables import RunSettings
+from fedhet.config.resolve import Config
 from fedhet.data import ClientData, DataSpec
 from fedhet.errors import SettingsError
 from fedhet.models import deal
+from fedhet.settings.schema import CountOrNone, Schema, build
+from fedhet.settings.tables import RunSettings
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 
@@ -43,16 +43,19 @@ class Node:
     device: str
     state_dir: Path
 
-    def load_data(self, run: RunSettings) -> ClientData:
-        """Return the client's data: its own folder's, or its part of the run's dataset."""
-        spec = DataSpec.of(run)
+    def load_data(self, config: Config) -> ClientData:
+        """Return the client's data: its own folder's, or its part of the run's dataset.
+
+        Raises DataError for a folder that cannot be read, or a client with too few samples.
+        """
+        spec = DataSpec.of(config.run)
         if self.folder:
             return data.site_data(
                 self.folder,
                 spec=spec,
-                classes=run.models.num_classes,
+                classes=config.run.models.num_classes,
                 name=self.name,
-                unlabelled=find_method(run.method).spec.needs_unlabelled,
+                unlabelled=config.method.spec.needs_unlabelled,
             )
         return data.client_data(spec, self.partition)
 

@@ -1,0 +1,48 @@
+"""What a client reads of the server's messages, and what it says of its own measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flwr.common import NDArrays, Scalar
+
+from fedhet.config.methods import Method
+from fedhet.runs.records import Measured, peak_memory_mb, write_measures
+from fedhet.training import Score
+from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.identity import SERVER
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, expect
+
+Scores = dict[tuple[str, str], Score]
+"""What models reach, by protocol ("personal", "common") and kind ("private", "proxy", ...)."""
+
+
+def read_instruction(
+    arrays: NDArrays, method: Method, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
+) -> tuple[Envelope, Knowledge]:
+    """Return the server's message. Raises KnowledgeError unless it keeps the method's contract.
+
+    `may_be_empty`: an instruction to evaluate may hold nothing at all.
+    """
+    envelope, knowledge = decode(arrays, SERVER)
+    expect(envelope, run=None, method=method.name, round=None, sender=SERVER)
+    if knowledge.tensors or knowledge.scalars or not may_be_empty:
+        contract: Contract = method.strategy.sends
+        contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
+    return envelope, knowledge
+
+
+def own_loss(scores: Scores) -> float:
+    """Return the private model's loss on the client's own test split; 0 where there is none."""
+    own = scores.get(("personal", "private"))
+    return own.loss if own is not None and math.isfinite(own.loss) else 0.0
+
+
+def measures(
+    scores: Scores, loss: float | None, train_seconds: float, eval_seconds: float
+) -> dict[str, Scalar]:
+    """Return what a client has measured, as it travels beside a message; `loss` is training's."""
+    accuracy = {key: score.accuracy for key, score in scores.items()}
+    memory = peak_memory_mb()
+    return dict(write_measures(Measured(accuracy, loss, train_seconds, eval_seconds, memory)))
