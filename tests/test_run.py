@@ -120,7 +120,7 @@ def test_a_restarted_client_finds_its_model(felo):
     _, _, metrics = fresh.evaluate(message, {})
     expected = summary["accuracy"]["common"]["private"]["per_client"]["client-1"]
     assert metrics["accuracy.common.private"] == expected
-    assert fresh.participations == 2
+    assert fresh.state.participations == 2
 
 
 def test_a_state_of_another_model_is_refused(felo):
