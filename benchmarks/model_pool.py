@@ -47,11 +47,11 @@ from fedhet.algorithms.helpers import (
 )
 from fedhet.arrays import Shapes, grouped
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.schema import MethodSettings
 from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import peak_memory_mb
 from fedhet.seeding import numpy_rng
+from fedhet.settings.schema import MethodSettings
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 

@@ -27,11 +27,12 @@ from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
-from fedhet.models import HetModel, Refitted, all_finite, build, build_any, load_weights
+from fedhet.models import HetModel, Refitted, build, build_any, load_weights
 from fedhet.seeding import seeded, torch_generator
 from fedhet.training import (
     LossOfBatch,
     Optimization,
+    all_finite,
     cross_entropy_of,
     evaluate,
     optimization,

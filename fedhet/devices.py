@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.tables import ComputeSettings
 from fedhet.errors import SettingsError
+from fedhet.settings.tables import ComputeSettings
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,15 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
 from fedhet.config.resolve import Config, absolute, check
-from fedhet.config.schema import refused
 from fedhet.devices import find_device
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
+from fedhet.settings.schema import refused
 from fedhet.storage import replacing
 
 
-def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
-    """Run `config` to its end; what it leaves is in `directory`.
+def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> report.Run:
+    """Run `config` to its end, write its report into `directory`, and return the run.
 
     Raises FedhetError before anything is trained if this machine cannot run it.
     """
@@ -54,8 +54,7 @@ def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) 
     _write_partition(config, directory)
     with _logging_to(directory / "flower.log"):
         run_it(config, directory, parts)
-    report.write_figures(report.load_run(directory))
-    report.write_report(directory)
+    return report.write(directory)
 
 
 def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:

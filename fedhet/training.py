@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedhet.config.tables import TrainingSettings
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
+from fedhet.settings.tables import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""
@@ -199,3 +199,8 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size:
         correct += (logits.argmax(1) == target).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
     return Score(correct.item() / len(y), loss.item() / len(y))
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Tell whether nothing in the state of `model` is NaN or infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

@@ -20,18 +20,18 @@ from torch import nn
 from fedhet.arrays import Array
 from fedhet.config.methods import MethodSpec
 from fedhet.config.resolve import Config
-from fedhet.config.schema import refused
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, KnowledgeError, StateError
 from fedhet.runs.log import RunLog
-from fedhet.runs.records import Measured, read_measures
+from fedhet.runs.records import Measured
 from fedhet.seeding import numpy_rng
 from fedhet.server.attacks import attack_of
 from fedhet.server.exchange import Exchange, Reply
 from fedhet.server.members import Member, Members
 from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons
 from fedhet.server.round import RoundState, Selection
+from fedhet.settings.schema import refused
 from fedhet.storage import Checkpoint
 from fedhet.training import evaluate
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -60,7 +60,7 @@ class HetStrategy(Strategy):
         self._members = Members(engine.round_timeout, pool, log.notice)
         self.state = RoundState(log.workers, log.notice)
         limit = int(engine.max_payload_mb * 1e6)
-        self._exchange = Exchange(log.run_name, self.run.method, receives, limit, self.state)
+        self._exchange = Exchange(log.run_name, config.method, limit, self.state)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
 
@@ -212,7 +212,7 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             try:
-                self.state.measured(name, _measured(name, result))
+                self.state.measured(name, self._exchange.read_evaluation(name, result))
             except KnowledgeError as error:
                 self.log.notice(f"client {name} was not evaluated: {error}")
         self._close_round()
@@ -321,10 +321,3 @@ class HetStrategy(Strategy):
             for kind, model in models.items()
         }
         self.state.measured(SERVER, Measured(accuracy, None, 0.0, 0.0, 0.0))
-
-
-def _measured(name: str, result: EvaluateRes) -> Measured:
-    """Return what a client measured. Raises KnowledgeError."""
-    if "error" in result.metrics:
-        raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
-    return read_measures(name, result.metrics)

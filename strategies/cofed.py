@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
 from fedhet.arrays import Array, grouped, groups
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.errors import KnowledgeError, nearest
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, is_name

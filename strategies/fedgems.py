@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from fedhet.algorithms.selective import Targets, fuse, fuse_all, split, taught_loss
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import Count, MethodSettings
 from fedhet.data import refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import StateError
 from fedhet.models import ModelName, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
+from fedhet.settings.schema import Count, MethodSettings
 from fedhet.training import logits_of, optimization, train_epoch
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.identity import SERVER, ClientInfo

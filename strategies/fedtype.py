@@ -17,9 +17,9 @@ from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.proxies import LEAST_SCALE, START_SCALE
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import Count, MethodSettings, NonNegative, Positive
 from fedhet.models import ModelName, build, shapes, to_arrays, trained_shapes
 from fedhet.runs.records import mean_figures
+from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

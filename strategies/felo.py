@@ -15,8 +15,8 @@ from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, average
 from fedhet.arrays import Array, grouped, groups
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import Count, MethodSettings, NonNegative
 from fedhet.models import shapes
+from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

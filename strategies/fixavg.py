@@ -15,9 +15,9 @@ from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.fixmatch import augmentations
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import MethodSettings, NonNegative
 from fedhet.models import build, shapes, to_arrays
 from fedhet.runs.records import mean_figures
+from fedhet.settings.schema import MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

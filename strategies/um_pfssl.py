@@ -24,11 +24,11 @@ from fedhet.algorithms.helpers import (
 from fedhet.algorithms.uncertainty import RelationKind, has_dropout
 from fedhet.arrays import Array, group, grouped, groups
 from fedhet.config.methods import MethodSpec
-from fedhet.config.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.errors import KnowledgeError
 from fedhet.models import build, shapes
 from fedhet.runs.records import mean_figures
 from fedhet.seeding import numpy_rng
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.storage import ModelStore
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo

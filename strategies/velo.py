@@ -15,11 +15,12 @@ import torch
 from pydantic import Field
 
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.cvae import Cvae, all_finite, synthesise, train_cvae
+from fedhet.algorithms.cvae import Cvae, synthesise, train_cvae
 from fedhet.arrays import Array, group, grouped
-from fedhet.config.schema import Count, Positive
 from fedhet.models import load_weights, to_arrays
 from fedhet.seeding import numpy_rng, seeded, torch_generator
+from fedhet.settings.schema import Count, Positive
+from fedhet.training import all_finite
 from fedhet.wire.contract import Sizes, TensorField
 from fedhet.wire.identity import SERVER, ClientInfo
 from strategies.base import Reply

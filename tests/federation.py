@@ -13,8 +13,8 @@ from fedhet.client.node import read_node
 from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
-from fedhet.config.tables import RunSettings
 from fedhet.runs.log import RunLog
+from fedhet.settings.tables import RunSettings
 from strategies.base import HetStrategy
 
 SMALL = {

@@ -11,6 +11,8 @@ from federation import SMALL
 from typer.testing import CliRunner
 
 from fedhet.cli import app, main
+from fedhet.cli.options import gather
+from fedhet.config.resolve import resolve
 
 OPTIONS = [f"--set={k}={v}" for k, v in SMALL.items()]
 
@@ -85,20 +87,27 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
     ("words", "says"),
     [
         (["run", "fello"], ["'method'", "fello", "one of", "did you mean 'felo'?"]),
-        (["run", "felo", "-s", "locl-epochs=2"], ["'locl-epochs'", "did you mean 'local-epochs'?"]),
+        (["run", "felo", "-s", "locl-epochs=2"], ["'locl-epochs'", "'training.local-epochs'?"]),
         (["run", "felo", "-s", "felo.alhpa=2"], ["'felo.alhpa'", "did you mean 'felo.alpha'?"]),
-        (["run", "felo", "-s", "lr=-1"], ["'lr'", "-1", "a number > 0"]),
+        (["run", "felo", "-s", "lr=-1"], ["'training.lr'", "-1", "a number > 0"]),
+        (["run", "felo", "-s", "training.lr=-1"], ["'training.lr'", "-1", "a number > 0"]),
+        (["run", "felo", "-s", "alpha=1"], ["'alpha'", "data.alpha, felo.alpha"]),
+        (["run", "--preset", "felo-cifar10", "-s", "alpha=1"], ["data.alpha, felo.alpha"]),
+        (["sweep", "velo", "alpha=1,2"], ["'alpha'", "data.alpha, velo.alpha"]),
+        (["run", "fedgems", "-s", "attack=paf"], ["'attack' is a table", "attack.kind"]),
+        (["run", "felo", "-s", "threshold=1"], ["'cofed.threshold'", "'fixavg.threshold'"]),
         (["run", "felo", "--rounds", "many"], ["'rounds'", "'many'", "an integer >= 1"]),
-        (["run", "felo", "-s", "partition=dirichlets"], ["'partition'", "one of dirichlet, iid"]),
-        (["run", "felo", "--models", "cnn2,resnt10"], ["'models'", "resnt10", "resnet10"]),
-        (["run", "felo", "--dataset", "digit"], ["'dataset'", "'digit'", "'digits'"]),
+        (["run", "felo", "-s", "partition=dirichlets"], ["'data.partition'", "dirichlet, iid"]),
+        (["run", "felo", "--models", "cnn2,resnt10"], ["'models.pool'", "resnt10", "resnet10"]),
+        (["run", "felo", "--dataset", "digit"], ["'data.dataset'", "'digit'", "'digits'"]),
         (["run", "local", "-s", "felo.alpha=2"], ["'felo.alpha'", "local"]),
         (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
-        (["run", "felo", "-s", "device=cuda:7"], ["'device'", "'cuda:7'", "cpu"]),
+        (["run", "felo", "-s", "device=cuda:7"], ["'engine.device'", "'cuda:7'", "cpu"]),
         (["run", "felo", "-s", "lr"], ["'lr' is no setting", "KEY=VALUE"]),
         (["run", "felo", "--seeds", "0,0"], ["--seeds 0,0", "0,1,2"]),
         (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
         (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is given twice"]),
+        (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool' is given twice"]),
         (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["--seed and --seeds"]),
         (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
         (["report", "/nowhere"], ["/nowhere"]),
@@ -119,10 +128,12 @@ def test_lists(call):
         (["methods", "felo"], "felo.share-weights"),
         (["models"], "gems-resnet56"),
         (["presets"], "felo-cifar10"),
-        (["presets", "demo"], "local-epochs"),
-        (["settings"], "round-timeout"),
+        (["presets", "demo"], "training.local-epochs"),
+        (["settings"], "engine.round-timeout"),
+        (["settings", "--toml"], "[training]"),
         (["settings", "--toml"], "[felo]"),
         (["partition", "-s", "alpha=0.1"], "client-9"),
+        (["partition", "-s", "data.alpha=0.1"], "client-9"),
         (["--version"], "0."),
         (["run", "--help"], "KEY=VALUE"),
     ]:
@@ -132,13 +143,43 @@ def test_lists(call):
 
 
 def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path):
-    from fedhet.cli.options import gather
-    from fedhet.config.resolve import resolve
-
     values = gather("local", "felo-cifar10", None, [])
     config = resolve(values)
     assert config.method.name == "local"
     assert config.run.clients == 20
+    assert not [name for name in values if name.startswith("felo.")]
+    # What the user says is not left out, and so a setting of another method is refused.
+    assert gather("local", "felo-cifar10", None, ["felo.alpha=2"])["felo.alpha"] == 2
+
+
+def test_the_later_source_wins(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text("clients = 7\n[training]\nlr = 0.25\nmomentum = 0.5\n[felo]\nalpha = 3\n")
+    said = gather("felo", "felo-cifar10", mine, ["lr=0.75", "data.alpha=2"], rounds="4")
+    assert (
+        resolve(said).flat().items()
+        >= {
+            "clients": 7,  # of the file; of the preset 20
+            "training.momentum": 0.5,
+            "felo.alpha": 3.0,
+            "training.lr": 0.75,  # of --set; of the file 0.25
+            "data.alpha": 2.0,
+            "rounds": 4,  # of a flag; of the preset 100
+            "felo.feature-dim": 512,  # of the preset
+            "training.batch-size": 10,
+        }.items()
+    )
+
+
+def test_a_file_of_version_01_is_refused_with_the_new_name(call, tmp_path):
+    old = tmp_path / "config.toml"
+    old.write_text('method = "felo"\nlocal-epochs = 1\n\n[felo]\nalpha = 1.0\n')
+    for words in (["run", "felo"], ["partition"]):
+        status, _, error = call(*words, "--config", old)
+        assert status == 2
+        assert error.split(maxsplit=1)[1].strip() == (
+            "unknown setting 'local-epochs': it is 'training.local-epochs'"
+        )
 
 
 def test_inline_needs_no_ray(tmp_path):
@@ -161,7 +202,7 @@ def test_a_model_of_ones_own(tmp_path):
         "    extractor = nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), 32), nn.ReLU())\n"
         "    return extractor, nn.Linear(32, classes)\n"
     )
-    options = [o for o in OPTIONS if "models=" not in o]
+    options = [o for o in OPTIONS if "models.pool=" not in o]
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from fedhet.cli import main\n"

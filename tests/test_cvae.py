@@ -20,7 +20,6 @@ from fedhet.algorithms.classwise import (
 from fedhet.algorithms.cvae import (
     LIMIT,
     Cvae,
-    all_finite,
     cvae_loss,
     divergence,
     log_likelihood,
@@ -31,7 +30,7 @@ from fedhet.algorithms.cvae import (
 from fedhet.data import DataSpec, load
 from fedhet.devices import CPU
 from fedhet.seeding import seeded
-from fedhet.training import Optimization, train_epoch
+from fedhet.training import Optimization, all_finite, train_epoch
 from strategies.velo import VeloSettings
 
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8

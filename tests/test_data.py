@@ -10,17 +10,18 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 import torchvision.datasets
+from pydantic import ValidationError
 
+from fedhet.config.resolve import check, resolve
 from fedhet.data import (
     DataSpec,
     client_data,
@@ -35,11 +36,13 @@ from fedhet.data import (
     site_data,
     validate,
 )
-from fedhet.data import spec as data_spec
 from fedhet.data.spec import stratified
 from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.settings.schema import build
+from fedhet.settings.tables import DataSettings
 
-PARTITIONS = tuple(kind for kind in data_spec.PARTITIONS if kind != "superclasses")
+KINDS = get_args(DataSettings.model_fields["partition"].annotation)
+PARTITIONS = tuple(kind for kind in KINDS if kind != "superclasses")
 """Those that deal every row; the other is tested in test_superclass.py."""
 
 DIGITS = DataSpec(clients=8)
@@ -71,7 +74,7 @@ def digest(parts: tuple[np.ndarray, ...]) -> str:
 @pytest.mark.parametrize("kind", PARTITIONS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int) -> None:
-    spec = replace(DIGITS, partition=kind, seed=seed)
+    spec = DIGITS.but(partition=kind, seed=seed)
     parts, rows = partition(spec), len(load(spec).train)
     every = np.concatenate(parts)
     left_over = rows % (spec.clients * spec.shards) if kind == "shards" else 0
@@ -84,7 +87,7 @@ def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int)
 
 def test_partitions_have_the_skew_that_their_names_say() -> None:
     counts = {
-        kind: np.array(list(label_counts(replace(DIGITS, partition=kind)).values()))
+        kind: np.array(list(label_counts(DIGITS.but(partition=kind)).values()))
         for kind in PARTITIONS
     }
     assert (counts["iid"] > 0).all()
@@ -96,8 +99,8 @@ def test_partitions_have_the_skew_that_their_names_say() -> None:
 
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_partition_depends_on_the_seed_alone(kind: str) -> None:
-    spec = replace(DIGITS, partition=kind)
-    again, other = replace(spec, test_fraction=0.3), replace(spec, seed=1)
+    spec = DIGITS.but(partition=kind)
+    again, other = spec.but(test_fraction=0.3), spec.but(seed=1)
     np.random.seed(7)
     assert digest(partition(spec)) == digest(partition(again))
     assert digest(partition(spec)) != digest(partition(other))
@@ -107,7 +110,6 @@ PROBE = """
 import random, socket
 import numpy as np
 import torch
-from dataclasses import replace
 from tests.test_data import DIGITS, PARTITIONS, digest
 from fedhet.data import partition, client_data
 
@@ -118,7 +120,7 @@ socket.socket.connect = socket.getaddrinfo = refuse
 random.seed(5); np.random.seed(5); torch.manual_seed(5)
 before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 for kind in PARTITIONS:
-    print(digest(partition(replace(DIGITS, partition=kind))))
+    print(digest(partition(DIGITS.but(partition=kind))))
 client_data(DIGITS, 0)
 after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 assert before[0] == after[0], "random"
@@ -132,7 +134,7 @@ def test_a_fresh_process_draws_the_same_without_network_or_global_random_state()
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    here = [digest(partition(replace(DIGITS, partition=kind))) for kind in PARTITIONS]
+    here = [digest(partition(DIGITS.but(partition=kind))) for kind in PARTITIONS]
     assert done.stdout.split() == here
 
 
@@ -140,33 +142,33 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        partition(replace(DIGITS, alpha=0.06, clients=12, seed=11))
+        partition(DIGITS.but(alpha=0.06, clients=12, seed=11))
     after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
 
 
 def test_impossible_partitions_say_what_to_change() -> None:
-    message = fault(replace(DIGITS, clients=40, alpha=0.01, min_samples=30))
+    message = fault(DIGITS.but(clients=40, alpha=0.01, min_samples=30))
     assert "alpha = 0.01, min-samples = 30, clients = 40" in message
     assert "raise alpha, or lower min-samples or clients" in message
-    message = fault(replace(DIGITS, clients=200))
+    message = fault(DIGITS.but(clients=200))
     assert message == (
         "clients = 200 with min-samples = 10 need 2000 samples, digits has 1438; lower either"
     )
-    message = fault(replace(DIGITS, partition="shards", shards=500))
+    message = fault(DIGITS.but(partition="shards", shards=500))
     assert "need 4000 shards, digits has 1438 samples" in message
-    message = fault(replace(DIGITS, partition="classes", classes_per_client=11))
+    message = fault(DIGITS.but(partition="classes", classes_per_client=11))
     assert message == (
         "classes-per-client = 11: must be at most 10, the number of classes of digits"
     )
-    message = fault(replace(DIGITS, partition="iid", clients=500, min_samples=1))
+    message = fault(DIGITS.but(partition="iid", clients=500, min_samples=1))
     assert message.startswith("client-438: has 2 samples; with test-fraction = 0.2")
     assert "at least 2 to train and 1 to test on are needed" in message
 
 
 def test_classes_that_no_client_can_hold_stay_out() -> None:
-    spec = replace(DIGITS, partition="classes", clients=2)
+    spec = DIGITS.but(partition="classes", clients=2)
     held = np.array(list(label_counts(spec).values())).sum(axis=0)
     assert (held > 0).sum() == 4
 
@@ -174,7 +176,7 @@ def test_classes_that_no_client_can_hold_stay_out() -> None:
 def test_client_names_are_padded() -> None:
     assert client_name(7, 100) == "client-07"
     assert client_name(0, 10) == "client-0"
-    assert list(label_counts(replace(DIGITS, clients=11)))[::10] == ["client-00", "client-10"]
+    assert list(label_counts(DIGITS.but(clients=11)))[::10] == ["client-00", "client-10"]
 
 
 # --- datasets and clients --------------------------------------------------------------------
@@ -185,7 +187,7 @@ def as_set(x: torch.Tensor) -> set[bytes]:
 
 
 def test_digits_have_one_common_test_set_whatever_the_seed() -> None:
-    first, other = load(DIGITS), load(replace(DIGITS, seed=9, clients=3))
+    first, other = load(DIGITS), load(DIGITS.but(seed=9, clients=3))
     assert first.test is not None
     assert other.test is not None
     assert torch.equal(first.test.x, other.test.x)
@@ -211,7 +213,7 @@ def test_client_data_is_the_clients_rows_split_once() -> None:
     assert not as_set(data.train.x) & as_set(data.test.x)
     assert client_data(DIGITS, 3) is data
     assert data.common is common_test(DIGITS) is client_data(DIGITS, 4).common
-    other = client_data(replace(DIGITS, test_fraction=0.5), 3)
+    other = client_data(DIGITS.but(test_fraction=0.5), 3)
     assert len(other.test) == round(0.5 * len(rows))
     counts = label_counts(DIGITS)["client-3"]
     assert counts == torch.cat([data.train.y, data.test.y]).bincount(minlength=10).tolist()
@@ -223,15 +225,15 @@ def test_client_index_is_checked() -> None:
 
 
 def test_max_samples_takes_a_stratified_subset() -> None:
-    small = load(replace(DIGITS, max_samples=200, max_test_samples=50))
+    small = load(DIGITS.but(max_samples=200, max_test_samples=50))
     assert small.test is not None
     assert (len(small.train), len(small.test)) == (200, 50)
     assert small.train.y.bincount().tolist() == pytest.approx([20] * 10, abs=1)
-    other = load(replace(DIGITS, max_samples=200, max_test_samples=50, seed=1))
+    other = load(DIGITS.but(max_samples=200, max_test_samples=50, seed=1))
     assert other.test is not None
     assert not torch.equal(small.train.x, other.train.x)
     assert torch.equal(small.test.x, other.test.x)
-    assert len(load(replace(DIGITS, max_samples=10**6)).train) == 1438
+    assert len(load(DIGITS.but(max_samples=10**6)).train) == 1438
 
 
 def test_stratified_keeps_shares_of_unequal_classes() -> None:
@@ -250,23 +252,53 @@ def test_scaling() -> None:
 
 
 def test_unknown_names_and_values_are_refused() -> None:
-    assert "did you mean 'cifar10'?" in fault(replace(DIGITS, dataset="cifar-10"))
-    assert "must be one of digits, breast-cancer, mnist" in fault(replace(DIGITS, dataset="svhn"))
-    assert fault(replace(DIGITS, dataset="npz")) == (
-        "dataset = 'npz': give the folder, as in npz:DIR"
-    )
-    assert "did you mean 'dirichlet'?" in fault(replace(DIGITS, partition="dirichlt"))
-    assert fault(replace(DIGITS, alpha=0.0)) == "alpha = 0.0: must be greater than 0"
-    assert fault(replace(DIGITS, alpha=float("nan"))).endswith("must be greater than 0")
-    assert fault(replace(DIGITS, clients=0)) == "clients = 0: must be at least 1"
-    assert fault(replace(DIGITS, test_fraction=1.0)).startswith("test-fraction = 1.0: must be")
-    assert fault(replace(DIGITS, classes_per_client=0)).startswith("classes-per-client = 0")
+    assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
+    assert "must be one of digits, breast-cancer, mnist" in fault(DIGITS.but(dataset="svhn"))
+    assert fault(DIGITS.but(dataset="npz")) == ("dataset = 'npz': give the folder, as in npz:DIR")
     assert dataset_names()[0] == "digits"
     assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("partition", "dirichlt", "one of dirichlet, iid, shards, classes, superclasses"),
+        ("alpha", 0.0, "a number > 0"),
+        ("alpha", float("nan"), "a number > 0"),
+        ("clients", 0, "an integer >= 1"),
+        ("test-fraction", 1.0, "a number > 0 and < 1"),
+        ("classes-per-client", 0, "an integer >= 1"),
+        ("seed", -1, "an integer >= 0"),
+    ],
+)
+def test_a_value_out_of_range_makes_no_spec(name: str, value: object, rule: str) -> None:
+    said = f"setting '{name}' = {value!r} is not allowed: it takes {rule}"
+    with pytest.raises(SettingsError) as caught:
+        build(DataSpec, {name: value})
+    assert str(caught.value).startswith(said)
+    field = name.replace("-", "_")
+    with pytest.raises(ValidationError, match=field):
+        DataSpec(**{field: value})
+    full = name if name in ("clients", "seed") else f"data.{name}"
+    with pytest.raises(SettingsError) as caught:
+        resolve({full: value})
+    assert str(caught.value).startswith(said.replace(f"'{name}'", f"'{full}'"))
+
+
+def test_a_spec_is_its_values() -> None:
+    other = DIGITS.but(seed=3)
+    assert (other.seed, DIGITS.seed) == (3, 0)
+    assert (other, hash(other)) == (DataSpec(clients=8, seed=3), hash(DataSpec(clients=8, seed=3)))
+    assert DataSpec.of(resolve({"clients": 8, "seed": 3}).run) == other != DIGITS
+    with pytest.raises(ValidationError, match="frozen"):
+        other.seed = 4  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="sed"):
+        DataSpec(sed=4)  # type: ignore[call-arg]
+
+
 def test_valid_data_validates() -> None:
     validate(DIGITS)
+    check(resolve({"clients": 8}))
 
 
 # --- torchvision -----------------------------------------------------------------------------
@@ -274,7 +306,7 @@ def test_valid_data_validates() -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
 def test_absent_torchvision_data_says_what_to_do(name: str, tmp_path: Path) -> None:
-    message = fault(replace(DIGITS, dataset=name, data_dir=str(tmp_path / "none")))
+    message = fault(DIGITS.but(dataset=name, data_dir=str(tmp_path / "none")))
     assert f"dataset = '{name}'" in message
     assert str(tmp_path / "none") in message
     assert "--set download=true" in message
@@ -359,10 +391,10 @@ def test_npz_images(tmp_path: Path) -> None:
 
 def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
-    message = fault(replace(spec, clients=10))
+    message = fault(spec.but(clients=10))
     assert message.startswith("clients = 10: must be 3, as npz:")
     assert "holds 3 clients" in message
-    assert "max-samples = 5: must be 0" in fault(replace(spec, max_samples=5))
+    assert "max-samples = 5: must be 0" in fault(spec.but(max_samples=5))
 
 
 @pytest.mark.parametrize(
@@ -411,7 +443,7 @@ def test_npz_files_must_be_numbered(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     (tmp_path / "test" / "1.npz").rename(tmp_path / "test" / "b.npz")
     assert f"{tmp_path / 'test' / '1.npz'}: is missing" in fault(spec)
-    assert "no .npz files in" in fault(replace(spec, dataset=f"npz:{tmp_path / 'nowhere'}"))
+    assert "no .npz files in" in fault(spec.but(dataset=f"npz:{tmp_path / 'nowhere'}"))
 
 
 # --- image folders ---------------------------------------------------------------------------
@@ -535,7 +567,7 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
     message = fault(spec)
     assert message.startswith(f"{odd}: is 7 x 9 pixels, the first image 6 x 5")
     assert "set image-size" in message
-    assert load(replace(spec, image_size=4)).shape == (3, 4, 4)
+    assert load(spec.but(image_size=4)).shape == (3, 4, 4)
     noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     PIL.Image.fromarray(noise).save(odd)
     odd.write_bytes(odd.read_bytes()[:80])
@@ -549,21 +581,19 @@ def test_tree_faults(tmp_path: Path) -> None:
     absent = DataSpec(dataset=f"imagefolder:{tmp_path / 'absent'}")
     assert fault(absent) == f"{tmp_path / 'absent'}: no such folder"
     (tmp_path / "empty").mkdir()
-    assert "has no folders" in fault(replace(absent, dataset=f"imagefolder:{tmp_path / 'empty'}"))
+    assert "has no folders" in fault(absent.but(dataset=f"imagefolder:{tmp_path / 'empty'}"))
     root = tmp_path / "tree"
     write_images(root / "train")
     write_images(root / "test", classes=("ant", "dogs"))
-    message = fault(replace(absent, dataset=f"imagefolder:{root}"))
+    message = fault(absent.but(dataset=f"imagefolder:{root}"))
     assert message == (
         f"{root / 'test' / 'dogs'}: not a class of the training set; did you mean 'dog'?"
     )
     (root / "train" / "elk").mkdir()
-    assert "no valid file for the classes elk" in fault(
-        replace(absent, dataset=f"imagefolder:{root}")
-    )
+    assert "no valid file for the classes elk" in fault(absent.but(dataset=f"imagefolder:{root}"))
     single = write_images(tmp_path / "single", classes=("ant",))
     assert "has 1 class, at least 2 are needed" in fault(
-        replace(absent, dataset=f"imagefolder:{single}")
+        absent.but(dataset=f"imagefolder:{single}")
     )
 
 

@@ -2,11 +2,10 @@
 
 from io import StringIO
 
-import pytest
 from federation import run, small
 from rich.console import Console
 
-from fedhet.runs.display import LineDisplay, LiveDisplay, human_bytes
+from fedhet.runs.display import LineDisplay, LiveDisplay
 
 
 def test_lines_say_each_round(tmp_path):
@@ -60,11 +59,3 @@ class Recorder:
 
     def run_finished(self, *_):
         pass
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2e6, "2.0 MB"), (3e12, "3.0 TB")],
-)
-def test_human_bytes(count, text):
-    assert human_bytes(count) == text

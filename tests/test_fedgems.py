@@ -399,11 +399,11 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     with torch.no_grad():
         right = strategy.model.eval()(common.x).argmax(1) == common.y
     found = strategy.state.record.accuracy["common"]["server"]
-    assert found["per_client"] == {"server": pytest.approx(right.float().mean().item())}
+    assert found.per_client == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()
-    assert summary["accuracy"]["common"]["server"]["mean"] == found["mean"]
-    assert "server" not in summary["accuracy"]["personal"]
-    assert "server" in summary["history"][0]["accuracy"]["common"]
+    assert summary.accuracy["common"]["server"].mean == found.mean
+    assert "server" not in summary.accuracy["personal"]
+    assert "server" in summary.history[0].accuracy["common"]
 
 
 def test_it_is_judged_only_when_the_clients_are(tmp_path):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
+from pydantic import ValidationError
 
-from fedhet.config.resolve import check, data_spec, resolve
-from fedhet.config.schema import Settings
+from fedhet.config.resolve import check, resolve
 from fedhet.data import (
     DataSpec,
     client_data,
@@ -23,6 +21,7 @@ from fedhet.data import (
     refuse_overlap,
 )
 from fedhet.errors import DataError, SettingsError
+from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
 SHAPE = (1, 8, 8)
@@ -42,8 +41,8 @@ def folder(path, x, y):
 @given(seed=st.integers(0, 100), share=st.floats(0.05, 0.6))
 @hypothesis_settings(max_examples=10, deadline=None)
 def test_a_share_of_the_training_set_is_nobodys(seed, share):
-    whole = load(replace(DIGITS, public_fraction=0.0))
-    spec = replace(DIGITS, seed=seed, public_fraction=share, partition="iid")
+    whole = load(DIGITS.but(public_fraction=0.0))
+    spec = DIGITS.but(seed=seed, public_fraction=share, partition="iid")
     public = public_set(spec, SHAPE, 10)
     owned = np.concatenate(partition(spec))
     assert len(public) == round(share * len(whole.train))
@@ -58,13 +57,13 @@ def test_a_share_of_the_training_set_is_nobodys(seed, share):
 
 
 def test_each_class_gives_its_share():
-    whole = np.bincount(load(replace(DIGITS, public_fraction=0.0)).train.y, minlength=10)
+    whole = np.bincount(load(DIGITS.but(public_fraction=0.0)).train.y, minlength=10)
     public = np.bincount(public_set(DIGITS, SHAPE, 10).y, minlength=10)
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
 def test_the_share_hangs_on_the_seed_alone():
-    one, same, other = (public_set(replace(DIGITS, seed=s), SHAPE, 10) for s in (1, 1, 2))
+    one, same, other = (public_set(DIGITS.but(seed=s), SHAPE, 10) for s in (1, 1, 2))
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
@@ -72,7 +71,7 @@ def test_another_dataset_is_scaled_and_cut(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
-    public = public_set(replace(DIGITS, public_fraction=0, public_dataset=name), SHAPE, 10)
+    public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, 10)
     np.testing.assert_allclose(public.x[:40].numpy(), x / 127.5 - 1, atol=1e-6)
 
 
@@ -81,15 +80,15 @@ def test_data_without_labels_is_one_class(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))
-    spec = replace(DIGITS, public_fraction=0, public_dataset=name)
+    spec = DIGITS.but(public_fraction=0, public_dataset=name)
     assert len(public_set(spec, SHAPE, None)) == 80
     one, same, other = (
-        public_set(replace(spec, public_samples=30, seed=s), SHAPE, None).x for s in (0, 0, 1)
+        public_set(spec.but(public_samples=30, seed=s), SHAPE, None).x for s in (0, 0, 1)
     )
     assert len(one) == 30
     assert rows(one) == rows(same) != rows(other)
     with pytest.raises(DataError, match="has 1 class, at least 2 are needed"):
-        load(replace(DIGITS, dataset=name, public_fraction=0))
+        load(DIGITS.but(dataset=name, public_fraction=0))
 
 
 def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
@@ -99,13 +98,13 @@ def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
         pixels = np.full((8, 8), 40 * number, np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
-    public = public_set(replace(DIGITS, public_fraction=0, public_dataset=name), SHAPE, None)
+    public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, None)
     np.testing.assert_allclose(public.x[:, 0, 0, 0], np.arange(6) * 40 / 127.5 - 1, atol=1e-6)
 
 
 def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
-    spec = replace(DIGITS, public_fraction=0, public_dataset=name)
+    spec = DIGITS.but(public_fraction=0, public_dataset=name)
     with pytest.raises(DataError, match=r"shape \[3\], the clients' \[1, 8, 8\]"):
         public_set(spec, SHAPE, None)
     with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
@@ -121,31 +120,44 @@ def test_a_sample_of_a_clients_is_refused():
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():
-    config = resolve({"method": "local", "public-dataset": "digits"})
+    config = resolve({"method": "local", "data.public-dataset": "digits"})
     with pytest.raises(DataError, match=r"samples of digits are in it too.*public-fraction"):
         check(config)
 
 
 def test_none_is_named_where_none_is():
     with pytest.raises(SettingsError, match="there is no public data"):
-        public_set(replace(DIGITS, public_fraction=0), SHAPE, 10)
+        public_set(DIGITS.but(public_fraction=0), SHAPE, 10)
 
 
 def test_generated_rows_have_no_labels_to_learn_from():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
     assert len(public_set(spec, (30,), None)) == 20
-    with pytest.raises(SettingsError, match=r"'public-dataset' = 'generated' .*have no labels"):
+    with pytest.raises(
+        SettingsError, match=r"'data\.public-dataset' = 'generated' .*have no labels"
+    ):
         public_set(spec, (30,), 2)
 
 
 def test_two_sources_are_refused():
-    with pytest.raises(SettingsError, match=r"'public-fraction' = 0.1 .*takes 0 with"):
-        resolve({"public-dataset": "digits", "public-fraction": 0.1})
+    said = r"'data\.public-fraction' = 0.1 .*takes 0 with a 'data.public-dataset'"
+    with pytest.raises(SettingsError, match=said):
+        resolve({"data.public-dataset": "digits", "data.public-fraction": 0.1})
+    with pytest.raises(SettingsError, match=said):
+        build(DataSpec, {"public-dataset": "digits", "public-fraction": 0.1})
+    with pytest.raises(ValidationError, match=said):
+        DataSpec(public_dataset="digits", public_fraction=0.1)
 
 
 def test_only_a_method_that_needs_it_keeps_data_from_its_clients():
-    assert data_spec(Settings(method="local")).public_fraction == 0
-    assert data_spec(Settings(method="local", public_fraction=0.3)).public_fraction == 0.3
+    def share(method, **said):
+        named = {f"data.{name.replace('_', '-')}": value for name, value in said.items()}
+        return DataSpec.of(resolve({"method": method, **named}).run).public_fraction
+
+    assert share("local") == share("felo") == 0
+    assert share("local", public_fraction=0.3) == share("fedgems", public_fraction=0.3) == 0.3
+    assert share("fedgems") == share("cofed") == 0.2
+    assert share("fedgems", public_dataset="mnist") == 0
 
 
 def test_whole_clients_have_no_share_to_give(tmp_path):

@@ -26,11 +26,12 @@ from fedhet.report import (
     comparison_table,
     final_table,
     load_run,
+    write,
     write_comparison,
     write_figures,
     write_report,
 )
-from fedhet.report.units import human_bytes, human_seconds, natural, spans
+from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 HOSTILE = "<script>alert('x')</script>"
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method"}
@@ -208,7 +209,7 @@ def test_a_run_is_read_as_written(tmp_path: Path) -> None:
     assert run.finished
     assert run.clients == ("client-0", "client-1", "client-2", "client-3")
     assert run.settings["felo.share-weights"] is True
-    assert run.bytes_up == sum(each["bytes_up"] for each in records)
+    assert run.totals["bytes_up"] == sum(each["bytes_up"] for each in records)
     assert (
         run.last("common", "private").mean == records[-1]["accuracy"]["common"]["private"]["mean"]
     )
@@ -221,9 +222,17 @@ def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
     run, records = load_run(path), lines_of(path)
     assert not run.finished
     assert (run.done, run.planned) == (5, 9)
-    assert run.bytes_down == sum(each["bytes_down"] for each in records)
-    assert run.seconds["total"] == pytest.approx(10.0)
+    assert run.totals["bytes_down"] == sum(each["bytes_down"] for each in records)
+    assert run.totals["seconds"] == pytest.approx(10.0)
     assert run.headline == "common"
+
+
+@pytest.mark.parametrize("place", ["", "[data]"])
+def test_an_unfinished_runs_data_set_is_read_from_its_settings(tmp_path: Path, place: str) -> None:
+    path = make(tmp_path / "run", finished=False)
+    (path / "config.toml").write_text(f'method = "velo"\n{place}\ndataset = "mnist"\n')
+    run = load_run(path)
+    assert (run.method, run.dataset, run.seed, run.planned) == ("velo", "mnist", None, 5)
 
 
 def test_a_cut_last_line_is_left_out_and_said(tmp_path: Path) -> None:
@@ -307,10 +316,9 @@ def test_failures_are_gathered_and_silence_is_one(tmp_path: Path) -> None:
     first = json.loads(text[0])
     first["answered"].remove("client-3")
     (path / "metrics.jsonl").write_text("\n".join([json.dumps(first), *text[1:]]))
-    found = [(each.client, each.reason, each.rounds) for each in load_run(path).failures]
-    assert found == [
-        ("client-1", "out of memory", (2, 3, 5)),
-        ("client-3", "no answer", (1,)),
+    assert load_run(path).failures.to_numpy().tolist() == [
+        ["client-1", "out of memory", [2, 3, 5]],
+        ["client-3", "no answer", [1]],
     ]
 
 
@@ -345,6 +353,14 @@ def test_no_name_steers_the_terminal(tmp_path: Path) -> None:
     text = shown(final_table(load_run(path)))
     assert "\x1b" not in text
     assert "[bold]b[/bold]" in text
+
+
+def test_a_run_is_written_and_returned(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    run = write(path)
+    assert run.path == path
+    assert {file.stem for file in (path / "figures").iterdir()} == FIGURES
+    assert "felo on digits" in Page(path / "report.html").text
 
 
 # Figures
@@ -474,7 +490,7 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     records[4]["loss"] = {"mean": math.inf, "per_client": {"client-0": math.nan}}
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(path)
-    assert [number for number, _ in run.curve("common", "private")] == [3, 6]
+    assert run.curve("common", "private").index.tolist() == [3, 6]
     assert {file.stem for file in write_figures(run)} == FIGURES
     page = Page(write_report(path))
     assert "round 6, the last so far" in page.text
@@ -507,6 +523,22 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
     }
 
 
+def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) -> None:
+    for seed in range(2):
+        where = {
+            "join-timeout": 60.0 + seed,
+            "min-clients": seed,
+            "in-flight": seed,
+            "out": f"r{seed}",
+        }
+        make(tmp_path / f"r{seed}", seed=seed, settings=where)
+    make(tmp_path / "other", settings={"fraction": 0.5})
+    found = {group.label: group.seeds for group in compare([tmp_path]).groups}
+    assert len(found) == 2
+    assert found["felo"] == (0, 1)
+    assert found["felo fraction=0.5"] == (0,)
+
+
 def test_a_comparisons_numbers(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, protocols=("common", "personal")) for n in range(3)]
     low = make(tmp_path / "low", method="local", top=0.6)
@@ -523,8 +555,8 @@ def test_a_comparisons_numbers(tmp_path: Path) -> None:
         worst = np.mean([min(each["per_client"].values()) for each in last])
         assert group.worst((protocol, "private")).mean == pytest.approx(worst)
     sent = [sum(each["bytes_up"] for each in lines_of(run)) for run in runs]
-    assert group.bytes_up.mean == pytest.approx(np.mean(sent))
-    assert group.seconds.mean == pytest.approx(10.0)
+    assert group.total("bytes_up").mean == pytest.approx(np.mean(sent))
+    assert group.total("seconds").mean == pytest.approx(10.0)
     assert math.isnan(found.groups[1].score(("common", "private")).std)
     local = next(line for line in shown(comparison_table(found)).splitlines() if "local" in line)
     assert "±" not in local

@@ -5,25 +5,26 @@ from typing import Literal
 
 import pytest
 import tomli_w
+from federation import Server, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from fedhet.client.cache import open_client
+from fedhet.client.node import read_node
 from fedhet.config.methods import find_method, method_names
-from fedhet.config.resolve import (
-    Config,
+from fedhet.config.resolve import Config, resolve, resolve_items
+from fedhet.config.sources import (
     all_settings,
-    data_spec,
     parse_pairs,
-    pool,
     preset_names,
     read_preset,
     read_toml,
-    resolve,
-    resolve_items,
 )
-from fedhet.config.schema import MethodSettings, Settings, allowed, build, kebab
+from fedhet.data import DataSpec
 from fedhet.errors import SettingsError, nearest
+from fedhet.settings.schema import MethodSettings, Schema, allowed, build, kebab
+from fedhet.settings.tables import PLACE, RunSettings, where_it_ran
 
 
 def often(examples):
@@ -80,38 +81,231 @@ def test_a_preset_resolves(name):
 
 
 def test_the_defaults_are_allowed():
-    assert resolve({}) == resolve(Settings().flat())
-    assert resolve({}).method.name == Settings().method
+    assert resolve({}) == resolve(RunSettings().flat())
+    assert resolve({}).method.name == RunSettings().method
 
 
 def test_a_run_has_the_settings_of_its_own_method_alone():
-    flat = resolve({"method": "local"}).flat()
-    assert not [name for name in flat if "." in name]
-    flat = resolve({"method": "felo"}).flat()
-    assert {name for name in flat if "." in name} == set(find_method("felo").settings())
+    shared = set(RunSettings.fields())
+    assert set(resolve({"method": "local"}).flat()) == shared
+    own = {"felo.weighting", "felo.feature-dim", "felo.alpha", "felo.share-weights"}
+    assert set(resolve({"method": "felo"}).flat()) - shared == own
+    assert set(find_method("felo").settings()) == own
 
 
-def test_both_halves_of_felo_get_what_they_share():
-    config = resolve({"felo.feature-dim": 7, "felo.alpha": 0.25, "felo.weighting": "samples"})
-    assert config.server.feature_dim == config.client.feature_dim == 7
-    assert config.client.alpha == 0.25
-    assert config.server.weighting == "samples"
+def test_both_halves_of_a_method_read_the_same_settings(tmp_path):
+    config = small(**{"felo.feature-dim": 7, "felo.alpha": 0.25, "felo.weighting": "samples"})
+    server = Server(config, tmp_path / "run")
+    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
+    for half in (server.strategy, open_client(config, node)):
+        assert half.settings is config.own
+        assert (half.settings.feature_dim, half.settings.alpha) == (7, 0.25)
+        assert half.settings.weighting == "samples"
 
 
-def test_settings_are_frozen():
-    with pytest.raises(Exception, match="frozen"):
-        resolve({}).run.rounds = 3
+@pytest.mark.parametrize(
+    ("table", "name"), [("", "rounds"), ("data", "alpha"), ("training", "lr"), ("engine", "device")]
+)
+def test_settings_are_frozen(table, name):
+    run = resolve({}).run
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(getattr(run, table) if table else run, name, 3)
 
 
-def test_data_spec_says_what_the_settings_say():
-    values = {"clients": 3, "partition": "iid", "alpha": 2.0, "seed": 9, "max-samples": 50}
-    spec = data_spec(resolve(values).run)
+def test_the_data_get_what_the_settings_say():
+    values = {"clients": 3, "seed": 9, "data.partition": "iid", "data.alpha": 2.0}
+    spec = DataSpec.of(resolve({**values, "data.max-samples": 50}).run)
     said = (spec.clients, spec.partition, spec.alpha, spec.seed, spec.max_samples)
     assert said == (3, "iid", 2.0, 9, 50)
+    alike = DataSpec(clients=3, seed=9, partition="iid", alpha=2.0, max_samples=50)
+    assert (spec, hash(spec)) == (alike, hash(alike))  # so that caches find it
 
 
 def test_a_pool_is_read_with_its_spaces():
-    assert pool(resolve({"models": " mlp , cnn2,,mlp "}).run) == ["mlp", "cnn2", "mlp"]
+    assert resolve({"models.pool": " mlp , cnn2,,mlp "}).run.models.names == ["mlp", "cnn2", "mlp"]
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+OLD_KEYS = {
+    # Version 0.1 had no tables; what it called a setting, and where that is now.
+    "dataset": "data.dataset",
+    "data-dir": "data.data-dir",
+    "download": "data.download",
+    "partition": "data.partition",
+    "alpha": "data.alpha",
+    "shards": "data.shards",
+    "classes-per-client": "data.classes-per-client",
+    "superclasses": "data.superclasses",
+    "label-space": "data.label-space",
+    "subclasses": "data.subclasses",
+    "samples-per-class": "data.samples-per-class",
+    "min-samples": "data.min-samples",
+    "test-fraction": "data.test-fraction",
+    "image-size": "data.image-size",
+    "max-samples": "data.max-samples",
+    "max-test-samples": "data.max-test-samples",
+    "public-dataset": "data.public-dataset",
+    "public-fraction": "data.public-fraction",
+    "public-samples": "data.public-samples",
+    "labelled-alpha": "data.labelled-alpha",
+    "models": "models.pool",
+    "deal": "models.deal",
+    "num-classes": "models.num-classes",
+    "local-epochs": "training.local-epochs",
+    "batch-size": "training.batch-size",
+    "optimizer": "training.optimizer",
+    "lr": "training.lr",
+    "momentum": "training.momentum",
+    "weight-decay": "training.weight-decay",
+    "eval-batch-size": "engine.eval-batch-size",
+    "backend": "engine.backend",
+    "device": "engine.device",
+    "precision": "engine.precision",
+    "channels-last": "engine.channels-last",
+    "threads": "engine.threads",
+    "cpus-per-client": "engine.cpus-per-client",
+    "gpus-per-client": "engine.gpus-per-client",
+    "join-timeout": "engine.join-timeout",
+    "min-clients": "engine.min-clients",
+    "round-timeout": "engine.round-timeout",
+    "in-flight": "engine.in-flight",
+    "max-payload-mb": "engine.max-payload-mb",
+    "attack": "attack.kind",
+    "attackers": "attack.attackers",
+    "attack-scale": "attack.scale",
+}
+KEPT_KEYS = {
+    "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["felo", "velo", "cofed"])
+@pytest.mark.parametrize("old", OLD_KEYS)
+def test_a_key_of_version_01_in_a_file_is_refused_with_its_new_name(tmp_path, old, method):
+    default = RunSettings.fields()[OLD_KEYS[old]].default
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps({"method": method, old: default}))
+    new = f"unknown setting '{old}': it is '{OLD_KEYS[old]}'"
+    assert refusal(lambda: resolve(read_toml(path))) == new
+    path.write_text(tomli_w.dumps({"method": method, **_in_tables({OLD_KEYS[old]: default})}))
+    assert resolve(read_toml(path)) == resolve({"method": method})
+
+
+def _in_tables(values):
+    """Return settings by full names as a TOML file has them."""
+    tables: dict = {}
+    for name, value in values.items():
+        table, _, own = name.rpartition(".")
+        (tables.setdefault(table, {}) if table else tables)[own] = value
+    return tables
+
+
+def test_every_setting_is_one_of_version_01():
+    assert set(RunSettings.fields()) == KEPT_KEYS | set(OLD_KEYS.values())
+
+
+def test_a_setting_is_declared_in_one_place():
+    """Not again in a class that extends its table, nor, with another range, in the data's."""
+
+    def schemas(base):
+        return [base, *(s for own in base.__subclasses__() for s in schemas(own))]
+
+    assert len(all_settings()) > 80  # by which every method is imported
+    for schema in schemas(Schema):
+        bases = [base for base in schema.__mro__ if issubclass(base, Schema)]
+        for name in schema.model_fields:
+            owners = [
+                base.__name__ for base in bases if name in vars(base).get("__annotations__", {})
+            ]
+            assert len(owners) == 1, f"{name} is declared in {' and '.join(owners)}"
+    for name in ("clients", "seed"):
+        one, two = DataSpec.fields()[name], RunSettings.fields()[name]
+        assert (allowed(one), one.default) == (allowed(two), two.default)
+
+
+def test_where_a_run_ran_is_its_place_and_its_machine():
+    machine = """backend device channels-last threads eval-batch-size cpus-per-client
+        gpus-per-client join-timeout min-clients round-timeout in-flight max-payload-mb"""
+    place = {"out", "resume", "data.data-dir", "data.download"}
+    assert where_it_ran() == place | {f"engine.{name}" for name in machine.split()}
+    assert where_it_ran() >= PLACE == {"out", "resume"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "data.dataset",
+        "data.alpha", "data.max-samples", "models.pool", "models.num-classes", "training.lr",
+        "training.local-epochs", "engine.precision", "attack.kind", "attack.scale",
+    ],
+)  # fmt: skip
+def test_an_experiments_setting_is_not_of_where_it_ran(name):
+    assert name in RunSettings.fields()
+    assert name not in where_it_ran()
+
+
+# --- what follows from the method -----------------------------------------------------------
+
+NEEDS_PUBLIC = {"cofed", "fedgems"}
+NEEDS_UNLABELLED = {"um-pfssl", "fixavg"}
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_what_follows_from_the_method_is_filled_in(method):
+    run = resolve({"method": method}).run
+    assert run.data.public_fraction == (0.2 if method in NEEDS_PUBLIC else 0.0)
+    assert run.data.labelled_alpha == (0.5 if method in NEEDS_UNLABELLED else 0.0)
+    usual = ["cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"]
+    assert run.models.names == (["cnn2-dropout"] if method in NEEDS_UNLABELLED else usual)
+    assert run.rounds == (2 if method == "cofed" else 10)
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_what_the_user_says_is_not_overruled(method):
+    said = {"data.public-fraction": 0.3, "data.labelled-alpha": 2.0, "models.pool": "resnet9"}
+    flat = resolve({"method": method, **said}).flat()
+    assert {name: flat[name] for name in said} == said
+    table = {"data.dataset": "breast-cancer", "data.public-dataset": "generated"}
+    run = resolve({"method": method, **table}).run
+    assert run.data.public_fraction == 0  # the public data has its one source
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_path, method):
+    config = resolve({"method": method})
+    _comes_back(config, tmp_path / "mine.toml")
+    # As Flower's run config has it: a default says nothing, the method's own words stand.
+    everything = {name: info.default for name, info in all_settings().items()}
+    assert resolve({**everything, "method": method}) == config
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_resolved_preset_resolves_to_itself(tmp_path, name):
+    _comes_back(resolve(read_preset(name)), tmp_path / "mine.toml")
+
+
+def _comes_back(config, path):
+    assert resolve(config.flat()) == config
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert resolve(read_toml(path)) == config
+    again = resolve(read_toml(path)).flat()
+    assert {k: type(v) for k, v in again.items()} == {k: type(v) for k, v in config.flat().items()}
+
+
+def test_other_values_of_a_config_leave_the_rest():
+    config = resolve({"method": "cofed", "training.lr": 0.5})
+    other = config.replacing(out="here", seed=3)
+    flat = {**config.flat(), "out": "here", "seed": 3}
+    assert other.flat() == flat
+    assert config.run.out == ""
+
+
+def test_cofeds_rounds_follow_from_its_settings():
+    assert resolve({"method": "cofed", "cofed.iterations": 4}).run.rounds == 5
+    assert resolve({"method": "cofed", "cofed.iterations": 4, "rounds": 5}).run.rounds == 5
+    said = {"method": "cofed", "cofed.iterations": 4, "rounds": 7}
+    refusal(lambda: resolve(said), "'rounds' = 7", "5, which follows from the settings of cofed")
 
 
 # --- the edges of each number ---------------------------------------------------------------
@@ -122,31 +316,31 @@ BOUNDS = {
     "rounds": (1, 1_000_000, 0, 1_000_001),
     "seed": (0, 1_000_000_000, -1, 1_000_000_001),
     "clients": (1, 1_000_000, 0, 1_000_001),
-    "alpha": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
-    "shards": (1, 1_000_000, 0, 1_000_001),
-    "classes-per-client": (1, 1_000_000, 0, 1_000_001),
-    "min-samples": (1, 1_000_000, 0, 1_000_001),
-    "test-fraction": (5e-324, JUST(1, 0), 0.0, 1.0),
-    "image-size": (0, 1_000_000_000, -1, 1_000_000_001),
-    "max-samples": (0, 1_000_000_000, -1, 1_000_000_001),
-    "max-test-samples": (0, 1_000_000_000, -1, 1_000_000_001),
-    "num-classes": (0, 1_000_000_000, -1, 1_000_000_001),
+    "data.alpha": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
+    "data.shards": (1, 1_000_000, 0, 1_000_001),
+    "data.classes-per-client": (1, 1_000_000, 0, 1_000_001),
+    "data.min-samples": (1, 1_000_000, 0, 1_000_001),
+    "data.test-fraction": (5e-324, JUST(1, 0), 0.0, 1.0),
+    "data.image-size": (0, 1_000_000_000, -1, 1_000_000_001),
+    "data.max-samples": (0, 1_000_000_000, -1, 1_000_000_001),
+    "data.max-test-samples": (0, 1_000_000_000, -1, 1_000_000_001),
+    "models.num-classes": (0, 1_000_000_000, -1, 1_000_000_001),
     "fraction": (5e-324, 1.0, 0.0, JUST(1, 2)),
-    "local-epochs": (1, 1_000_000, 0, 1_000_001),
-    "lr": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
-    "momentum": (0.0, JUST(1, 0), -5e-324, 1.0),
-    "weight-decay": (0.0, 1e6, -5e-324, JUST(1e6, 2e6)),
+    "training.local-epochs": (1, 1_000_000, 0, 1_000_001),
+    "training.lr": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
+    "training.momentum": (0.0, JUST(1, 0), -5e-324, 1.0),
+    "training.weight-decay": (0.0, 1e6, -5e-324, JUST(1e6, 2e6)),
     "evaluate-every": (1, 1_000_000, 0, 1_000_001),
-    "threads": (1, 1_000_000, 0, 1_000_001),
-    "cpus-per-client": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
-    "gpus-per-client": (0.01, 1.0, JUST(0.01, 0), JUST(1, 2)),
-    "round-timeout": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
-    "max-payload-mb": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
+    "engine.threads": (1, 1_000_000, 0, 1_000_001),
+    "engine.cpus-per-client": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
+    "engine.gpus-per-client": (0.01, 1.0, JUST(0.01, 0), JUST(1, 2)),
+    "engine.round-timeout": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
+    "engine.max-payload-mb": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
 }
 
 
 def of_type(kind):
-    return [name for name, info in Settings.fields().items() if info.annotation is kind]
+    return [name for name, info in RunSettings.fields().items() if info.annotation is kind]
 
 
 def numbers():
@@ -163,7 +357,7 @@ def test_a_number_has_two_ends(name):
     rule = allowed(all_settings()[name])
     assert ">" in rule
     assert "<" in rule
-    method = name.partition(".")[0] if "." in name else "felo"
+    method = "felo" if name in RunSettings.fields() else name.partition(".")[0]
     for value in (-(10**12), 10**12):
         refusal(lambda value=value: resolve({"method": method, name: value}), f"'{name}'", rule)
 
@@ -172,9 +366,9 @@ def test_a_number_has_two_ends(name):
 def test_the_edges_of_a_number(name):
     least, most, below, above = BOUNDS[name]
     for value in (least, most):
-        assert build(Settings, {name: value}).flat()[name] == value
+        assert build(RunSettings, {name: value}).flat()[name] == value
     for value in (below, above):
-        rule = allowed(Settings.fields()[name])
+        rule = allowed(RunSettings.fields()[name])
         refusal(lambda value=value: resolve({name: value}), f"'{name}'", repr(value), rule)
 
 
@@ -187,7 +381,7 @@ def test_a_number_is_finite(name, value):
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_rule_names_both_ends(name):
     least, most, below, above = BOUNDS[name]
-    rule = allowed(Settings.fields()[name])
+    rule = allowed(RunSettings.fields()[name])
     for edge, open_sign, closed_sign in ((below, "> ", ">= "), (above, "< ", "<= ")):
         shown = {f"{open_sign}{edge:g}", f"{open_sign}{edge}"}
         inside = least if edge == below else most
@@ -207,10 +401,10 @@ NOUN = {int: "an integer", float: "a number", bool: "true or false", str: "text 
 
 
 TYPED = {
-    int: ["rounds", "seed", "felo.feature-dim"],
-    float: ["alpha", "momentum", "felo.alpha"],
-    bool: ["download", "felo.share-weights"],
-    str: ["data-dir", "method", "models", "dataset", "device"],
+    int: ["rounds", "seed", "data.shards", "felo.feature-dim"],
+    float: ["fraction", "data.alpha", "training.momentum", "felo.alpha"],
+    bool: ["resume", "data.download", "felo.share-weights"],
+    str: ["data.data-dir", "method", "models.pool", "data.dataset", "engine.device"],
 }
 
 
@@ -221,16 +415,24 @@ def test_another_type(kind, name):
 
 
 def test_a_whole_number_stands_for_a_number():
-    config = resolve({"alpha": 1, "felo.alpha": 2})
-    assert config == resolve({"alpha": 1.0, "felo.alpha": 2.0})
-    assert type(config.run.data.alpha) is type(config.client.alpha) is float
+    config = resolve({"data.alpha": 1, "felo.alpha": 2})
+    assert config == resolve({"data.alpha": 1.0, "felo.alpha": 2.0})
+    assert type(config.run.data.alpha) is type(config.own.alpha) is float
 
 
-LITERALS = [n for n, i in Settings.fields().items() if allowed(i).startswith("one of")]
+LITERALS = [n for n, i in RunSettings.fields().items() if allowed(i).startswith("one of")]
 
 
 def test_the_choices_are_found():
-    assert {"partition", "deal", "optimizer", "backend", "precision"} <= set(LITERALS)
+    assert set(LITERALS) == {
+        "data.partition",
+        "models.deal",
+        "training.optimizer",
+        "engine.precision",
+        "engine.channels-last",
+        "engine.backend",
+        "attack.kind",
+    }
 
 
 @pytest.mark.parametrize("name", [*LITERALS, "felo.weighting"])
@@ -250,9 +452,12 @@ def test_not_one_of_the_choices(name, value):
     ("name", "meant"),
     [
         ("round", "rounds"),
-        ("local_epochs", "local-epochs"),
+        ("local_epochs", "training.local-epochs"),
+        ("training.local_epochs", "training.local-epochs"),
         ("Rounds", "rounds"),
-        ("batchsize", "batch-size"),
+        ("batchsize", "training.batch-size"),
+        ("dta.alpha", "data.alpha"),
+        ("data.alpah", "data.alpha"),
         ("felo.alpah", "felo.alpha"),
         ("felo.feature_dim", "felo.feature-dim"),
         ("felo.share-weight", "felo.share-weights"),
@@ -277,8 +482,8 @@ def test_a_setting_like_none_that_exists(name):
 def test_a_strange_name_stays_on_one_line(name):
     refusal(lambda: resolve({name: 1}))
     refusal(lambda: resolve({"method": name}), "'method'")
-    refusal(lambda: resolve({"dataset": name}), "'dataset'")
-    refusal(lambda: resolve({"models": name}), "'models'")
+    refusal(lambda: resolve({"data.dataset": name}), "'data.dataset'")
+    refusal(lambda: resolve({"models.pool": name}), "'models.pool'")
     refusal(lambda: read_preset(name), "preset")
 
 
@@ -307,18 +512,19 @@ def test_a_wrong_value_of_a_setting_of_another_method(value):
 
 
 def test_models_that_do_not_exist():
-    refusal(lambda: resolve({"models": "mlp,cnn22"}), "'models'", "'cnn22'", "'cnn2'")
+    pool = "'models.pool'"
+    refusal(lambda: resolve({"models.pool": "mlp,cnn22"}), pool, "'cnn22'", "'cnn2'")
     for empty in ("", " ", ",,"):
-        refusal(lambda empty=empty: resolve({"models": empty}), "'models'", repr(empty), "empty")
-    refusal(lambda: resolve({"models": "no_such_module:build"}), "'models'", "no_such_module")
+        refusal(lambda empty=empty: resolve({"models.pool": empty}), pool, repr(empty), "empty")
+    refusal(lambda: resolve({"models.pool": "no_such_module:build"}), pool, "no_such_module")
 
 
 def test_datasets_that_do_not_exist():
-    message = refusal(lambda: resolve({"dataset": "cifar-10"}), "'dataset'", "'cifar-10'")
+    message = refusal(lambda: resolve({"data.dataset": "cifar-10"}), "'data.dataset'", "'cifar-10'")
     assert "did you mean 'cifar10'?" in message
     assert "digits" in message
-    refusal(lambda: resolve({"dataset": ""}), "'dataset'", "digits")
-    refusal(lambda: resolve({"dataset": "npy:/data"}), "'npy:/data'", "npz")
+    refusal(lambda: resolve({"data.dataset": ""}), "'data.dataset'", "digits")
+    refusal(lambda: resolve({"data.dataset": "npy:/data"}), "'npy:/data'", "npz")
 
 
 def test_presets_that_do_not_exist():
@@ -341,19 +547,21 @@ def test_nearest_offers_only_what_is_near():
     [
         ("rounds=5", {"rounds": 5}),
         (" rounds = 5 ", {"rounds": 5}),
-        ("alpha=1e-3", {"alpha": 0.001}),
-        ("download=true", {"download": True}),
-        ("partition=iid", {"partition": "iid"}),
-        ("partition='iid'", {"partition": "iid"}),
-        ('partition="iid"', {"partition": "iid"}),
-        ("channels-last=true", {"channels-last": "true"}),
-        ("data-dir=123", {"data-dir": "123"}),
-        ("data-dir=/a b/c", {"data-dir": "/a b/c"}),
-        ("data-dir=rock'n'", {"data-dir": "rock'n'"}),
-        ("data-dir='a' and 'b'", {"data-dir": "'a' and 'b'"}),
+        ("data.alpha=1e-3", {"data.alpha": 0.001}),
+        ("alpha=1e-3", {"data.alpha": 0.001}),
+        ("download=true", {"data.download": True}),
+        ("partition=iid", {"data.partition": "iid"}),
+        ("partition='iid'", {"data.partition": "iid"}),
+        ('data.partition="iid"', {"data.partition": "iid"}),
+        (" data.partition = iid", {"data.partition": "iid"}),
+        ("channels-last=true", {"engine.channels-last": "true"}),
+        ("data-dir=123", {"data.data-dir": "123"}),
+        ("data-dir=/a b/c", {"data.data-dir": "/a b/c"}),
+        ("data-dir=rock'n'", {"data.data-dir": "rock'n'"}),
+        ("data-dir='a' and 'b'", {"data.data-dir": "'a' and 'b'"}),
         ("out=", {"out": ""}),
         ("out=''", {"out": ""}),
-        ("dataset=npz:/a=b", {"dataset": "npz:/a=b"}),
+        ("dataset=npz:/a=b", {"data.dataset": "npz:/a=b"}),
         ("felo.weighting=samples", {"felo.weighting": "samples"}),
         ("felo.share-weights=false", {"felo.share-weights": False}),
     ],
@@ -367,6 +575,67 @@ def test_a_pair_is_read(pair, expected):
 def test_of_one_setting_there_is_one_pair():
     with pytest.raises(SettingsError, match="'rounds' is given twice"):
         parse_pairs(["rounds=1", "seed=2", "rounds=3"])
+    with pytest.raises(SettingsError, match=r"'training\.lr' is given twice, .*'0.2'"):
+        parse_pairs(["training.lr=0.1", "lr=0.2"])
+
+
+@pytest.mark.parametrize("name", [n for n in RunSettings.fields() if "." in n])
+def test_the_last_part_of_a_name_is_enough_where_it_is_of_one_setting(name):
+    last, default = name.rpartition(".")[2], RunSettings.fields()[name].default
+    assert parse_pairs([f"{last}={as_text(default)}"]) == {name: default}
+    assert parse_pairs([f"{name}={as_text(default)}"], "cofed") == {name: default}
+
+
+def test_the_last_part_may_be_of_the_methods_own():
+    assert parse_pairs(["feature-dim=3"], "felo") == {"felo.feature-dim": 3}
+    assert parse_pairs(["interval=3", "memory=5"], "velo") == {"velo.interval": 3, "velo.memory": 5}
+    # Of a setting of every run, where no method is named or the method has none of that name.
+    for method in (None, "local", "cofed"):
+        assert parse_pairs(["alpha=3"], method) == {"data.alpha": 3}
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "names"),
+    [
+        ("felo", "alpha", ["data.alpha", "felo.alpha"]),
+        ("velo", "alpha", ["data.alpha", "velo.alpha"]),
+        ("velo", "samples-per-class", ["data.samples-per-class", "velo.samples-per-class"]),
+    ],
+)
+def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names):
+    said = refusal(lambda: parse_pairs([f"{key}=1"], method), f"'{key}'", ", ".join(names))
+    assert said.count(key) == 1 + len(names)
+    for name in names:
+        assert parse_pairs([f"{name}=1"], method) == {name: 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "inside"),
+    [
+        ("attack", "attack.kind, attack.attackers, attack.scale"),
+        ("models", "models.pool, models.deal, models.num-classes"),
+        ("data", "data.dataset, data.data-dir"),
+        ("training", "training.lr"),
+        ("engine", "engine.device"),
+        ("felo", "felo.weighting, felo.feature-dim, felo.alpha, felo.share-weights"),
+    ],
+)
+def test_a_tables_name_is_refused_with_what_is_in_it(key, inside):
+    refusal(lambda: parse_pairs([f"{key}=1"], "felo"), f"'{key}' is a table", inside)
+
+
+def test_the_last_part_of_another_methods_setting_is_refused_with_its_full_name():
+    refusal(lambda: parse_pairs(["threshold=0.5"], "felo"), "'threshold'", "'cofed.threshold'")
+    said = refusal(lambda: parse_pairs(["feature-dim=3"]), "'felo.feature-dim'")
+    assert "'velo.feature-dim'" in said
+
+
+def test_the_last_part_is_enough_on_the_command_line_alone():
+    """A file and Flower's run config say where a setting stands."""
+    for name in [n for n in RunSettings.fields() if "." in n]:
+        last = name.rpartition(".")[2]
+        if last not in RunSettings.fields():
+            refusal(lambda last=last: resolve({last: 1}), f"unknown setting '{last}'")
 
 
 @pytest.mark.parametrize(
@@ -387,12 +656,13 @@ def test_of_one_setting_there_is_one_pair():
         ("rounds=2020-01-01", ["'rounds'", "2020", "an integer"]),
         ("rounds=1\nseed=2", ["'rounds'", "an integer"]),
         ("rounds=" + "9" * 5000, ["'rounds'", "an integer"]),
-        ("alpha=nan", ["'alpha'", "nan", "a number > 0"]),
-        ("alpha=inf", ["'alpha'", "inf", "a number > 0"]),
-        ("alpha=0,5", ["'alpha'", "'0,5'", "a number > 0"]),
-        ("download=True", ["'download'", "'True'", "true or false"]),
-        ("download=1", ["'download'", "1", "true or false"]),
-        ("partition=dirichle", ["'partition'", "'dirichle'", "dirichlet, iid"]),
+        ("alpha=nan", ["'data.alpha'", "nan", "a number > 0"]),
+        ("alpha=inf", ["'data.alpha'", "inf", "a number > 0"]),
+        ("data.alpha=0,5", ["'data.alpha'", "'0,5'", "a number > 0"]),
+        ("download=True", ["'data.download'", "'True'", "true or false"]),
+        ("download=1", ["'data.download'", "1", "true or false"]),
+        ("partition=dirichle", ["'data.partition'", "'dirichle'", "dirichlet, iid"]),
+        ("data.lr=1", ["unknown setting 'data.lr'", "'data.alpha'"]),
         ("felo.alpah=1", ["'felo.alpah'", "'felo.alpha'"]),
         ("felo.weighting=sample", ["'felo.weighting'", "'sample'", "samples"]),
     ],
@@ -451,6 +721,13 @@ def test_files_that_cannot_be_read(tmp_path):
         ("rounds = 2020-01-01", ["'rounds'", "an integer"]),
         ("rounds = [1]", ["'rounds'", "[1]"]),
         ("[rounds]\nx = 1", ["'rounds.x'"]),
+        ("[data]\nalpha = 0", ["'data.alpha'", "0", "> 0"]),
+        ("[data]\nalpah = 1", ["'data.alpah'", "'data.alpha'"]),
+        ("[data]\nlr = 1", ["'data.lr'"]),
+        ("[data.alpha]\nx = 1", ["'data.alpha.x'"]),
+        ("data = 3", ["'data'"]),
+        ("[[data]]\nalpha = 1", ["'data'"]),
+        ("engine = 'ray'", ["'engine'"]),
         ("felo = 3", ["'felo'"]),
         ("[[felo]]\nalpha = 1", ["'felo'"]),
         ("method = 3", ["'method'", "3"]),
@@ -487,17 +764,17 @@ COMMON = {
     "rounds": st.integers(1, 1_000_000),
     "seed": st.integers(0, 1_000_000_000),
     "clients": st.integers(1, 50),
-    "dataset": st.sampled_from(["digits", "cifar10", "npz:/some/where", "imagefolder:a b"]),
-    "download": st.booleans(),
-    "partition": st.sampled_from(["dirichlet", "iid", "shards", "classes"]),
-    "alpha": number(0, 1e6),
-    "test-fraction": number(0, 1),
-    "models": st.sampled_from(["mlp", "cnn2,resnet10", "mlp, mlp"]),
+    "data.dataset": st.sampled_from(["digits", "cifar10", "npz:/some/where", "imagefolder:a b"]),
+    "data.download": st.booleans(),
+    "data.partition": st.sampled_from(["dirichlet", "iid", "shards", "classes"]),
+    "data.alpha": number(0, 1e6),
+    "data.test-fraction": number(0, 1),
+    "models.pool": st.sampled_from(["mlp", "cnn2,resnet10", "mlp, mlp"]),
     "fraction": number(0, 1),
-    "lr": number(0, 1),
-    "weight-decay": st.floats(0, 1e6),
-    "channels-last": st.sampled_from(["auto", "true", "false"]),
-    "max-payload-mb": number(0, 1e6),
+    "training.lr": number(0, 1),
+    "training.weight-decay": st.floats(0, 1e6),
+    "engine.channels-last": st.sampled_from(["auto", "true", "false"]),
+    "engine.max-payload-mb": number(0, 1e6),
 }
 OWN = {
     "felo.alpha": st.floats(0, 1e6),
@@ -508,7 +785,7 @@ OWN = {
 
 
 def some_settings(words):
-    words_of = {"data-dir": words, "out": words, "device": words}
+    words_of = {"data.data-dir": words, "out": words, "engine.device": words}
     felo = st.fixed_dictionaries({}, optional=COMMON | OWN | words_of)
     local = st.fixed_dictionaries({"method": st.just("local")}, optional=COMMON | words_of)
     return felo | local
@@ -528,9 +805,7 @@ def mine(tmp_path_factory):
 @often(150)
 @given(values=some_settings(plain))
 def test_the_same_settings_from_every_source(mine, values):
-    tables = {k: v for k, v in values.items() if "." not in k}
-    own = {k.removeprefix("felo."): v for k, v in values.items() if "." in k}
-    mine.write_text(tomli_w.dumps(tables | ({"felo": own} if own else {})), encoding="utf-8")
+    mine.write_text(tomli_w.dumps(_in_tables(values)), encoding="utf-8")
     # As Flower's run config gives them: all there are, of every method, in another order.
     everything = {name: info.default for name, info in all_settings().items()}
     flat = dict(sorted({**everything, **values}.items()))

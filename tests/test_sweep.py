@@ -11,34 +11,45 @@ from fedhet.errors import SettingsError
 
 
 def test_a_range_has_both_ends_and_exact_decimals():
-    name, values = read_sweep("cofed.threshold=0:0.9:0.1")
+    name, values = read_sweep("cofed.threshold=0:0.9:0.1", "cofed")
     assert name == "cofed.threshold"
     assert values == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
-    assert read_sweep("rounds=2:7:2")[1] == [2, 4, 6]
+    assert read_sweep("rounds=2:7:2", "felo")[1] == [2, 4, 6]
 
 
 def test_a_list_is_of_the_settings_type():
-    assert read_sweep("partition=iid,shards") == ("partition", ["iid", "shards"])
-    assert read_sweep("felo.share-weights=true,false")[1] == [True, False]
+    assert read_sweep("data.partition=iid,shards", "felo")[1] == ["iid", "shards"]
+    assert read_sweep("felo.share-weights=true,false", "felo")[1] == [True, False]
+
+
+def test_a_setting_may_be_named_by_its_last_part():
+    assert read_sweep("partition=iid,shards", "felo") == ("data.partition", ["iid", "shards"])
+    assert read_sweep("threshold=0:0.2:0.1", "cofed") == ("cofed.threshold", [0.0, 0.1, 0.2])
+    assert read_sweep(" lr =0.1,1", "local") == ("training.lr", [0.1, 1])
+    assert read_sweep("alpha=1,2", "cofed")[0] == "data.alpha"
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        ("alpha=1,2", "'alpha' is the end of several settings: data.alpha, felo.alpha"),
+        ("attack=paf,lie", "'attack' is a table of settings: attack.kind, attack.attackers"),
+        ("cofed.threshold=0,1", "'cofed.threshold' is not of this run's method, which is felo"),
+        ("threshold=0,1", "unknown setting 'threshold': it is 'cofed.threshold' or 'fixavg"),
         ("rounds", "write KEY="),
         ("rounds=", "write KEY="),
         ("round=1,2", "unknown setting 'round'.*did you mean 'rounds'"),
         ("rounds=1:2", "three numbers"),
         ("rounds=1:x:1", "three numbers"),
         ("rounds=3:1:1", "steps upward"),
-        ("alpha=0:1:0", "steps upward"),
-        ("alpha=0:1:0.0001", "steps upward"),
+        ("data.alpha=0:1:0", "steps upward"),
+        ("data.alpha=0:1:0.0001", "steps upward"),
         ("rounds=2,2", "given twice"),
     ],
 )
 def test_what_is_no_sweep_is_said(text, fault):
     with pytest.raises(SettingsError, match=fault):
-        read_sweep(text)
+        read_sweep(text, "felo")
 
 
 def test_values_name_folders():
@@ -46,7 +57,7 @@ def test_values_name_folders():
 
 
 SMALL = [
-    "--set", "dataset=breast-cancer", "--set", "clients=2", "--set", "models=sk-tree,sk-svm",
+    "--set", "dataset=breast-cancer", "--set", "clients=2", "--models", "sk-tree,sk-svm",
     "--set", "partition=iid", "--set", "max-samples=80", "--set", "public-dataset=generated",
     "--set", "public-samples=60", "--backend", "inline",
 ]  # fmt: skip

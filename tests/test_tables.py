@@ -173,8 +173,9 @@ def test_generated_rows_of_bytes_are_scaled_as_the_clients_are(tmp_path):
 
 
 def test_generated_rows_need_a_table_and_a_number():
+    generated = {"method": "local", "data.public-dataset": "generated"}
     with pytest.raises(SettingsError, match=r"for tables.*\[1, 8, 8\]"):
-        check(resolve({"public-dataset": "generated", "public-samples": 5, "method": "local"}))
-    chosen = {"dataset": "breast-cancer", "models": "mlp", "public-dataset": "generated"}
+        check(resolve({**generated, "data.public-samples": 5}))
+    chosen = {**generated, "data.dataset": "breast-cancer", "models.pool": "mlp"}
     with pytest.raises(SettingsError, match=r"public-samples = 0: must be at least 1"):
-        check(resolve({**chosen, "method": "local"}))
+        check(resolve(chosen))

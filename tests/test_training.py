@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhet.config.tables import ComputeSettings, TrainingSettings
 from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
+from fedhet.settings.tables import ComputeSettings, TrainingSettings
 from fedhet.training import (
     batches,
     cross_entropy_of,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.devices import CPU
-from fedhet.models.weights import all_finite as all_finite
 from fedhet.training import Optimization, train_epochs
 
 LIMIT = 5.0

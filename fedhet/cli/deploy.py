@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from fedhet import report
-from fedhet.cli.options import console, say, say_where, with_settings
+from fedhet.cli.options import say, with_settings
+from fedhet.cli.results import show_run
 from fedhet.config.resolve import resolve
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, submit
@@ -35,10 +36,7 @@ def deploy_local_command(
     chosen = resolve(values)
     directory = run_directory(chosen)
     deploy_local(chosen, directory, keep, say)
-    report.write_figures(report.load_run(directory))
-    report.write_report(directory)
-    console.print(report.final_table(report.load_run(directory)))
-    say_where(directory / "report.html")
+    show_run(report.write(directory))
 
 
 def register_command(

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from fedhet.config.methods import find_method
 from fedhet.config.sources import all_settings, parse_pairs, read_preset, read_toml
-from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError, StateError
+from fedhet.settings.tables import RunSettings
 
 PIPED_WIDTH = 130
 

@@ -42,7 +42,10 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
 ) -> None:
     """Write a run's figures and report.html anew; also of a run that was cut short."""
-    report.write_figures(report.load_run(directory))
-    page = report.write_report(directory)
-    console.print(report.final_table(report.load_run(directory)))
-    say_where(page)
+    show_run(report.write(directory))
+
+
+def show_run(run: report.Run) -> None:
+    """Print the table of a run and say where its page is."""
+    console.print(report.final_table(run))
+    say_where(run.path / "report.html")

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from fedhet import report
-from fedhet.cli.options import console, errors, say_where, with_settings
-from fedhet.cli.results import show_comparison
+from fedhet.cli.options import console, errors, with_settings
+from fedhet.cli.results import show_comparison, show_run
 from fedhet.cli.sweep import folder_name, read_sweep
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import SettingsError, StateError
@@ -42,9 +42,7 @@ def run_command(
     if seeds is None:
         chosen = resolve(values)
         directory = run_directory(chosen)
-        _run(chosen, directory)
-        console.print(report.final_table(report.load_run(directory)))
-        say_where(directory / "report.html")
+        show_run(_run(chosen, directory))
         return
     _run_seeds(values, _read_seeds(seeds))
 
@@ -63,9 +61,9 @@ def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
     show_comparison(report.compare(runs), parent)
 
 
-def _run(config: Config, directory: Path) -> None:
+def _run(config: Config, directory: Path) -> report.Run:
     with _display() as display, _ending_at_once_on_interrupt(directory):
-        simulate(config, directory, [display])
+        return simulate(config, directory, [display])
 
 
 @contextlib.contextmanager

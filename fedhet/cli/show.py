@@ -14,9 +14,9 @@ from fedhet import data, models
 from fedhet.cli.options import console, with_settings
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
-from fedhet.config.schema import allowed
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
-from fedhet.config.tables import RunSettings
+from fedhet.settings.schema import allowed
+from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Contract
 
 

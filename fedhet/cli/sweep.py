@@ -5,10 +5,10 @@ from __future__ import annotations
 from decimal import Decimal, InvalidOperation
 
 from fedhet.config.methods import find_method
-from fedhet.config.schema import parse_text
 from fedhet.config.sources import full_name
-from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError
+from fedhet.settings.schema import parse_text
+from fedhet.settings.tables import RunSettings
 
 MOST_VALUES = 1000
 

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from fedhet import data
 from fedhet.config.resolve import Config
-from fedhet.config.schema import CountOrNone, Schema, build
-from fedhet.config.tables import RunSettings
 from fedhet.data import ClientData, DataSpec
 from fedhet.errors import SettingsError
 from fedhet.models import deal
+from fedhet.settings.schema import CountOrNone, Schema, build
+from fedhet.settings.tables import RunSettings
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 

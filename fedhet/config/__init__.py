@@ -1,1 +1,1 @@
-"""Settings: declared once, resolved once; and the methods, found by name."""
+"""A run's settings, from where they are given to what the run gets; and methods, found by name."""

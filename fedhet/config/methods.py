@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.schema import MethodSettings
-from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError, nearest
+from fedhet.settings.schema import MethodSettings
+from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import Method, find_method, method_names
-from fedhet.config.schema import allowed
 from fedhet.config.sources import defaults_toml
-from fedhet.config.tables import RunSettings
+from fedhet.settings.schema import allowed
+from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Contract
 
 HEAD = """# Reference

@@ -12,11 +12,11 @@ import tomli_w
 
 from fedhet import data, models
 from fedhet.config.methods import Method, find_method, method_names
-from fedhet.config.schema import MethodSettings, Scalar, build, nest, refused, unknown
 from fedhet.config.sources import all_settings
-from fedhet.config.tables import PLACE, RENAMED, RunSettings
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
+from fedhet.settings.schema import MethodSettings, Scalar, build, nest, refused, unknown
+from fedhet.settings.tables import PLACE, RENAMED, RunSettings
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2

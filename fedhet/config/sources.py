@@ -11,9 +11,9 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import find_method, method_names
-from fedhet.config.schema import flatten, nest, parse_text, unknown
-from fedhet.config.tables import RunSettings
 from fedhet.errors import SettingsError, nearest
+from fedhet.settings.schema import flatten, nest, parse_text, unknown
+from fedhet.settings.tables import RunSettings
 
 PRESETS = resources.files("fedhet") / "presets"
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedhet.config.schema import Count, CountOrNone
-from fedhet.config.tables import DataSettings, RunSettings
+from fedhet.settings.schema import Count, CountOrNone
+from fedhet.settings.tables import DataSettings, RunSettings
 
 Index = npt.NDArray[np.int64]
 

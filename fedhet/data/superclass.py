@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fedhet.config.schema import span
 from fedhet.data.spec import Dataset, DataSpec, Index, Split
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
+from fedhet.settings.schema import span
 
 # Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.
 CIFAR100 = """

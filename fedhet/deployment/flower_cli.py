@@ -16,8 +16,8 @@ import tomli_w
 
 from fedhet import __version__
 from fedhet.config.resolve import Config
-from fedhet.config.schema import nest
 from fedhet.errors import FedhetError
+from fedhet.settings.schema import nest
 
 CONNECTION = "fedhet"
 COMPLETED = "finished:completed"

@@ -18,7 +18,7 @@ from fedhet.models.registry import (
 )
 from fedhet.models.setting import ModelName
 from fedhet.models.space import Within
-from fedhet.models.weights import all_finite, load_weights, to_arrays
+from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
     "WITHOUT_GRADIENTS",
@@ -29,7 +29,6 @@ __all__ = [
     "ModelName",
     "Refitted",
     "Within",
-    "all_finite",
     "build",
     "build_any",
     "check",

@@ -18,8 +18,3 @@ def load_weights(model: nn.Module, weights: Arrays) -> None:
     """Give `model` the `weights` of its names, wherever it is placed."""
     state = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
     model.load_state_dict(state)
-
-
-def all_finite(model: nn.Module) -> bool:
-    """Tell whether nothing in the state of `model` is NaN or infinite."""
-    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

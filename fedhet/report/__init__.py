@@ -1,9 +1,11 @@
 """What a run leaves to look at: tables, figures, a page; and runs side by side."""
 
+from pathlib import Path
+
 from fedhet.report.compare import compare, write_comparison
 from fedhet.report.figures import write_figures
 from fedhet.report.groups import Comparison
-from fedhet.report.page import write_report
+from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
 from fedhet.report.tables import comparison_table, final_table
@@ -17,8 +19,20 @@ __all__ = [
     "load_run",
     "sweep",
     "sweep_table",
+    "write",
     "write_comparison",
     "write_figures",
     "write_report",
     "write_sweep",
 ]
+
+
+def write(directory: Path | str) -> Run:
+    """Write the figures and the page of a run into its directory and return the run.
+
+    Raises StateError, which names the file, where one is absent, truncated or malformed.
+    """
+    run = load_run(directory)
+    write_figures(run)
+    write_page(run)
+    return run

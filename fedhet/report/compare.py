@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fedhet.errors import SettingsError, nearest
+import pandas as pd
+from pydantic_core import to_json
+
+from fedhet.errors import SettingsError
 from fedhet.report.curves import drawings, overview
 from fedhet.report.groups import (
     Column,
@@ -16,14 +18,15 @@ from fedhet.report.groups import (
     Group,
     cautions,
     choose_columns,
+    chosen_figures,
     default_target,
     find_runs,
     group_runs,
     load_all,
 )
 from fedhet.report.page import write_comparison_page
-from fedhet.report.tables import Cells, comparison_cells
-from fedhet.report.units import percent, printable
+from fedhet.report.tables import comparison_cells, markdown, plain
+from fedhet.runs.units import percent
 
 
 def compare(
@@ -51,22 +54,11 @@ def compare(
     if wanted is None:
         wanted = default_target(ranked, columns[0])
         notes.append(f"bytes to {percent(wanted)}: 90 % of the lowest accuracy, so all reach it")
-    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), _figures(groups, figures))
+    own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
+    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own)
     if out is not None:
         write_comparison(comparison, out)
     return comparison
-
-
-def _figures(groups: Sequence[Group], names: str) -> tuple[str, ...]:
-    known = sorted({own for group in groups for own in group.own_figures})
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    for name in wanted:
-        if name not in known:
-            raise SettingsError(
-                f"'--figures {name}' is no figure of these runs: {', '.join(known) or 'none'}"
-                f"{nearest(name, known)}"
-            )
-    return wanted
 
 
 def _rank(group: Group, column: Column) -> tuple[float, str]:
@@ -92,31 +84,16 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     html = write_comparison_page(comparison, page, out / "compare.html")
     markdown, data = out / "compare.md", out / "compare.json"
     markdown.write_text(to_markdown(comparison), "utf-8")
-    data.write_text(json.dumps(_finite(to_dict(comparison)), indent=1) + "\n", "utf-8")
+    data.write_bytes(to_json(to_dict(comparison), indent=1, inf_nan_mode="null") + b"\n")
     return [*pngs, html, markdown, data]
 
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the table, and the notes below it, in Markdown."""
-    cells: Cells = comparison_cells(comparison)
-    rule = ["---" if n < cells.words else "---:" for n in range(len(cells.headers))]
-    texts = [[cell.text for cell in row] for row in cells.rows]
-    lines = [_row(cells.headers), _row(rule, escape=False), *map(_row, texts)]
     basis = f"Last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}."
-    notes = [f"- {_plain(note)}" for note in comparison.notes]
-    return "\n".join([*lines, "", basis, *([""] if notes else []), *notes]) + "\n"
-
-
-def _row(texts: Sequence[str], escape: bool = True) -> str:
-    return "| " + " | ".join(_plain(text) if escape else text for text in texts) + " |"
-
-
-def _plain(text: str) -> str:
-    """Return text that Markdown sets as it is."""
-    text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
-    for mark in ("\\", "|", "*", "_", "`", "["):
-        text = text.replace(mark, "\\" + mark)
-    return text
+    notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
+    table = markdown(comparison_cells(comparison))
+    return f"{table}\n{basis}\n" + (f"\n{notes}" if notes else "")
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
@@ -132,37 +109,28 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
 
 def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
     column = comparison.headline
-    curve = group.curve(column)
-    scores: dict[str, dict[str, object]] = {}
-    for protocol, kind in comparison.columns:
-        spread = asdict(group.score((protocol, kind)))
-        if not spread["n"]:
-            continue
-        spread["worst"] = asdict(group.worst((protocol, kind)))
-        scores.setdefault(protocol, {})[kind] = spread
     return {
         "label": group.label, "method": group.method, "dataset": group.dataset,
         "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
         "finished": group.finished, "runs": [str(run.path) for run in group.runs],
-        "settings": dict(group.settings), "accuracy": scores,
-        "bytes_up": asdict(group.bytes_up), "bytes_down": asdict(group.bytes_down),
+        "settings": dict(group.settings), "accuracy": _scores(group, comparison.columns),
+        **{cost: asdict(group.total(cost)) for cost in ("bytes_up", "bytes_down", "seconds")},
         "bytes_to_target": asdict(group.bytes_to(column, comparison.target)),
-        "seconds": asdict(group.seconds),
-        "curve": {
-            "rounds": list(curve.rounds), "mean": curve.mean.tolist(), "std": curve.std.tolist(),
-            "bytes": curve.sent.tolist(),
-        },
-        "figures": {
-            name: {"rounds": list(own.rounds), "mean": own.mean.tolist(), "std": own.std.tolist()}
-            for name, own in ((name, group.own_curve(name)) for name in comparison.figures)
-        },
+        "curve": _curve(group.curve(column)),
+        "figures": {name: _curve(group.figure(name)) for name in comparison.figures},
     }  # fmt: skip
 
 
-def _finite(data: object) -> object:
-    """Return plain data with null for what JSON has no number for."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+def _scores(group: Group, columns: Sequence[Column]) -> dict[str, dict[str, object]]:
+    """Return, by protocol and kind, the last accuracies that the group has."""
+    found: dict[str, dict[str, object]] = {}
+    for protocol, kind in columns:
+        spread, worst = group.score((protocol, kind)), group.worst((protocol, kind))
+        if spread.n:
+            scores = {**asdict(spread), "worst": asdict(worst)}
+            found.setdefault(protocol, {})[kind] = scores
+    return found
+
+
+def _curve(curve: pd.DataFrame) -> dict[str, list[float]]:
+    return {"rounds": curve.index.tolist(), **curve.to_dict("list")}

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
-from fedhet.errors import SettingsError, StateError
-from fedhet.report.run import KINDS, PROTOCOLS, Record, Run, load_run
-from fedhet.report.units import setting
+from fedhet.errors import SettingsError, StateError, nearest
+from fedhet.report.frames import over_seeds
+from fedhet.report.run import TEST_SETS, Run, load_run, position
+from fedhet.runs.records import KINDS, NAN
+from fedhet.runs.units import setting
+from fedhet.settings.tables import where_it_ran
 
-PLACES = frozenset({
-    "backend", "channels-last", "config", "cpus-per-client", "data-dir", "device", "download",
-    "gpus-per-client", "max-payload-mb", "name", "out", "preset", "resume", "round-timeout",
-    "run", "state-dir", "tensorboard", "threads", "verbose", "workers",
-})  # fmt: skip
-"""Settings that say where and on what a run ran, not what it computes."""
-NAN = float("nan")
-Numbers = NDArray[np.float64]
 Column = tuple[str, str]
 """A protocol and a kind of model."""
 
@@ -36,28 +30,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of the finite values."""
-        known = [value for value in values if math.isfinite(value)]
-        if not known:
-            return cls()
-        std = float(np.std(known, ddof=1)) if len(known) > 1 else NAN
-        return cls(math.fsum(known) / len(known), std, len(known))
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A quantity of a group over the rounds in which all of its runs have it."""
-
-    rounds: tuple[int, ...]
-    mean: Numbers
-    std: Numbers
-    sent: Numbers
-    """Bytes up and down, cumulated; the mean over the runs."""
+        """Return the spread of the values that are not NaN."""
+        known = pd.Series([*values], dtype=float)
+        return cls(float(known.mean()), float(known.std()), int(known.count()))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same settings, a seed each."""
+    """Runs with the same settings and different seeds."""
 
     label: str
     settings: Mapping[str, str]
@@ -72,6 +52,11 @@ class Group:
     def dataset(self) -> str:
         """The data set's name."""
         return self.runs[0].dataset
+
+    @property
+    def headline(self) -> str:
+        """The protocol of the runs' headline number."""
+        return self.runs[0].headline
 
     @property
     def finished(self) -> bool:
@@ -91,40 +76,28 @@ class Group:
         """Return the last round's worst client, over the runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
-    @property
-    def bytes_up(self) -> Spread:
-        """Payload bytes from clients to server, over the runs."""
-        return Spread.of(run.bytes_up for run in self.runs)
-
-    @property
-    def bytes_down(self) -> Spread:
-        """Payload bytes from server to clients, over the runs."""
-        return Spread.of(run.bytes_down for run in self.runs)
-
-    @property
-    def seconds(self) -> Spread:
-        """Wall-clock seconds, over the runs."""
-        return Spread.of(run.seconds.get("total", NAN) for run in self.runs)
+    def total(self, cost: str) -> Spread:
+        """Return `bytes_up`, `bytes_down` or wall-clock `seconds`, in all, over the runs."""
+        return Spread.of(run.totals[cost] for run in self.runs)
 
     def bytes_to(self, column: Column, target: float) -> Spread:
         """Return the bytes sent until the target was reached, over the runs that reached it."""
         return Spread.of(bytes_to_target(run, column, target) for run in self.runs)
 
-    def curve(self, column: Column) -> Curve:
-        """Return the accuracy over the rounds that every run has."""
-        return _over_seeds([_accuracy(run, column) for run in self.runs])
+    def curve(self, column: Column) -> pd.DataFrame:
+        """Return mean and std of the accuracy by round, and the mean of the bytes sent so far."""
+        curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
+        sent = over_seeds([run.costs["bytes"] for run in self.runs])
+        return curve.join(sent["mean"].rename("bytes"))
 
     @property
-    def own_figures(self) -> set[str]:
+    def figures(self) -> set[str]:
         """The names of the method's own figures that every run has."""
-        each = [{name for record in run.records for name in record.method} for run in self.runs]
-        return set.intersection(*each)
+        return set.intersection(*(set(run.figures) for run in self.runs))
 
-    def own_curve(self, name: str) -> Curve:
-        """Return one of the method's own figures over the rounds in which every run has it."""
-        return _over_seeds(
-            [_points(run, lambda record: record.method.get(name, NAN)) for run in self.runs]
-        )
+    def figure(self, name: str) -> pd.DataFrame:
+        """Return mean and std of one of the method's own figures by round."""
+        return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
 
 
 @dataclass(frozen=True)
@@ -146,43 +119,9 @@ class Comparison:
 
 def bytes_to_target(run: Run, column: Column, target: float) -> float:
     """Return the bytes sent up and down until the mean accuracy first reached a target, or NaN."""
-    for accuracy, sent in _accuracy(run, column).values():
-        if accuracy >= target:
-            return sent
-    return NAN
-
-
-Points = dict[int, tuple[float, float]]
-"""A quantity, and the bytes sent so far, by round."""
-
-
-def _over_seeds(each: Sequence[Points]) -> Curve:
-    """Return the curve of several runs' points, over the rounds that all of them have."""
-    rounds = sorted(set.intersection(*(set(points) for points in each)))
-    table = np.array([[points[r] for r in rounds] for points in each]).reshape(-1, 2)
-    cube = table.reshape(len(each), len(rounds), 2)
-    many = len(each) > 1
-    std = cube[:, :, 0].std(axis=0, ddof=1) if many else np.full(len(rounds), NAN)
-    return Curve(tuple(rounds), cube[:, :, 0].mean(axis=0), std, cube[:, :, 1].mean(axis=0))
-
-
-def _points(run: Run, quantity: Callable[[Record], float]) -> Points:
-    """Return a quantity and the bytes sent so far, by round, where the round has it."""
-    points, sent = {}, 0
-    for record in run.records:
-        sent += record.bytes_up + record.bytes_down
-        value = quantity(record)
-        if math.isfinite(value):
-            points[record.round] = (value, float(sent))
-    return points
-
-
-def _accuracy(run: Run, column: Column) -> Points:
-    def mean(record: Record) -> float:
-        scores = record.score(*column)
-        return NAN if scores is None else scores.mean
-
-    return _points(run, mean)
+    accuracy = run.curve(*column)["mean"]
+    reached = accuracy.index[accuracy >= target]
+    return float(run.costs["bytes"][reached[0]]) if len(reached) else NAN
 
 
 def find_runs(folders: Sequence[Path | str]) -> list[Path]:
@@ -220,36 +159,28 @@ def load_all(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     """Return the runs in groups with labels that tell them apart, and notes on runs left out."""
-    by_settings: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    place = where_it_ran() | {"seed"}
+    found: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
-        by_settings.setdefault(tuple(sorted(_essence(run).items())), []).append(run)
+        named = {key: setting(value) for key, value in run.settings.items() if key not in place}
+        found.setdefault(tuple(sorted(named.items())), []).append(run)
     notes: list[str] = []
-    kept = {key: _one_a_seed(_finished(some, notes), notes) for key, some in by_settings.items()}
-    essences = [(some[0].method, dict(key)) for key, some in kept.items()]
-    groups = []
-    for (method, essence), some in zip(essences, kept.values(), strict=True):
-        rivals = [other for name, other in essences if name == method]
-        groups.append(Group(label_of(method, essence, rivals), essence, tuple(some)))
-    return groups, notes
+    kept = [tuple(_one_a_seed(_finished(some, notes), notes)) for some in found.values()]
+    each = pd.DataFrame([dict(key) for key in found])
+    labels = _labels(each, [some[0].method for some in kept])
+    settings = [dict(key) for key in found]
+    return [Group(*parts) for parts in zip(labels, settings, kept, strict=True)], notes
 
 
-def _essence(run: Run) -> dict[str, str]:
-    settings = {"method": run.method, "dataset": run.dataset, **run.settings}
-    return {
-        key: setting(value)
-        for key, value in settings.items()
-        if key not in PLACES and key != "seed"
-    }
-
-
-def label_of(method: str, essence: Mapping[str, str], rivals: Sequence[Mapping[str, str]]) -> str:
-    """Return the method and those of its settings in which its groups differ."""
-    differing = [
-        f"{key.removeprefix(method + '.')}={value}"
-        for key, value in essence.items()
-        if any(rival.get(key) != value for rival in rivals)
+def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
+    """Return, for each row, the method and those settings in which the method's rows differ."""
+    settings = settings.sort_index(axis="columns")
+    varies = settings.groupby(pd.Series(methods)).nunique(dropna=False) > 1
+    return [
+        " ".join([method, *(f"{key.removeprefix(method + '.')}={row[key]}" for key in row.index)])
+        for method, (_, every) in zip(methods, settings.iterrows(), strict=True)
+        for row in [every[varies.loc[method]].dropna()]
     ]
-    return " ".join([method, *differing])
 
 
 def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
@@ -279,8 +210,8 @@ def _written(run: Run) -> float:
 def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[Column, ...]:
     """Return every protocol and kind, the shared headline first.
 
-    That is the protocol that is the headline of most groups; among equals the one that most
-    were judged under, then `common`; and of its kinds the one `wanted`, or the first, `private`.
+    That is the protocol that is the headline of most groups; of several, the one that most were
+    evaluated under, then `common`; and of its kinds the one `wanted`, or the first, `private`.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -290,28 +221,39 @@ def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[
         raise SettingsError(
             f"setting 'kind' = {wanted!r} is not allowed: these runs have {', '.join(there)}"
         )
-    order = list(PROTOCOLS)
-
-    def rank(protocol: str) -> tuple[int, int, int]:
-        judged = sum(any(run.kinds(protocol) for run in group.runs) for group in groups)
-        own = sum(group.runs[0].headline == protocol for group in groups)
-        return -own, -judged, order.index(protocol) if protocol in order else len(order)
 
     def place(column: Column) -> tuple[object, ...]:
         protocol, kind = column
-        number = KINDS.index(kind) if kind in KINDS else len(KINDS)
         unwanted = wanted is not None and kind != wanted
-        return unwanted, rank(protocol), protocol, number, kind
+        return unwanted, _preference(groups, protocol), position(kind, KINDS)
 
     return tuple(sorted(columns, key=place))
 
 
+def _preference(groups: Sequence[Group], protocol: str) -> tuple[object, ...]:
+    """Return a sorting key: the protocol of most groups comes first."""
+    headline = sum(group.headline == protocol for group in groups)
+    evaluated = sum(any(run.kinds(protocol) for run in group.runs) for group in groups)
+    return -headline, -evaluated, position(protocol, list(TEST_SETS))
+
+
+def chosen_figures(names: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in a comma-separated text. Raises SettingsError for one not `known`."""
+    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in wanted:
+        if name not in known:
+            raise SettingsError(
+                f"'--figures {name}' is no figure of these runs: {', '.join(known) or 'none'}"
+                f"{nearest(name, known)}"
+            )
+    return wanted
+
+
 def default_target(groups: Sequence[Group], column: Column) -> float:
     """Return 90 % of the lowest last accuracy of any run, so that all of them reach it."""
-    last = [run.last(*column).mean for group in groups for run in group.runs]
-    lowest = 0.9 * min((value for value in last if math.isfinite(value)), default=0.0)
-    rounded = math.floor(lowest * 1000) / 1000
-    return rounded or lowest
+    last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
+    target = 0.9 * last.min() if last.count() else 0.0
+    return math.floor(target * 1000) / 1000 or float(target)
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:
@@ -320,9 +262,8 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     unjudged = [group.label for group in groups if group.score(column).n == 0]
     if unjudged:
         notes.append(f"not judged under {' '.join(column)}, so last: {', '.join(unjudged)}")
-    other = [group for group in groups if group.runs[0].headline not in ("", column[0])]
-    for name in sorted({group.runs[0].headline for group in other}):
-        labels = ", ".join(group.label for group in other if group.runs[0].headline == name)
+    for name in sorted({group.headline for group in groups} - {"", column[0]}):
+        labels = ", ".join(group.label for group in groups if group.headline == name)
         notes.append(f"headline of their own is {name}, the table's is {column[0]}: {labels}")
     return notes
 

@@ -1,152 +1,29 @@
-"""A run's directory, read and checked.
+"""A run, read from its directory.
 
-Whatever is absent, truncated or malformed earns a StateError that names the file. Two things are
-forgiven, because a run that was interrupted leaves them: a missing `summary.json`, and a last
+Whatever is absent, truncated or malformed raises a StateError that names the file. Two things are
+accepted, because a run that was interrupted leaves them: a missing `summary.json`, and a last
 line of `metrics.jsonl` that was cut short.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+import pandas as pd
 
 from fedhet.errors import StateError
-from fedhet.report.units import natural
+from fedhet.report import frames
+from fedhet.runs.files import read_partition, read_records, read_summary, read_text
+from fedhet.runs.records import KINDS, Partition, Ratio, RoundRecord, Score, Scores, Summary
+from fedhet.runs.units import natural
 
-PROTOCOLS = {"common": "common test set", "personal": "own test split"}
-KINDS = ("private", "local", "proxy", "global", "server")
+TEST_SETS = {"common": "common test set", "personal": "own test split"}
+"""Protocol -> the data on which a model is evaluated."""
 STAGES = ("train", "evaluate", "server", "overhead")
-NAN = float("nan")
-
-Number = Annotated[float, BeforeValidator(lambda value: NAN if value is None else value)]
-M = TypeVar("M", bound="Part")
-
-
-def _numbers(values: object) -> object:
-    """Keep what is a number: a method may log other things beside its figures."""
-    if not isinstance(values, dict):
-        return values
-    return {key: value for key, value in values.items() if isinstance(value, int | float)}
-
-
-def _versions(values: object) -> object:
-    return {k: str(v) for k, v in values.items()} if isinstance(values, dict) else values
-
-
-class Part(BaseModel):
-    """A frozen piece of a file; fields that this version does not know are left aside."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
-
-
-class Score(Part):
-    """Accuracies of one kind of model under one protocol, over the clients."""
-
-    mean: Number = NAN
-    std: Number = NAN
-    worst: Number = NAN
-    per_client: dict[str, Number] = {}
-
-    @property
-    def worst_client(self) -> str:
-        """The name of the client with the lowest accuracy, or ""."""
-        known = {name: value for name, value in self.per_client.items() if math.isfinite(value)}
-        return min(known, key=lambda name: (known[name], natural(name)), default="")
-
-
-class Ratio(Score):
-    """Each client's accuracy over that of its model after training alone."""
-
-    best: Number = NAN
-
-    @property
-    def best_client(self) -> str:
-        """The name of the client that gained most, or ""."""
-        known = {name: value for name, value in self.per_client.items() if math.isfinite(value)}
-        return min(known, key=lambda name: (-known[name], natural(name)), default="")
-
-
-Accuracy = dict[str, dict[str, Score]]
-"""Protocol to kind of model to its scores."""
-
-
-class Loss(Part):
-    """Training losses of a round."""
-
-    mean: Number = NAN
-    per_client: dict[str, Number] = {}
-
-
-class Record(Part):
-    """One round: a line of `metrics.jsonl`."""
-
-    round: int
-    asked: tuple[str, ...] = ()
-    answered: tuple[str, ...] = ()
-    failed: dict[str, str] = {}
-    accuracy: Accuracy = {}
-    relative: dict[str, Ratio] = {}
-    loss: Loss = Loss()
-    bytes_up: int = 0
-    bytes_down: int = 0
-    seconds: dict[str, Number] = {}
-    method: Annotated[dict[str, float], BeforeValidator(_numbers)] = {}
-
-    def score(self, protocol: str, kind: str) -> Score | None:
-        """Return the round's scores, or None if it was not evaluated so."""
-        return self.accuracy.get(protocol, {}).get(kind)
-
-
-class _Past(Part):
-    round: int
-
-
-class Summary(Part):
-    """What `summary.json` says beyond the rounds' records."""
-
-    method: str
-    dataset: str
-    seed: int
-    rounds: int
-    clients: int = 0
-    models: dict[str, str] = {}
-    headline: str = ""
-    accuracy: Accuracy = {}
-    history: tuple[_Past, ...] = ()
-    bytes_up: int = 0
-    bytes_down: int = 0
-    seconds: dict[str, Number] = {}
-    peak_memory_mb: Number = NAN
-    versions: Annotated[dict[str, str], BeforeValidator(_versions)] = {}
-
-    @property
-    def last_round(self) -> int:
-        """The round that the summary closes with."""
-        return max((past.round for past in self.history), default=self.rounds)
-
-
-class Labels(Part):
-    """How many samples of each class each client holds: `partition.json`."""
-
-    classes: tuple[str, ...]
-    counts: dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One client's failure for one reason, and the rounds in which it struck."""
-
-    client: str
-    reason: str
-    rounds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -155,9 +32,10 @@ class Run:
 
     path: Path
     settings: Mapping[str, object]
-    records: tuple[Record, ...]
+    """By their full names."""
+    records: tuple[RoundRecord, ...]
     summary: Summary | None
-    labels: Labels | None
+    partition: Partition | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -173,7 +51,7 @@ class Run:
     @property
     def dataset(self) -> str:
         """The data set's name."""
-        return self.summary.dataset if self.summary else str(self.settings.get("dataset", "?"))
+        return self.summary.dataset if self.summary else _dataset(self.settings)
 
     @property
     def seed(self) -> int | None:
@@ -183,7 +61,7 @@ class Run:
 
     @property
     def done(self) -> int:
-        """The last round that the records hold."""
+        """The last round that was recorded."""
         return self.records[-1].round
 
     @property
@@ -200,33 +78,31 @@ class Run:
     @cached_property
     def clients(self) -> tuple[str, ...]:
         """Every client that the run knows of, in natural order."""
-        names = set(self.models) | set(self.labels.counts if self.labels else ())
+        names = {*self.models, *self.samples}
         for record in self.records:
             names.update(record.asked, record.answered, record.failed)
-        for kinds in self.accuracy.values():
-            for kind, scores in kinds.items():
-                names.update(scores.per_client if kind != "server" else ())
+        for protocol, kind in self.columns:
+            names.update(self.last(protocol, kind).per_client if kind != "server" else ())
         return tuple(sorted(names, key=natural))
 
     @cached_property
-    def last_evaluated(self) -> Record | None:
+    def last_evaluated(self) -> RoundRecord | None:
         """The last record that holds accuracies."""
         return next((record for record in reversed(self.records) if record.accuracy), None)
 
     @property
-    def accuracy(self) -> Accuracy:
+    def accuracy(self) -> Scores:
         """The accuracies of the last round, or of the last one evaluated if unfinished."""
         if self.summary and self.summary.accuracy:
             return self.summary.accuracy
         return self.last_evaluated.accuracy if self.last_evaluated else {}
 
-    @property
+    @cached_property
     def protocols(self) -> tuple[str, ...]:
-        """The protocols under which the run was judged, the headline one first."""
-        names = [name for name, kinds in self.accuracy.items() if kinds]
-        wanted = self.summary.headline if self.summary else str(self.settings.get("headline", ""))
-        order = [wanted, *PROTOCOLS]
-        return tuple(sorted(names, key=lambda name: (_place(name, order), name)))
+        """The protocols under which the run was evaluated, the headline one first."""
+        headline = self.summary.headline if self.summary else self.settings.get("headline")
+        found = [name for name, kinds in self.accuracy.items() if kinds]
+        return tuple(sorted(found, key=lambda name: position(name, [headline, *TEST_SETS])))
 
     @property
     def headline(self) -> str:
@@ -234,9 +110,9 @@ class Run:
         return next(iter(self.protocols), "")
 
     def kinds(self, protocol: str) -> tuple[str, ...]:
-        """Return the kinds of model judged under a protocol, `private` first."""
-        names = self.accuracy.get(protocol, {})
-        return tuple(sorted(names, key=lambda name: (_place(name, KINDS), name)))
+        """Return the kinds of model evaluated under a protocol, `private` first."""
+        found = self.accuracy.get(protocol, {})
+        return tuple(sorted(found, key=lambda name: position(name, KINDS)))
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
@@ -253,49 +129,47 @@ class Run:
         """Return the last round's scores; empty ones where there are none."""
         return self.accuracy.get(protocol, {}).get(kind, Score())
 
-    def curve(self, protocol: str, kind: str) -> list[tuple[int, Score]]:
-        """Return (round, scores) of every round that was evaluated so."""
-        scores = ((record.round, record.score(protocol, kind)) for record in self.records)
-        return [(number, found) for number, found in scores if found is not None]
+    @cached_property
+    def _accuracies(self) -> pd.DataFrame:
+        return frames.accuracies(self.records)
 
-    @property
-    def bytes_up(self) -> int:
-        """Payload bytes from the clients to the server, in all."""
-        return self.summary.bytes_up if self.summary else sum(r.bytes_up for r in self.records)
+    def curve(self, protocol: str, kind: str) -> pd.DataFrame:
+        """Return mean, std and worst accuracy of every round that was evaluated so."""
+        every = self._accuracies
+        rows = (every["protocol"] == protocol) & (every["kind"] == kind)
+        return every.loc[rows, frames.STATISTICS]
 
-    @property
-    def bytes_down(self) -> int:
-        """Payload bytes from the server to the clients, in all."""
-        return self.summary.bytes_down if self.summary else sum(r.bytes_down for r in self.records)
+    @cached_property
+    def costs(self) -> pd.DataFrame:
+        """Bytes and seconds of each round; see `frames.costs`."""
+        return frames.costs(self.records)
 
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds by stage and in total."""
-        if self.summary and self.summary.seconds:
-            return self.summary.seconds
-        known = [record.seconds for record in self.records]
-        return {
-            stage: math.fsum(seconds.get(stage, 0.0) for seconds in known)
-            for stage in ("total", *STAGES)
-            if any(stage in seconds for seconds in known)
-        }
+    @cached_property
+    def figures(self) -> pd.DataFrame:
+        """The method's own figures of each round, a column each."""
+        return frames.figures(self.records)
+
+    @cached_property
+    def totals(self) -> pd.Series:
+        """The sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage."""
+        if self.summary is None:
+            return self.costs.drop(columns="bytes").sum()
+        sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
+        return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
         """Each client's number of samples, where the label counts are known."""
-        return {name: sum(row) for name, row in self.labels.counts.items()} if self.labels else {}
+        counts = self.partition.counts if self.partition else {}
+        return {name: sum(row) for name, row in counts.items()}
 
     @cached_property
-    def failures(self) -> tuple[Failure, ...]:
-        """Every failure, by client and reason; who was asked and stayed silent is one too."""
-        rounds: dict[tuple[str, str], list[int]] = {}
-        for record in self.records:
-            silent = set(record.asked) - set(record.answered) - set(record.failed)
-            lost = {**record.failed, **dict.fromkeys(silent, "no answer")}
-            for client, reason in lost.items():
-                rounds.setdefault((client, reason), []).append(record.round)
-        ordered = sorted(rounds.items(), key=lambda item: (natural(item[0][0]), item[1]))
-        return tuple(Failure(*who, tuple(numbers)) for who, numbers in ordered)
+    def failures(self) -> pd.DataFrame:
+        """The rounds of every failure by client and reason; no answer to a request is one too."""
+        rows = [(*lost, record.round) for record in self.records for lost in _lost(record).items()]
+        frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
+        found = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
+        return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
 
 
 def load_run(path: Path | str) -> Run:
@@ -307,93 +181,48 @@ def load_run(path: Path | str) -> Run:
     if not root.is_dir():
         raise StateError(f"{root}: no such run directory")
     settings = _settings(root / "config.toml")
-    records, notes = _records(root / "metrics.jsonl")
-    summary = _optional(root / "summary.json", Summary)
+    records, notes = read_records(root / "metrics.jsonl")
+    if not records:
+        raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
+    summary = read_summary(root / "summary.json")
     if summary and summary.last_round < records[-1].round:
         notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl goes on")
         summary = None
-    labels = _optional(root / "partition.json", Labels)
-    if labels:
-        _check_counts(root / "partition.json", labels)
-    return Run(root, settings, records, summary, labels, tuple(notes))
+    partition = read_partition(root / "partition.json")
+    return Run(root, settings, tuple(records), summary, partition, tuple(notes))
 
 
-def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings under dotted names: `{"felo": {"alpha": 1}}` has `felo.alpha`."""
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+def position(name: str, order: Sequence[object]) -> tuple[int, str]:
+    """Return a sorting key: names in the given order come first, then the others by name."""
+    return (order.index(name) if name in order else len(order)), name
 
 
-def _place(name: str, order: Iterable[str]) -> int:
-    names = list(order)
-    return names.index(name) if name in names else len(names)
+def lowest(values: Mapping[str, float]) -> str:
+    """Return the client with the lowest value, the first in natural order of several, or ""."""
+    known = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
+    return str(known.idxmin()) if len(known) else ""
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except FileNotFoundError:
-        raise StateError(
-            f"{path}: absent; either no round was finished, or {path.parent} is no run's directory"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StateError(f"{path}: unreadable: {error}") from None
+def highest(values: Mapping[str, float]) -> str:
+    """Return the client with the highest value, the first in natural order of several, or ""."""
+    return lowest({name: -value for name, value in values.items()})
+
+
+def _dataset(settings: Mapping[str, object]) -> str:
+    return str(settings.get("data.dataset", "?"))
+
+
+def _lost(record: RoundRecord) -> dict[str, str]:
+    """Return the clients that were asked in vain, and why."""
+    silent = set(record.asked) - set(record.answered) - set(record.failed)
+    return {**record.failed, **dict.fromkeys(silent, "no answer")}
 
 
 def _settings(path: Path) -> Mapping[str, object]:
+    """Return the settings of config.toml by their full names: `felo.alpha` for alpha in [felo]."""
     try:
-        return flatten(tomllib.loads(_read(path)))
+        tables = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise StateError(f"{path}: not valid TOML: {error}") from None
-
-
-def _optional(path: Path, model: type[M]) -> M | None:
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
-    return _validated(model, content, str(path))
-
-
-def _validated(model: type[M], content: object, where: str) -> M:
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        first: Any = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "content"
-        raise StateError(f"{where}: {field}: {first['msg']}") from None
-
-
-def _records(path: Path) -> tuple[tuple[Record, ...], list[str]]:
-    """Return the rounds in order; of a round that was repeated after a resume, the later one."""
-    lines = [(n, line) for n, line in enumerate(_read(path).split("\n"), 1) if line.strip()]
-    records: dict[int, Record] = {}
-    notes: list[str] = []
-    for number, line in lines:
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number != lines[-1][0]:
-                raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
-            notes.append("the last line of metrics.jsonl was cut short and is left out")
-            continue
-        record = _validated(Record, content, f"{path}: line {number}")
-        records[record.round] = record
-    if not records:
-        raise StateError(f"{path}: holds no complete round")
-    return tuple(records[number] for number in sorted(records)), notes
-
-
-def _check_counts(path: Path, labels: Labels) -> None:
-    for client, row in labels.counts.items():
-        if len(row) != len(labels.classes):
-            raise StateError(
-                f"{path}: counts.{client}: {len(row)} counts for {len(labels.classes)} classes"
-            )
+    settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
+    return settings

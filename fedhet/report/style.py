@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
@@ -26,14 +27,22 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedhet.report.units import human_bytes
+from fedhet.runs.units import human_bytes, printable
 
-INK, MUTED, RULE, PAPER = "#1d2329", "#66707a", "#dfe3e8", "#ffffff"
+WIDTH, HEIGHT = 5.4, 3.5
+"""Of a figure with one axes, in inches."""
+RC = mpl.rc_params_from_file(
+    Path(__file__).with_name("fedhet.mplstyle"), use_default_template=False
+)
+INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
+RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
 """For text on a fill that stays as light, or as dark, whatever the page's scheme."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
+DASHED: Any = {"linewidth": 1.0, "linestyle": (0, (4, 2.5))}
+DOTTED: Any = {"linewidth": 0.8, "linestyle": (0, (1, 3))}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 KIND_COLOURS = dict(zip(("private", "proxy", "global", "server", "local"), SERIES, strict=False))
@@ -50,61 +59,17 @@ VARIABLES = {
     **{colour: f"--s{number}" for number, colour in enumerate(SERIES)},
 }  # fmt: skip
 
-RC: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.0,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.titlesize": 10.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10.0,
-    "axes.labelsize": 9.0,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": RULE,
-    "axes.linewidth": 0.8,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": False,
-    "grid.color": RULE,
-    "grid.linewidth": 0.7,
-    "xtick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.color": RULE,
-    "ytick.labelcolor": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 0.0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.handlelength": 1.4,
-    "legend.columnspacing": 1.4,
-    "legend.borderaxespad": 0.0,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",
-    "path.simplify_threshold": 0.3,
-}
-
 
 @dataclass(frozen=True)
 class Drawing:
-    """A named figure of a size in inches, drawn on demand."""
+    """A named figure, drawn on demand."""
 
     name: str
-    width: float
-    height: float
     draw: Callable[[Figure], None]
     alt: str = ""
+    """What it shows, for those who cannot see it."""
+    width: float = WIDTH
+    height: float = HEIGHT
 
     def png(self, folder: Path, dpi: int = 160) -> Path:
         """Write `<name>.png` into a folder and return its path."""
@@ -169,7 +134,7 @@ def head(ax: Axes, title: str) -> None:
         )  # fmt: skip
 
 
-def over_rounds(ax: Axes, rounds: list[int], margin: float = 0.0, note: str = "") -> None:
+def over_rounds(ax: Axes, rounds: Sequence[int], margin: float = 0.0, note: str = "") -> None:
     """Give an axes a horizontal axis of whole rounds, named with a note beside."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
@@ -187,20 +152,47 @@ def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = 
 
 def in_bytes(value: float) -> str:
     """Return a tick's number of bytes without needless digits."""
-    return _tidy(human_bytes(value))
+    number, _, unit = human_bytes(value).partition(" ")
+    return f"{float(number):g} {unit}"
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the colour and the marker of the series of a number; the pairs repeat late."""
+    """Return the colour and the marker of a series by its number; the pairs repeat late."""
     rounds, place = divmod(number, len(SERIES))
     return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
-
-
-def _tidy(label: str) -> str:
-    number, _, unit = label.partition(" ")
-    return f"{float(number):g} {unit}"
 
 
 def marker(points: int) -> str:
     """Return a marker for short curves; long ones go without."""
     return "o" if points <= 25 else ""
+
+
+def line(
+    ax: Axes, values: pd.Series, colour: str = SERIES[0], size: float = 3.2, **look: Any
+) -> None:
+    """Draw a series over its index; its points are marked where they are few."""
+    ax.plot(values.index, values, color=colour, marker=marker(len(values)), markersize=size, **look)
+
+
+def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
+    """Draw the mean of a numbered series, and around it a band of one standard deviation."""
+    colour, _ = mark(number)
+    line(ax, mean, colour, size=3, linestyle=DASHES[number % len(DASHES)], label=label)
+    shade(ax, mean - std, mean + std, colour, alpha=0.15)
+
+
+def shade(ax: Axes, low: pd.Series, high: pd.Series, colour: str, **look: Any) -> None:
+    """Fill the area between two series of the same index."""
+    ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
+
+
+def grid(ax: Axes, axis: Literal["x", "y"]) -> None:
+    """Draw grid lines for the ticks of one axis alone."""
+    ax.grid(visible=False)
+    ax.grid(visible=True, axis=axis)
+
+
+def short(name: str, width: int = 16) -> str:
+    """Return a printable name, cut where it is longer than `width`."""
+    name = printable(name)
+    return name if len(name) <= width else name[: width - 1] + "…"

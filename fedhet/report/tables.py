@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.report.groups import Column, Comparison, Group, Spread
-from fedhet.report.run import Run
-from fedhet.report.units import (
+from fedhet.report.frames import STATISTICS
+from fedhet.report.groups import Column, Comparison, Spread
+from fedhet.report.run import Run, highest, lowest
+from fedhet.runs.records import NAN
+from fedhet.runs.units import (
     ABSENT,
     human_bytes,
     human_seconds,
@@ -42,36 +46,51 @@ class Cell:
         return self.value if math.isfinite(self.value) else ""
 
 
+Row = tuple[Cell, ...]
+
+
 @dataclass(frozen=True)
 class Cells:
-    """A table's headers and rows; `words` of its first columns are text."""
+    """A table: its columns by their headers; the first `words` of them are text."""
 
-    headers: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    foot: tuple[tuple[str, ...], ...] = ()
+    columns: Mapping[str, Sequence[Cell]]
+    foot: Sequence[Sequence[str]] = ()
     words: int = 1
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The columns' headers."""
+        return tuple(self.columns)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The cells row by row."""
+        return list(zip(*self.columns.values(), strict=True))
 
 
 def client_cells(run: Run) -> Cells:
-    """Return a row a client: model, samples, last accuracy under each protocol and kind."""
-    with_model, with_samples = bool(run.models), bool(run.samples)
-    scores = [run.last(*column) for column in run.columns]
-    headers = ["client", *["model"] * with_model, *["samples"] * with_samples]
-    rows = []
-    for name in run.clients:
-        row = [Cell(printable(name)), *[Cell(run.models.get(name, ABSENT))] * with_model]
-        if with_samples:
-            held = run.samples.get(name)
-            row.append(Cell(f"{held:,}" if held is not None else ABSENT, held or 0))
-        values = [each.per_client.get(name, math.nan) for each in scores]
-        rows.append((*row, *(Cell(score(value), value) for value in values)))
-    blank = [""] * (len(headers) - 1)
-    foot = tuple(
-        (part, *blank, *(score(getattr(each, part)) for each in scores))
-        for part in ("mean", "std", "worst")
-    )
-    titles = (*headers, *(" ".join(column) for column in run.columns))
-    return Cells(titles, tuple(rows), foot if scores else (), 1 + with_model)
+    """Return a row for each client: model, samples, last accuracy by protocol and kind."""
+    about = {"client": [Cell(printable(name)) for name in run.clients]}
+    if run.models:
+        about["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
+    words = len(about)
+    if run.samples:
+        about["samples"] = [_count(run.samples.get(name)) for name in run.clients]
+    scores = {" ".join(column): run.last(*column) for column in run.columns}
+    accuracies: dict[str, list[Cell]] = {}
+    for title, each in scores.items():
+        values = [each.per_client.get(name, NAN) for name in run.clients]
+        accuracies[title] = [Cell(score(value), value) for value in values]
+    blank = [""] * (len(about) - 1)
+    foot = [
+        [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
+        for statistic in STATISTICS
+    ]
+    return Cells({**about, **accuracies}, foot if scores else [], words)
+
+
+def _count(number: int | None) -> Cell:
+    return Cell(ABSENT, 0) if number is None else Cell(f"{number:,}", number)
 
 
 def final_table(run: Run) -> Table:
@@ -101,10 +120,8 @@ def relative_line(run: Run) -> str:
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
-    best, worst = (
-        f"{score(value)} ({name})"
-        for value, name in ((ratio.best, ratio.best_client), (ratio.worst, ratio.worst_client))
-    )
+    best = f"{score(ratio.best)} ({highest(ratio.per_client)})"
+    worst = f"{score(ratio.worst)} ({lowest(ratio.per_client)})"
     mean = score(ratio.mean)
     return f"relative to training alone, {protocol}: mean {mean}, best {best}, worst {worst}"
 
@@ -115,10 +132,10 @@ def _table(cells: Cells, title: Text) -> Table:
         title=title, title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
         collapse_padding=True, pad_edge=False,
     )  # fmt: skip
-    for number, header in enumerate(cells.headers):
+    for number, (header, column) in enumerate(cells.columns.items()):
         foot = Text("\n".join(row[number] for row in cells.foot))
         if number < cells.words:
-            longest = max((len(row[number].text) for row in cells.rows), default=1)
+            longest = max((len(cell.text) for cell in column), default=1)
             table.add_column(Text(header), foot, overflow="fold", min_width=min(longest, 14))
         else:
             stacked = Text(header.replace(" ", "\n", 1), justify="right")
@@ -131,53 +148,49 @@ def _add(table: Table, rows: Sequence[Sequence[Cell]]) -> None:
         table.add_row(*(Text(printable(cell.text).replace(" ± ", "\n± ")) for cell in row))
 
 
-def _ends(
-    cells: Cells, columns: Sequence[Column]
-) -> tuple[Sequence[Sequence[Cell]], int, Sequence[Sequence[Cell]]]:
-    """Return the best rows, the number of those left out, and the worst."""
+def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list[Row]]:
+    """Return the rows best in the first of the columns, the number left out, and the worst."""
     rows = cells.rows
     if len(rows) <= WHOLE or not columns:
-        return rows[:WHOLE], len(rows[WHOLE:]), ()
-    place = len(cells.headers) - len(columns)
-    known = [row for row in rows if isinstance(row[place].key, float)]
-    ranked = sorted(known, key=lambda row: -(row[place].value or 0.0))
+        return rows[:WHOLE], len(rows[WHOLE:]), []
+    headline = cells.columns[" ".join(columns[0])]
+    known = pd.Series([cell.value for cell in headline], dtype=float).dropna()
+    ranked = [rows[place] for place in known.sort_values(ascending=False, kind="stable").index]
     best, worst = ranked[:ENDS], ranked[ENDS:][-ENDS:]
     return best, len(rows) - len(best) - len(worst), worst
 
 
 def comparison_cells(comparison: Comparison) -> Cells:
-    """Return a row a group, as `Comparison` orders them."""
-    headline = comparison.headline
-    headers = [
-        "run", "data set", "n", *(" ".join(column) for column in comparison.columns),
-        "worst client", "bytes up", "bytes down", f"bytes to {percent(comparison.target)}", "time",
-    ]  # fmt: skip
-    rows = []
-    for group in comparison.groups:
-        label = printable(group.label) + ("" if group.finished else " *")
-        row = [Cell(label), Cell(printable(group.dataset))]
-        row.append(Cell(str(len(group.runs)), len(group.runs)))
-        row += [_accuracy(group.score(column)) for column in comparison.columns]
-        row.append(_accuracy(group.worst(headline)))
-        row += [_sized(group.bytes_up), _sized(group.bytes_down)]
-        row.append(_reached(group, comparison))
-        row.append(Cell(human_seconds(group.seconds.mean), group.seconds.mean))
-        rows.append(tuple(row))
-    return Cells(tuple(headers), tuple(rows), words=2)
+    """Return a row for each group, as `Comparison` orders them."""
+    groups, headline, target = comparison.groups, comparison.headline, comparison.target
+    seconds = [group.total("seconds").mean for group in groups]
+    names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
+    columns = {
+        "run": [Cell(name) for name in names],
+        "data set": [Cell(printable(group.dataset)) for group in groups],
+        "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
+    }
+    for column in comparison.columns:
+        columns[" ".join(column)] = [_accuracy(group.score(column)) for group in groups]
+    columns |= {
+        "worst client": [_accuracy(group.worst(headline)) for group in groups],
+        "bytes up": [_sized(group.total("bytes_up")) for group in groups],
+        "bytes down": [_sized(group.total("bytes_down")) for group in groups],
+        f"bytes to {percent(target)}": [
+            _sized(group.bytes_to(headline, target), len(group.runs)) for group in groups
+        ],
+        "time": [Cell(human_seconds(mean), mean) for mean in seconds],
+    }
+    return Cells(columns, words=2)
 
 
 def _accuracy(spread: Spread) -> Cell:
     return Cell(plus_minus(spread.mean, spread.std), spread.mean)
 
 
-def _sized(spread: Spread) -> Cell:
-    return Cell(human_bytes(spread.mean), spread.mean)
-
-
-def _reached(group: Group, comparison: Comparison) -> Cell:
-    """Say what the target cost, and how many runs reached it where not all did."""
-    spread = group.bytes_to(comparison.headline, comparison.target)
-    some = f" ({spread.n} of {len(group.runs)})" if 0 < spread.n < len(group.runs) else ""
+def _sized(spread: Spread, runs: int = 0) -> Cell:
+    """Return a number of bytes, and of how many of the `runs` it is where not of all."""
+    some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(human_bytes(spread.mean) + some, spread.mean)
 
 
@@ -190,3 +203,17 @@ def comparison_table(comparison: Comparison) -> Table:
     table.caption_justify = "left"
     _add(table, cells.rows)
     return table
+
+
+def markdown(cells: Cells) -> str:
+    """Return a table in Markdown."""
+    rule = ["---" if place < cells.words else "---:" for place in range(len(cells.columns))]
+    rows = [[plain(cell.text) for cell in row] for row in cells.rows]
+    lines = [[plain(header) for header in cells.headers], rule, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def plain(text: str) -> str:
+    """Return text that Markdown sets as it is."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\|*_`\[])", r"\\\1", escaped)

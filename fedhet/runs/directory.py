@@ -9,9 +9,10 @@ from typing import IO
 
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
-from fedhet.config.tables import PLACE
 from fedhet.errors import StateError
+from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord
+from fedhet.settings.tables import PLACE
 from fedhet.wire.knowledge import is_name
 
 
@@ -71,17 +72,13 @@ def read_run_name(directory: Path) -> str:
     return name
 
 
-def read_records(path: Path) -> list[RoundRecord]:
-    """Return the whole records of metrics.jsonl in order; its last line may have been cut short."""
-    if not path.exists():
-        return []
-    records: list[RoundRecord] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = RoundRecord.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            break
-        if record.round != len(records) + 1:
-            break
-        records.append(record)
-    return records
+def whole_rounds(path: Path, rounds: int) -> list[RoundRecord]:
+    """Return the records of rounds 1 to `rounds`, from which a run goes on. Raises StateError."""
+    found = read_records(path)[0] if path.exists() else []
+    whole = [record for number, record in enumerate(found, 1) if record.round == number]
+    if len(whole) < rounds:
+        raise StateError(
+            f"{path} holds {len(whole)} whole rounds, the last checkpoint is of round {rounds}: "
+            "the run cannot be resumed"
+        )
+    return whole[:rounds]

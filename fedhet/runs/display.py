@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.config.resolve import Config
-from fedhet.runs.records import RoundRecord
+from fedhet.runs.records import RoundRecord, Score, Summary
+from fedhet.runs.units import human_bytes, plural
 
 MOST_CLIENTS = 24
 MOST_NOTICES = 6
@@ -42,7 +42,7 @@ class LineDisplay:
         _, text = headline_of(record, self._headline)
         answered = f"{len(record.answered)}/{len(record.asked)} clients"
         bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
-        loss = f"train loss {record.loss['mean']:.4f}  " if record.loss else ""
+        loss = f"train loss {record.loss.mean:.4f}  " if record.loss else ""
         self._print(
             f"round {record.round:>3}  {text}  {loss}{answered}  {bytes_moved}  "
             f"{record.seconds.total:.1f} s"
@@ -52,10 +52,9 @@ class LineDisplay:
         """Print a notice."""
         self._print(f"note: {text}")
 
-    def run_finished(self, summary: Mapping[str, Any]) -> None:
+    def run_finished(self, summary: Summary) -> None:
         """Print how long it took."""
-        rounds = plural(int(summary["rounds"]), "round")
-        self._print(f"{rounds} in {summary['seconds']['total']:.1f} s")
+        self._print(f"{plural(summary.rounds, 'round')} in {summary.seconds.total:.1f} s")
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -127,7 +126,7 @@ class LiveDisplay:
         """Show a notice under the table."""
         self._notices = [*self._notices, text][-MOST_NOTICES:]
 
-    def run_finished(self, summary: Mapping[str, Any]) -> None:
+    def run_finished(self, summary: Summary) -> None:
         """Show nothing more: the final table follows."""
 
     def _render(self) -> RenderableType:
@@ -147,7 +146,7 @@ class LiveDisplay:
         table.add_column("accuracy", justify="right")
         table.add_column("train loss", justify="right")
         accuracy = _private(self._last, self._protocol)
-        losses = self._last.loss.get("per_client", {}) if self._last else {}
+        losses = self._last.loss.per_client if self._last and self._last.loss else {}
         for name in list(self._models)[:MOST_CLIENTS]:
             table.add_row(
                 name,
@@ -172,36 +171,21 @@ def title(config: Config, models: Mapping[str, str]) -> str:
     return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return e.g. `1 round`, `2 rounds`."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
     """Return the mean accuracy of the private models under `protocol`, and a text of it."""
     shown = protocol if protocol in record.accuracy else "personal"
-    values = record.accuracy.get(shown, {}).get("private")
-    if values is None:
+    scores = record.accuracy.get(shown, {}).get("private")
+    if scores is None:
         return None, "not evaluated"
-    text = f"accuracy ({shown}) {values['mean']:.4f} ± {values['std']:.4f}"
-    return float(values["mean"]), f"{text}, worst {values['worst']:.4f}"
-
-
-def human_bytes(count: float) -> str:
-    """Return a number of bytes in words, e.g. `1.2 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    text = f"accuracy ({shown}) {scores.mean:.4f} ± {scores.std:.4f}"
+    return scores.mean, f"{text}, worst {scores.worst:.4f}"
 
 
 def _private(record: RoundRecord | None, protocol: str) -> Mapping[str, float]:
     if record is None:
         return {}
     kinds = record.accuracy.get(protocol) or record.accuracy.get("personal") or {}
-    values: Mapping[str, float] = kinds.get("private", {}).get("per_client", {})
-    return values
+    return kinds.get("private", Score()).per_client
 
 
 def _number(value: float | None) -> str:

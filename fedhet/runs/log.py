@@ -11,17 +11,17 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
-from fedhet.errors import StateError
-from fedhet.runs.directory import check_same, claimed, make_empty, read_records, read_run_name
-from fedhet.runs.records import RoundRecord, Seconds, peak_memory_mb
+from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
+from fedhet.runs.files import record_line, summary_text
+from fedhet.runs.records import PastRound, RoundRecord, Seconds, Summary, peak_memory_mb
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 
 
@@ -43,7 +43,7 @@ class Watcher(Protocol):
     def notice(self, text: str) -> None:
         """Something that a person should know."""
 
-    def run_finished(self, summary: Mapping[str, Any]) -> None:
+    def run_finished(self, summary: Summary) -> None:
         """The last round is over."""
 
 
@@ -57,7 +57,6 @@ class RunLog:
         self.directory = directory
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
-        self.peak_memory_mb = 0.0
         self.resumed: Checkpoint | None = None
         """The state from which the run goes on, where it is not a new one."""
         self._checkpoints = Checkpoints(directory)
@@ -95,14 +94,9 @@ class RunLog:
         self.run_name = read_run_name(self.directory)
         self.resumed = self._checkpoints.newest(self.notice)
         self._checkpoints.forget_after(self.done)
-        self._history = read_records(self._metrics)[: self.done]
-        if len(self._history) < self.done:
-            raise StateError(
-                f"{self._metrics} holds {len(self._history)} whole rounds, "
-                f"the last checkpoint is of round {self.done}: the run cannot be resumed"
-            )
+        self._history = whole_rounds(self._metrics, self.done)
         with replacing(self._metrics) as path:
-            path.write_text("".join(map(_line, self._history)), encoding="utf-8")
+            path.write_text("".join(map(record_line, self._history)), encoding="utf-8")
         for record in self._history:
             self._seconds.add(record.seconds)
         self._started -= self._seconds.total
@@ -135,14 +129,10 @@ class RunLog:
 
     def round_finished(self, record: RoundRecord) -> None:
         """Write a round's record and pass it on."""
-        busy = record.seconds.train + record.seconds.evaluate
-        at_once = max(1, min(self.workers, len(record.asked)))
-        lost = record.seconds.total - record.seconds.server - busy / at_once
-        record.seconds.overhead = max(lost, 0.0)
         self._history.append(record)
         self._seconds.add(record.seconds)
         with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+            file.write(record_line(record))
         self._write_events(record)
         for watcher in self.watchers:
             watcher.round_finished(record)
@@ -151,39 +141,38 @@ class RunLog:
         """Keep the server's state after a round, from which the run can be resumed."""
         self._checkpoints.write(round, tensors, facts)
 
-    def finish(self) -> dict[str, Any]:
-        """Write summary.json and pass it on; return what it holds."""
+    def finish(self) -> Summary:
+        """Write summary.json and pass the summary on; return it."""
         self._board.close()
         summary = self._summary()
         with replacing(self.directory / "summary.json") as path:
-            path.write_text(json.dumps(summary, indent=1, allow_nan=False), encoding="utf-8")
+            path.write_text(summary_text(summary), encoding="utf-8")
         for watcher in self.watchers:
             watcher.run_finished(summary)
         self._claim.close()
         return summary
 
-    def _summary(self) -> dict[str, Any]:
-        run = self.config.run
+    def _summary(self) -> Summary:
         last = self._history[-1] if self._history else RoundRecord(0)
-        relative = {"relative": last.relative} if last.relative else {}
-        seconds = vars(self._seconds) | {"total": time.perf_counter() - self._started}
-        return {
-            "method": self.config.method.name,
-            "dataset": run.data.dataset,
-            "seed": run.seed,
-            "rounds": len(self._history),
-            "clients": len(self.models),
-            "models": self.models,
-            "headline": self._headline(),
-            "accuracy": last.accuracy,
-            **relative,
-            "history": [_brief(record) for record in self._history],
-            "bytes_up": sum(record.bytes_up for record in self._history),
-            "bytes_down": sum(record.bytes_down for record in self._history),
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
-            "peak_memory_mb": round(max(self.peak_memory_mb, peak_memory_mb()), 1),
-            "versions": versions(),
-        }
+        total = time.perf_counter() - self._started
+        peaks = [record.peak_memory_mb for record in self._history]
+        return Summary(
+            method=self.config.method.name,
+            dataset=self.config.run.data.dataset,
+            seed=self.config.run.seed,
+            rounds=len(self._history),
+            clients=len(self.models),
+            models=self.models,
+            headline=self._headline(),
+            accuracy=last.accuracy,
+            relative=last.relative,
+            history=[PastRound.of(record) for record in self._history],
+            bytes_up=sum(record.bytes_up for record in self._history),
+            bytes_down=sum(record.bytes_down for record in self._history),
+            seconds=self._seconds.model_copy(update={"total": total}).rounded(),
+            peak_memory_mb=round(max(peak_memory_mb(), *peaks), 1),
+            versions=versions(),
+        )
 
     def _headline(self) -> str:
         """Return the method's headline protocol, or personal where there is no common test set."""
@@ -192,23 +181,27 @@ class RunLog:
         return headline if headline in measured or not measured else "personal"
 
     def _write_events(self, record: RoundRecord) -> None:
-        for protocol, kinds in record.accuracy.items():
-            for kind, values in kinds.items():
-                for statistic in ("mean", "std", "worst"):
-                    tag = f"accuracy-{protocol}-{kind}/{statistic}"
-                    self._board.add_scalar(tag, values[statistic], record.round)
-        for protocol, values in record.relative.items():
-            for statistic in ("mean", "best", "worst"):
-                tag = f"relative-{protocol}/{statistic}"
-                self._board.add_scalar(tag, values[statistic], record.round)
-        if record.loss:
-            self._board.add_scalar("loss/mean", record.loss["mean"], record.round)
-        self._board.add_scalar("bytes/up", record.bytes_up, record.round)
-        self._board.add_scalar("bytes/down", record.bytes_down, record.round)
-        for name, value in record.method.items():
-            self._board.add_scalar(f"{self.config.method.name}/{name}", value, record.round)
-        for name, value in vars(record.seconds).items():
-            self._board.add_scalar(f"seconds/{name}", value, record.round)
+        for name, value in _scalars(record, self.config.method.name):
+            self._board.add_scalar(name, value, record.round)
+
+
+def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
+    """Yield a round's numbers under their names in TensorBoard."""
+    for protocol, kinds in record.accuracy.items():
+        for kind, scores in kinds.items():
+            for statistic in ("mean", "std", "worst"):
+                yield f"accuracy-{protocol}-{kind}/{statistic}", getattr(scores, statistic)
+    for protocol, ratio in record.relative.items():
+        for statistic in ("mean", "best", "worst"):
+            yield f"relative-{protocol}/{statistic}", getattr(ratio, statistic)
+    if record.loss:
+        yield "loss/mean", record.loss.mean
+    yield "bytes/up", record.bytes_up
+    yield "bytes/down", record.bytes_down
+    for name, value in record.method.items():
+        yield f"{method}/{name}", value
+    for name, value in record.seconds:
+        yield f"seconds/{name}", value
 
 
 def versions() -> dict[str, str]:
@@ -220,20 +213,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _line(record: RoundRecord) -> str:
-    return json.dumps(record.as_json(), allow_nan=False) + "\n"
-
-
-def _brief(record: RoundRecord) -> dict[str, Any]:
-    return {
-        "round": record.round,
-        "accuracy": {
-            protocol: {kind: values["mean"] for kind, values in kinds.items()}
-            for protocol, kinds in record.accuracy.items()
-        },
-        "bytes_up": record.bytes_up,
-        "bytes_down": record.bytes_down,
-        "seconds": round(record.seconds.total, 3),
-    }

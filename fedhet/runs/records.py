@@ -1,4 +1,8 @@
-"""What is measured in a round and in a run, as plain data that can be written as JSON."""
+"""What a run writes: metrics.jsonl, one record a round, and summary.json; and how it is measured.
+
+These are the only declarations of the two files. Fields that this version does not know are
+ignored when a file is read; null stands for NaN, for which JSON has no number.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import math
 import resource
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+import pydantic.dataclasses
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from fedhet.errors import KnowledgeError
 
@@ -17,10 +23,163 @@ Accuracy = dict[str, dict[str, dict[str, float]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""
 
 PROTOCOLS = ("personal", "common")
-MOST = 1e15
-"""The largest loss, time or size that a client may report; sums and squares of it are finite."""
+"""The test sets: a client's own test split, and one that all clients share."""
 KINDS = ("private", "local", "proxy", "global", "server")
 """`local`: the private model as it was after training alone, before anything was learned."""
+MOST = 1e15
+"""The largest loss, time or size that a client may report; sums and squares of it are finite."""
+NAN = float("nan")
+READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+
+
+def _or_nan(value: object) -> object:
+    infinite = isinstance(value, float) and math.isinf(value)
+    return NAN if value is None or infinite else value
+
+
+def _numbers(values: object) -> object:
+    """Leave out texts and tables, which other versions may have logged beside the numbers."""
+    if not isinstance(values, Mapping):
+        return values
+    return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
+
+
+Number = Annotated[float, BeforeValidator(_or_nan)]
+Figures = Annotated[dict[str, Number], BeforeValidator(_numbers)]
+
+
+class Score(BaseModel):
+    """A quantity of each client, and its mean, standard deviation and lowest value."""
+
+    model_config = READING | ConfigDict(frozen=True)
+
+    mean: Number = NAN
+    std: Number = NAN
+    worst: Number = NAN
+    per_client: dict[str, Number] = {}
+
+
+class Ratio(Score):
+    """Each client's accuracy divided by that of its model after training alone."""
+
+    best: Number = NAN
+
+
+Scores = dict[str, dict[str, Score]]
+"""protocol -> kind -> accuracies of the clients' models."""
+Loss = Annotated[
+    Score | None,
+    BeforeValidator(lambda loss: loss or None),
+    PlainSerializer(lambda loss: loss.model_dump() if loss else {}),
+]
+"""None, which is written {}: no client reported a loss."""
+
+
+class Seconds(BaseModel):
+    """Where time went. `train` and `evaluate` are sums over clients; the others are wall time."""
+
+    model_config = READING
+
+    total: Number = 0.0
+    train: Number = 0.0
+    evaluate: Number = 0.0
+    server: Number = 0.0
+    overhead: Number = 0.0
+
+    def add(self, other: Seconds) -> None:
+        """Add another account to this one."""
+        for name, value in other:
+            setattr(self, name, getattr(self, name) + value)
+
+    def rounded(self) -> Seconds:
+        """Return the account in milliseconds' precision."""
+        return Seconds(**{name: round(value, 3) for name, value in self})
+
+
+@pydantic.dataclasses.dataclass(config=READING)
+class RoundRecord:
+    """One line of metrics.jsonl; it is filled while the round goes on."""
+
+    round: int
+    asked: list[str] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Client -> reason."""
+    accuracy: Scores = field(default_factory=dict)
+    relative: dict[str, Ratio] = field(default_factory=dict)
+    """By protocol."""
+    loss: Loss = None
+    """Training losses."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+    method: Figures = field(default_factory=dict)
+    """The method's own figures of the round."""
+    peak_memory_mb: Number = 0.0
+    """The most memory that a client's process has reported so far, in MB."""
+
+
+class PastRound(BaseModel):
+    """A round in the history of a summary: mean accuracies by protocol and kind, and its cost."""
+
+    model_config = READING
+
+    round: int
+    accuracy: dict[str, dict[str, Number]] = {}
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: Number = NAN
+
+    @classmethod
+    def of(cls, record: RoundRecord) -> PastRound:
+        """Return what the history says of a round."""
+        means = {
+            protocol: {kind: scores.mean for kind, scores in kinds.items()}
+            for protocol, kinds in record.accuracy.items()
+        }
+        return cls(
+            round=record.round, accuracy=means, bytes_up=record.bytes_up,
+            bytes_down=record.bytes_down, seconds=round(record.seconds.total, 3),
+        )  # fmt: skip
+
+
+class Summary(BaseModel):
+    """summary.json: a finished run. The accuracies are those after the last round."""
+
+    model_config = READING
+
+    method: str
+    dataset: str
+    seed: int
+    rounds: int
+    clients: int = 0
+    models: dict[str, str] = {}
+    """Client -> model."""
+    headline: str = ""
+    """The protocol under which the method is to be judged."""
+    accuracy: Scores = {}
+    relative: dict[str, Ratio] = {}
+    history: list[PastRound] = []
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: Seconds = Seconds()
+    peak_memory_mb: Number = NAN
+    """The most memory that a process has held, of the server's and the clients'."""
+    versions: dict[str, str] = {}
+
+    @property
+    def last_round(self) -> int:
+        """The last round of the history."""
+        return max((past.round for past in self.history), default=self.rounds)
+
+
+class Partition(BaseModel):
+    """partition.json: how many samples of each class each client holds."""
+
+    model_config = READING
+
+    classes: list[str]
+    counts: dict[str, list[int]]
 
 
 def metric_name(protocol: str, kind: str) -> str:
@@ -28,22 +187,20 @@ def metric_name(protocol: str, kind: str) -> str:
     return f"accuracy.{protocol}.{kind}"
 
 
-def spread(per_client: Mapping[str, float]) -> dict[str, Any]:
-    """Return mean, standard deviation, worst and the values, each client counting once."""
+def spread(per_client: Mapping[str, float]) -> Score:
+    """Return mean, standard deviation, lowest and the values, each client counting once."""
     values = np.array([per_client[name] for name in sorted(per_client)])
-    return {
-        "mean": float(values.mean()),
-        "std": float(values.std()),
-        "worst": float(values.min()),
-        "per_client": {name: float(per_client[name]) for name in sorted(per_client)},
-    }
+    return Score(
+        mean=float(values.mean()),
+        std=float(values.std()),
+        worst=float(values.min()),
+        per_client={name: float(per_client[name]) for name in sorted(per_client)},
+    )
 
 
-def summarise(
-    accuracy: Accuracy, without: Collection[str] = ()
-) -> dict[str, dict[str, dict[str, Any]]]:
+def summarise(accuracy: Accuracy, without: Collection[str] = ()) -> Scores:
     """Return `spread` for each protocol and kind that somebody has, some clients left out."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: Scores = {}
     for protocol, kinds in sorted(accuracy.items()):
         for kind, per_client in sorted(kinds.items()):
             kept = {name: value for name, value in per_client.items() if name not in without}
@@ -52,12 +209,12 @@ def summarise(
     return found
 
 
-def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Ratio]:
     """Return, by protocol, each client's private over its local accuracy: `spread`, and the best.
 
     Of the clients that reported both; one that was never right alone has no ratio.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):
         before, after = kinds.get("local", {}), kinds.get("private", {})
         ratios = {
@@ -66,51 +223,8 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, dic
             if before[name] > 0
         }
         if ratios:
-            found[protocol] = {"best": max(ratios.values()), **spread(ratios)}
+            found[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))
     return found
-
-
-@dataclass
-class Seconds:
-    """Where time went. `train` and `evaluate` are sums over clients; the others are wall time."""
-
-    total: float = 0.0
-    train: float = 0.0
-    evaluate: float = 0.0
-    server: float = 0.0
-    overhead: float = 0.0
-
-    def add(self, other: Seconds) -> None:
-        """Add another account to this one."""
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
-
-@dataclass
-class RoundRecord:
-    """One line of metrics.jsonl."""
-
-    round: int
-    asked: list[str] = field(default_factory=list)
-    answered: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    accuracy: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    relative: dict[str, dict[str, Any]] = field(default_factory=dict)
-    loss: dict[str, Any] = field(default_factory=dict)
-    bytes_up: int = 0
-    bytes_down: int = 0
-    seconds: Seconds = field(default_factory=Seconds)
-    peak_memory_mb: float = 0.0
-    method: dict[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the record as plain data; `from_json` takes it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> RoundRecord:
-        """Return the record that `as_json` wrote. Raises TypeError if it did not."""
-        return cls(**{**record, "seconds": Seconds(**record["seconds"])})
 
 
 def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
@@ -151,12 +265,15 @@ def write_measures(measured: Measured) -> dict[str, float]:
     return flat
 
 
-def read_measures(sender: str, metrics: Mapping[str, object]) -> Measured:
-    """Return what a client says it measured. Raises KnowledgeError naming it and the figure."""
+def read_measures(sender: str, metrics: Mapping[str, object], kinds: Sequence[str]) -> Measured:
+    """Return what a client says it measured, of models of the method's `kinds`.
+
+    Raises KnowledgeError naming the sender and the figure.
+    """
     accuracy = {
         (protocol, kind): _number(sender, metrics, metric_name(protocol, kind), high=1.0)
         for protocol in PROTOCOLS
-        for kind in KINDS
+        for kind in kinds
         if metric_name(protocol, kind) in metrics
     }
     return Measured(

@@ -16,10 +16,10 @@ from statistics import NormalDist
 import numpy as np
 
 from fedhet.arrays import Array
-from fedhet.config.tables import AttackSettings
 from fedhet.seeding import numpy_rng
 from fedhet.server.exchange import Reply
 from fedhet.server.round import RoundState
+from fedhet.settings.tables import AttackSettings
 from fedhet.wire.contract import Contract, Field, TensorField, poisonable
 from fedhet.wire.knowledge import Knowledge
 

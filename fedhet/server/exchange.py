@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flwr.common import Code, FitRes, Parameters, ndarrays_to_parameters
+from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
 
+from fedhet.config.methods import Method
 from fedhet.errors import KnowledgeError
 from fedhet.runs.records import Measured, read_measures
 from fedhet.server.proxy import StoredReply
@@ -45,12 +46,10 @@ class Reply:
 class Exchange:
     """The messages between a method's server half and its clients in one run."""
 
-    def __init__(
-        self, run: str, method: str, receives: Contract, max_bytes: int, state: RoundState
-    ) -> None:
-        """`receives` is the contract of replies, of `max_bytes` at most; `state` counts bytes."""
-        self._run, self._method = run, method
-        self._receives = receives
+    def __init__(self, run: str, method: Method, max_bytes: int, state: RoundState) -> None:
+        """A reply has `max_bytes` at most; `state` counts what is sent and received."""
+        self._run, self._method, self._kinds = run, method.name, method.spec.kinds
+        self._receives: Contract = method.client.sends
         self._max_bytes = max_bytes
         self._state = state
 
@@ -85,9 +84,15 @@ class Exchange:
             raise KnowledgeError(name, "answer", fault)
         envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
         expect(envelope, run=self._run, method=self._method, round=round, sender=name)
-        reply = Reply(client, knowledge, read_measures(name, result.metrics))
+        reply = Reply(client, knowledge, read_measures(name, result.metrics, self._kinds))
         self.check(reply, sizes)
         return reply
+
+    def read_evaluation(self, name: str, result: EvaluateRes) -> Measured:
+        """Return what a client measured when it was asked to. Raises KnowledgeError."""
+        if "error" in result.metrics:
+            raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
+        return read_measures(name, result.metrics, self._kinds)
 
     def check(self, reply: Reply, sizes: Sizes) -> None:
         """Raise KnowledgeError unless a reply keeps the contract."""

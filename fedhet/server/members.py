@@ -11,9 +11,9 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.config.tables import EngineSettings
 from fedhet.errors import FedhetError, words_of
 from fedhet.models import is_registered
+from fedhet.settings.tables import EngineSettings
 from fedhet.wire.identity import ClientInfo, read_properties
 
 Task = tuple[int, tuple[int, ...]]

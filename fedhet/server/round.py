@@ -133,7 +133,7 @@ class RoundState:
         if evaluated:
             record.accuracy = summarise(self._accuracy, without=self._changed)
             record.relative = relative(self._accuracy, without=self._changed)
-        record.loss = spread(self._losses) if self._losses else {}
+        record.loss = spread(self._losses) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
         seconds = record.seconds
         seconds.total = time.perf_counter() - self._started

@@ -197,7 +197,11 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
         found = "' or '".join(homes)
         return SettingsError(f"unknown setting '{name}': it is '{found}'")
     endings = {full.rpartition(".")[2]: full for full in known}
-    hint = nearest(name, known) or nearest(name, endings) or "; `fedhet settings` and `fedhet methods NAME` list them"
+    hint = (
+        nearest(name, known)
+        or nearest(name, endings)
+        or "; `fedhet settings` and `fedhet methods NAME` list them"
+    )
     return SettingsError(f"unknown setting '{name}'{hint}")
 
 

@@ -1,9 +1,10 @@
-"""Numbers and names as a person reads them; the same on the page, in the terminal, in Markdown."""
+"""Numbers and names as people read them, alike on the page, in the terminal and in Markdown."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 ABSENT = "—"
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -81,7 +82,7 @@ def printable(text: str) -> str:
     return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text)
 
 
-def spans(numbers: list[int]) -> str:
+def spans(numbers: Iterable[int]) -> str:
     """Return sorted numbers as spans: [1, 2, 3, 7] is "1–3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.config.schema import (
+from fedhet.settings.schema import (
     Count,
     CountOrNone,
     Fraction,

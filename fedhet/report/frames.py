@@ -1,0 +1,68 @@
+"""The rounds of a run as data frames, indexed by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from fedhet.runs.records import NAN, RoundRecord
+
+STATISTICS = ["mean", "std", "worst"]
+
+
+def accuracies(records: Sequence[RoundRecord]) -> pd.DataFrame:
+    """Return the accuracies over the clients, a row for each round, protocol and kind of model."""
+    rows = [
+        (record.round, protocol, kind, scores.mean, scores.std, scores.worst)
+        for record in records
+        for protocol, kinds in record.accuracy.items()
+        for kind, scores in kinds.items()
+    ]
+    frame = pd.DataFrame(rows, columns=["round", "protocol", "kind", *STATISTICS])
+    return frame.astype(dict.fromkeys(STATISTICS, float)).set_index("round")
+
+
+def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
+    """Return bytes and seconds of each round; `bytes` are those sent so far, up and down.
+
+    `seconds` is wall-clock time, and a column for each stage; see `fedhet.runs.records.Seconds`.
+    """
+    rows = [
+        {"bytes_up": record.bytes_up, "bytes_down": record.bytes_down, **dict(record.seconds)}
+        for record in records
+    ]
+    frame = pd.DataFrame(rows, index=_rounds(records)).rename(columns={"total": "seconds"})
+    return frame.assign(bytes=(frame["bytes_up"] + frame["bytes_down"]).cumsum())
+
+
+def losses(records: Sequence[RoundRecord]) -> pd.DataFrame:
+    """Return the training loss of each round: a column a client; rounds without one are absent."""
+    known = [record for record in records if record.loss]
+    rows = [record.loss.per_client for record in known if record.loss]
+    return pd.DataFrame(rows, index=_rounds(known), dtype=float)
+
+
+def mean_loss(records: Sequence[RoundRecord]) -> pd.Series:
+    """Return the mean training loss of each round that has one."""
+    means = [record.loss.mean if record.loss else NAN for record in records]
+    return pd.Series(means, index=_rounds(records), dtype=float).dropna()
+
+
+def figures(records: Sequence[RoundRecord]) -> pd.DataFrame:
+    """Return the method's own figures, a column each, in the order in which they first occur."""
+    rows = [record.method for record in records]
+    return pd.DataFrame(rows, index=_rounds(records), dtype=float)
+
+
+def over_seeds(each: Sequence[pd.Series]) -> pd.DataFrame:
+    """Return mean and sample standard deviation of several runs' curves, NaN for a single run.
+
+    Only the rounds for which every run has a value are kept.
+    """
+    table = pd.concat([curve.dropna() for curve in each], axis=1, join="inner").sort_index()
+    return pd.DataFrame({"mean": table.mean(axis=1), "std": table.std(axis=1)})
+
+
+def _rounds(records: Sequence[RoundRecord]) -> pd.Index:
+    return pd.Index([record.round for record in records], name="round", dtype=int)

@@ -1,0 +1,98 @@
+"""How records, summaries and partitions are written as JSON, and read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedhet.errors import StateError
+from fedhet.runs.records import Partition, RoundRecord, Summary
+
+T = TypeVar("T")
+
+
+def record_line(record: RoundRecord) -> str:
+    """Return a record as a line of metrics.jsonl."""
+    content = TypeAdapter(RoundRecord).dump_python(record)
+    return json.dumps(content, allow_nan=False) + "\n"
+
+
+def summary_text(summary: Summary) -> str:
+    """Return a summary as the text of summary.json; `relative` is absent where it is empty."""
+    content = summary.model_dump(exclude=set() if summary.relative else {"relative"})
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
+    """Return the rounds of metrics.jsonl in order, and notes on what was left out.
+
+    A last line that was cut short is left out. Of a round that was repeated after a resume, the
+    later record counts. Raises StateError, which names the line, for anything else.
+    """
+    lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+    records: dict[int, RoundRecord] = {}
+    for number, line in lines:
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number != lines[-1][0]:
+                raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
+            note = "the last line of metrics.jsonl was cut short and is left out"
+            return _in_order(records), [note]
+        record = _validated(RoundRecord, content, f"{path}: line {number}")
+        records[record.round] = record
+    return _in_order(records), []
+
+
+def _in_order(records: dict[int, RoundRecord]) -> list[RoundRecord]:
+    return [records[number] for number in sorted(records)]
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Return the summary of a run, or None where there is none yet. Raises StateError."""
+    return _read_json(path, Summary) if path.exists() else None
+
+
+def read_partition(path: Path) -> Partition | None:
+    """Return how the labels are distributed, or None where it is not known. Raises StateError."""
+    if not path.exists():
+        return None
+    found = _read_json(path, Partition)
+    for client, row in found.counts.items():
+        if len(row) != len(found.classes):
+            raise StateError(
+                f"{path}: counts.{client}: {len(row)} counts for {len(found.classes)} classes"
+            )
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text. Raises StateError, which names the file."""
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise StateError(
+            f"{path}: absent; either no round was finished, or {path.parent} is no run's directory"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StateError(f"{path}: unreadable: {error}") from None
+
+
+def _read_json(path: Path, schema: type[T]) -> T:
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
+    return _validated(schema, content, str(path))
+
+
+def _validated(schema: type[T], content: object, where: str) -> T:
+    try:
+        return TypeAdapter(schema).validate_python(content)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "content"
+        raise StateError(f"{where}: {field}: {first['msg']}") from None

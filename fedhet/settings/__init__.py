@@ -1,0 +1,1 @@
+"""Settings: what a table of them is, and every one that all runs have, declared once."""

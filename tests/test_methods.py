@@ -1,0 +1,335 @@
+"""A method is a file in strategies/, one in clients/, a test and a row in the README: all agree.
+
+And the rooms of the code: what is where, and which imports which.
+"""
+
+import ast
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.reference import reference
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
+from fedhet.errors import SettingsError
+from fedhet.settings.schema import MethodSettings
+from fedhet.settings.tables import RunSettings
+from fedhet.wire.contract import ScalarField, TensorField, WeightsField
+
+ROOT = Path(__file__).parent.parent
+HALVES = ("strategies", "clients")
+MODULES_OF = {name: name.replace("-", "_") for name in method_names()}
+
+
+def row_of(name: str, text: str) -> str:
+    """Return a method's row in the text of the README; fails with the row that is missing."""
+    rows = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+    module = MODULES_OF[name]
+    row = f"| `{name}` | … | [strategies/{module}.py](strategies/{module}.py) | …"
+    assert rows, f"README.md, table of methods: the row of '{name}' is missing: {row}"
+    assert len(rows) == 1, f"README.md, table of methods: '{name}' has {len(rows)} rows"
+    return rows[0]
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_method_is_whole(name):
+    method = find_method(name)
+    module = MODULES_OF[name]
+    assert method.strategy.__module__ == f"strategies.{module}"
+    assert method.client.__module__ == f"clients.{module}"
+    assert method.spec.headline in {"personal", "common"}
+    assert method.spec.title
+    assert method.spec.paper
+    assert method.table == name
+    row = row_of(name, (ROOT / "README.md").read_text())
+    assert f"strategies/{module}.py" in row
+    assert f"clients/{module}.py" in row
+
+
+def test_a_forgotten_row_is_named_with_its_file():
+    text = (ROOT / "README.md").read_text()
+    without = "\n".join(line for line in text.splitlines() if not line.startswith("| `um-pfssl`"))
+    with pytest.raises(AssertionError) as caught:
+        row_of("um-pfssl", without)
+    said = str(caught.value).splitlines()[0]
+    for part in ("README.md", "'um-pfssl' is missing", "strategies/um_pfssl.py"):
+        assert part in said
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_what_a_method_sends_is_described(name):
+    method = find_method(name)
+    for contract in (method.strategy.sends, method.client.sends):
+        names = [field.name for field in contract.fields]
+        assert len(set(names)) == len(names)
+        for field in contract.fields:
+            assert isinstance(field, TensorField | WeightsField | ScalarField)
+            assert field.help
+    assert all(info.description for info in method.settings().values())
+
+
+@pytest.mark.parametrize("room", HALVES)
+def test_the_rooms_of_the_methods_hold_the_base_and_methods_alone(room):
+    inside = {path.name for path in (ROOT / room).iterdir() if path.name != "__pycache__"}
+    assert inside == {"__init__.py", "base.py", *(f"{m}.py" for m in MODULES_OF.values())}
+
+
+def test_an_unknown_method_names_the_nearest():
+    with pytest.raises(SettingsError, match=r"'fello' does not exist.*did you mean 'felo'\?"):
+        find_method("fello")
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_method_declares_its_settings_once_for_both_halves(name):
+    """Beside its server half; the client half declares none, and reads the same object."""
+    method = find_method(name)
+    own = {
+        half: [
+            found
+            for _, found in inspect.getmembers(sys.modules[half.__module__], inspect.isclass)
+            if issubclass(found, MethodSettings) and found.__module__ == half.__module__
+        ]
+        for half in (method.strategy, method.client)
+    }
+    assert own[method.client] == []
+    assert own[method.strategy] == ([method.spec.settings] if method.settings() else [])
+
+
+def test_no_two_tables_of_settings_have_one_name():
+    tables = [name.partition(".")[0] for name in RunSettings.fields()]
+    methods = [find_method(name).table for name in method_names()]
+    assert len(set(methods)) == len(methods)
+    assert not set(methods) & set(tables)
+
+
+def test_pyproject_lists_every_setting_for_flower():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert listed == tomllib.loads(defaults_toml()), "run: make reference"
+
+
+def test_the_reference_page_is_that_of_the_code():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert page == reference(), "run: make reference"
+
+
+def test_the_documents_have_no_gaps_and_no_dead_links():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text()
+        assert not re.search(r"\b[A-Z]+_(RESULTS|TABLE|NOTE)\b|TODO|FIXME", text), page
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_setting_has_a_line_of_help():
+    assert all(info.description for info in all_settings().values())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_resolves_for_each_method(name):
+    values = read_preset(name)
+    assert preset_names()[name]
+    resolve(values)
+
+
+# --- the rooms --------------------------------------------------------------------------------
+
+LAYERS = [
+    # Each imports what is above it or beside it, never what is below it.
+    ["fedhet", "fedhet._generated", "fedhet.errors", "fedhet.seeding", "fedhet.arrays"],
+    ["fedhet.config", "fedhet.settings.schema", "fedhet.settings.tables"],
+    ["fedhet.devices", "fedhet.training"],
+    ["fedhet.algorithms"],
+    ["fedhet.wire", "fedhet.models", "fedhet.storage", "fedhet.data"],
+    [
+        "fedhet.config.methods",
+        "fedhet.config.sources",
+        "fedhet.config.resolve",
+        "fedhet.config.reference",
+    ],
+    ["fedhet.runs"],
+    ["fedhet.report", "fedhet.server", "fedhet.client"],
+    ["strategies", "clients"],
+    ["fedhet.server_app", "fedhet.client_app"],
+    ["fedhet.simulate", "fedhet.deployment"],
+    ["fedhet.cli", "fedhet.__main__"],
+]
+LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+MOST_FLAT_FILES = 14
+MOST_LINES_OF_A_CLASS = 280
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {
+    _name_of(path): path
+    for package in ("fedhet", *HALVES)
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+
+
+def _for_types_alone(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def on_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that run when a module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
+            handlers = getattr(node, "handlers", [])
+            parts = [getattr(node, part, []) for part in ("orelse", "finalbody")]
+            yield from on_import([] if _for_types_alone(node) else node.body)
+            for part in [*parts, *(handler.body for handler in handlers)]:
+                yield from on_import(part)
+
+
+def at_any_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports of a module, those within functions too; not those for types alone."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif _for_types_alone(node):
+            yield from at_any_time(node.orelse)  # type: ignore[attr-defined]
+        else:
+            yield from at_any_time(list(ast.iter_child_nodes(node)))  # type: ignore[arg-type]
+
+
+def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yield the modules of ours that an import names."""
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute here"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found = [name if name in TREES else str(node.module) for name in names]
+    else:
+        found = [alias.name for alias in node.names]
+    yield from (name for name in found if name.partition(".")[0] in {"fedhet", *HALVES})
+
+
+def room_of(module: str) -> str:
+    """Return the nearest of LAYERS that a module is, or is in."""
+    name = module
+    while name not in LAYER_OF:
+        name = name.rpartition(".")[0]
+        assert name, f"{module} has no place in LAYERS"
+    # What lies flat in fedhet/ has a place of its own; only the package itself is `fedhet`.
+    assert name != "fedhet" or module == "fedhet", f"{module} has no place in LAYERS"
+    return name
+
+
+def test_imports_run_one_way():
+    wrong = [
+        f"{module} ({room_of(module)}) imports {target}"
+        for module, tree in TREES.items()
+        for node in on_import(tree.body)
+        for target in targets(node)
+        if LAYER_OF[room_of(target)] > LAYER_OF[room_of(module)]
+    ]
+    assert not wrong, "against the layers: " + "; ".join(sorted(set(wrong)))
+
+
+def test_no_module_is_on_a_circle_of_imports():
+    def loaded(module):
+        """What is imported on the way: a module, and the packages that it is in."""
+        for node in on_import(TREES[module].body):
+            for target in targets(node):
+                yield target
+                parts = target.split(".")
+                for end in range(1, len(parts)):
+                    package = ".".join(parts[:end])
+                    if not f"{module}.".startswith(f"{package}."):
+                        yield package
+
+    graph = {module: set(loaded(module)) - {module} for module in TREES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_no_room_is_on_a_circle_of_imports():
+    graph: dict[str, set[str]] = {room: set() for room in LAYER_OF}
+    for module, tree in TREES.items():
+        for node in on_import(tree.body):
+            graph[room_of(module)] |= {room_of(target) for target in targets(node)}
+    # A package's own page and its files are one room here, but config's, which are on two floors.
+    graph = {room: needed - {room} for room, needed in graph.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of rooms: " + " <- ".join(error.args[1]))
+
+
+def test_fedhet_knows_no_method_but_by_name():
+    """Nor their bases: what belongs to strategies/ and clients/ comes by importlib."""
+    wrong = {
+        f"{module} imports {target}"
+        for module, tree in TREES.items()
+        if module.startswith("fedhet")
+        for node in at_any_time(tree.body)
+        for target in targets(node)
+        if target.partition(".")[0] in HALVES
+    }
+    assert not wrong, sorted(wrong)
+    names = re.compile(r"""["'](strategies["'.]|clients\.\w)""")
+    by_name = {m for m in TREES if m.startswith("fedhet") and names.search(PATHS[m].read_text())}
+    assert by_name == {"fedhet.config.methods"}
+
+
+def test_methods_do_not_import_each_other_but_to_extend():
+    for room in HALVES:
+        methods = {f"{room}.{module}" for module in MODULES_OF.values()}
+        for module in methods:
+            for node in on_import(TREES[module].body):
+                for target in set(targets(node)) & methods:
+                    names = {alias.name for alias in node.names}
+                    bases = {
+                        ast.unparse(base)
+                        for found in ast.walk(TREES[module])
+                        if isinstance(found, ast.ClassDef)
+                        for base in found.bases
+                    }
+                    assert names & bases, f"{module} imports {target} and extends nothing of it"
+
+
+def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():
+    allowed = {"arrays", "devices", "errors", "seeding", "training", "algorithms", "config"}
+    pure = {m for m in TREES if m.startswith("fedhet.algorithms")}
+    assert len(pure) > 10
+    for module in pure | {"fedhet.training", "fedhet.seeding", "fedhet.arrays"}:
+        for node in at_any_time(TREES[module].body):
+            ours = list(targets(node))
+            assert {name.split(".")[1] for name in ours} <= allowed, f"{module}: {ours}"
+            outside = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            assert outside.partition(".")[0] not in {"flwr", "pathlib", "os", "io", "safetensors"}
+
+
+def test_few_files_lie_flat():
+    flat = sorted(path.name for path in (ROOT / "fedhet").glob("*.py"))
+    assert len(flat) <= MOST_FLAT_FILES, f"fedhet/ has {len(flat)} files: {', '.join(flat)}"
+
+
+def test_no_class_is_long():
+    long = {
+        f"{PATHS[module].relative_to(ROOT)}:{node.lineno} {node.name}": lines
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_A_CLASS
+    }
+    assert not long, long

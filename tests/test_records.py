@@ -1,0 +1,123 @@
+"""What a run writes, and what is read back: against JSON written out here by hand."""
+
+import json
+import math
+
+import pytest
+
+from fedhet.errors import StateError
+from fedhet.runs.files import read_records, read_summary, record_line, summary_text
+from fedhet.runs.records import (
+    PastRound,
+    RoundRecord,
+    Seconds,
+    Summary,
+    relative,
+    spread,
+    summarise,
+)
+
+SCORE = {"mean": 0.5, "std": 0.25, "worst": 0.25, "per_client": {"a": 0.25, "b": 0.75}}
+TIMES = {"total": 2.0, "train": 1.0, "evaluate": 0.5, "server": 0.25, "overhead": 0.125}
+RECORD = {
+    "round": 3, "asked": ["a", "b", "c"], "answered": ["a", "b"], "failed": {"c": "gone"},
+    "accuracy": {"common": {"private": SCORE}}, "relative": {"common": {**SCORE, "best": 0.75}},
+    "loss": SCORE, "bytes_up": 10, "bytes_down": 20, "seconds": TIMES, "method": {"kept": 7.0},
+    "peak_memory_mb": 12.5,
+}  # fmt: skip
+BARE = {
+    "round": 1, "asked": [], "answered": [], "failed": {}, "accuracy": {}, "relative": {},
+    "loss": {}, "bytes_up": 0, "bytes_down": 0, "seconds": dict.fromkeys(TIMES, 0.0), "method": {},
+    "peak_memory_mb": 0.0,
+}  # fmt: skip
+
+
+def filled() -> RoundRecord:
+    """Return RECORD as a round fills it."""
+    record = RoundRecord(3)
+    record.asked, record.answered = ["a", "b", "c"], ["a", "b"]
+    record.failed["c"] = "gone"
+    record.accuracy = summarise({"common": {"private": {"a": 0.25, "b": 0.75, "c": 0.0}}}, ["c"])
+    kinds = {"private": {"a": 0.125, "b": 0.75}, "local": {"a": 0.5, "b": 1.0}}
+    record.relative = relative({"common": kinds})
+    record.loss = spread({"b": 0.75, "a": 0.25})
+    record.bytes_up, record.bytes_down = 10, 20
+    record.seconds.add(Seconds(total=2, train=1, evaluate=0.5, server=0.25, overhead=0.125))
+    record.method |= {"kept": 7.0}
+    record.peak_memory_mb = 12.5
+    return record
+
+
+def test_a_record_is_written_field_by_field():
+    assert json.loads(record_line(filled())) == RECORD
+    assert json.loads(record_line(RoundRecord(round=1))) == BARE
+
+
+def test_records_are_read_as_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(record_line(RoundRecord(1)) + record_line(filled()))
+    records, notes = read_records(path)
+    assert notes == []
+    assert records == [RoundRecord(1), filled()]
+    assert records[0].loss is None
+    assert "".join(map(record_line, records)) == path.read_text()
+
+
+def test_what_other_versions_write_is_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    score = {**SCORE, "std": None, "median": 1, "per_client": {"a": None, "b": 1}}
+    record = {"round": 1, "accuracy": {"own": {"x": score}}, "method": {"n": 1, "why": "?"}, "y": 0}
+    path.write_text(json.dumps(record) + '\n{"round": 2, "asked')
+    (found,), notes = read_records(path)
+    scores = found.accuracy["own"]["x"]
+    assert scores.mean == 0.5
+    assert math.isnan(scores.std)
+    assert math.isnan(scores.per_client["a"])
+    assert found.method == {"n": 1.0}
+    assert "cut short" in notes[0]
+
+
+def test_a_figure_that_is_no_number_is_not_written():
+    record = RoundRecord(1)
+    record.method["share"] = math.nan
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record_line(record)
+
+
+def test_a_summary_is_written_field_by_field(tmp_path):
+    record = filled()
+    summary = Summary(
+        method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
+        headline="common", accuracy=record.accuracy, history=[PastRound.of(record)], bytes_up=10,
+        bytes_down=20, seconds=Seconds(total=2.00049).rounded(), peak_memory_mb=12.5,
+        versions={"torch": "2"},
+    )  # fmt: skip
+    brief = {
+        "round": 3, "accuracy": {"common": {"private": 0.5}}, "bytes_up": 10, "bytes_down": 20,
+        "seconds": 2.0,
+    }  # fmt: skip
+    assert json.loads(summary_text(summary)) == {
+        "method": "felo", "dataset": "digits", "seed": 1, "rounds": 3, "clients": 3,
+        "models": {"a": "mlp"}, "headline": "common", "accuracy": {"common": {"private": SCORE}},
+        "history": [brief], "bytes_up": 10, "bytes_down": 20,
+        "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0}, "peak_memory_mb": 12.5,
+        "versions": {"torch": "2"},
+    }  # fmt: skip
+    with_ratios = summary.model_copy(update={"relative": record.relative})
+    path = tmp_path / "summary.json"
+    path.write_text(summary_text(with_ratios))
+    assert json.loads(path.read_text())["relative"] == {
+        "common": {
+            "best": 0.75, "mean": 0.5, "std": 0.25, "worst": 0.25,
+            "per_client": {"a": 0.25, "b": 0.75},
+        }
+    }  # fmt: skip
+    assert read_summary(path) == with_ratios
+    assert read_summary(tmp_path / "none.json") is None
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"round": 1}\n{"round": 2, "bytes_up": "many"}\n')
+    with pytest.raises(StateError, match=r"metrics\.jsonl: line 2: bytes_up: "):
+        read_records(path)
