@@ -38,9 +38,7 @@ from fedhet.algorithms.helpers import (
     FILL,
     REFRESH,
     Helper,
-    bounded_cost,
     filled,
-    greedy_cost,
     refreshed,
     replaced,
     to_arrays,
@@ -170,6 +168,26 @@ def settings(model: str, clients: int, rounds: int, **own: int) -> Config:
             **method,
         }
     )
+
+
+def greedy_cost(clients: int, fraction: float, rounds: int) -> float:
+    """Return Eq. 27, in models: every sampled client downloads all the others in every round."""
+    return fraction * clients**2 * rounds
+
+
+def bounded_cost(
+    clients: int,
+    fraction: float,
+    rounds: int,
+    *,
+    helpers: int,
+    replace: int,
+    search_rounds: int,
+    refresh: int,
+) -> float:
+    """Return Eq. 28, in models: the most that the helper protocol sends in a run."""
+    refreshes = clients * helpers * rounds / refresh
+    return refreshes + search_rounds * replace * clients + fraction * clients * rounds
 
 
 def measure_memory(model: str, clients: int, rounds: int) -> None:

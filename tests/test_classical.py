@@ -20,7 +20,7 @@ from fedhet.models import Refitted
 from fedhet.seeding import derive
 from fedhet.training import evaluate
 
-NAMES = [info.name for info in models.describe_classical()]
+NAMES = [info.name for info in models.WITHOUT_GRADIENTS.values()]
 
 # The example of the README.
 NEAREST_MEAN = """

@@ -84,7 +84,7 @@ def descendants(deployment):
 def of_method(method: str):
     # Simulated, all clients have one process; there and here each trains on one thread.
     rounds = {"cofed.iterations": 2} if method == "cofed" else {}  # which makes three
-    models = find_method(method).default_model or MODELS
+    models = find_method(method).spec.default_model or MODELS
     return small(method, clients=3, models=models, rounds=3, join_timeout=300.0, **rounds)
 
 

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.model_pool import bounded_cost, greedy_cost
 from fedhet.algorithms.helpers import (
     Helper,
-    bounded_cost,
     filled,
     from_arrays,
-    greedy_cost,
     refreshable,
     refreshed,
     replaceable,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchvision import models as tv  # type: ignore[import-untyped, unused-ignore]
 
 from fedhet import models
+from fedhet.config.resolve import resolve
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import HetModel
 
@@ -60,7 +61,8 @@ def module_file(folder: Path, name: str, body: str) -> None:
 
 
 def test_names_are_the_documented_ones_and_unique() -> None:
-    assert len(set(NAMES)) == len(NAMES) == len(models.describe())
+    assert len(set(NAMES)) == len(NAMES)
+    assert [*NAMES, *models.WITHOUT_GRADIENTS] == [info.name for info in models.describe()]
     wanted = {"cnn2", "cnn3", "cnn4", "mlp", "mlp2", "resnet9", "resnet10", "resnet152", "vgg11"}
     assert wanted <= set(NAMES)
     for info in models.describe():
@@ -317,7 +319,8 @@ def test_a_shape_that_does_not_fit_is_explained() -> None:
 
 def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
     """Those of side 8 are built for it above."""
-    odd = {info.name: info.min_side for info in models.describe() if info.min_side != 8}
+    networks = [models.registry.find(name) for name in NAMES]
+    odd = {info.name: info.min_side for info in networks if info.min_side != 8}
     odd = {name: side for name, side in odd.items() if not name.startswith("cofed-cnn")}
     convolutional = {"cnn2": 4, "cnn2-dropout": 4, "cnn4": 4, "lenet5": 12}
     assert odd == {**convolutional, "mlp": None, "mlp2": None, "mlp3": None}
@@ -353,14 +356,13 @@ def test_deal_shuffles_by_the_seed_alone() -> None:
 
 
 def test_deal_explains_wrong_settings() -> None:
-    with pytest.raises(
-        SettingsError, match=r"^deal rule 'x' does not exist; allowed: cycle, shuff"
-    ):
-        models.deal(["mlp"], 2, 0, "x")
-    with pytest.raises(SettingsError, match=r"^the pool of models is empty"):
-        models.deal([], 2, 0)
-    with pytest.raises(SettingsError, match=r"^clients is 0; it must be 1 or more$"):
-        models.deal(["mlp"], 0, 0)
+    with pytest.raises(SettingsError, match=r"'models\.deal' = 'x' .* one of cycle, shuffle"):
+        resolve({"models.deal": "x"})
+    with pytest.raises(SettingsError, match=r"'clients' = 0 .* an integer >= 1"):
+        resolve({"clients": 0})
+    for pool in ("", " , "):
+        with pytest.raises(SettingsError, match=r"'models\.pool' = .*the pool of models is empty"):
+            resolve({"models.pool": pool})
 
 
 OWN = """

@@ -18,6 +18,7 @@ from federation import SMALL, records, run, small, without_times
 
 from fedhet.config.methods import method_names
 from fedhet.config.resolve import Config, resolve
+from fedhet.settings.tables import RunSettings
 from fedhet.errors import StateError
 from fedhet.storage import Checkpoints
 
@@ -85,7 +86,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
     same_but_for_the_name(directory, tmp_path / "cut")
 
 
-GEMS = {"fedgems.server-model": "mlp", "attack": "ofom"}
+GEMS = {"fedgems.server-model": "mlp", "attack.kind": "ofom"}
 VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo.epochs": 3}
 
 
@@ -159,7 +160,7 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
     ("change", "message"),
     [
         ({"method": "local"}, "holds a run with 'method' = '(felo|fedtype)', not 'local'"),
-        ({"lr": 0.5}, "holds a run with 'lr' = 0.001, not 0.5"),
+        ({"training.lr": 0.5}, r"holds a run with 'training\.lr' = 0.001, not 0.5"),
         ({"rounds": 9}, "holds a run with 'rounds' = 4, not 9"),
     ],
 )
@@ -168,7 +169,7 @@ def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, messa
     before = {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()}
     settings = {**config.flat(), **change, "out": str(tmp_path / "cut"), "resume": True}
     if "method" in change:
-        settings = {k: v for k, v in settings.items() if "." not in k}
+        settings = {k: v for k, v in settings.items() if k in RunSettings.fields()}
     with pytest.raises(StateError, match=message):
         run(resolve(settings), tmp_path / "cut")
     assert {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()} == before
@@ -235,7 +236,7 @@ def command(*arguments: str) -> subprocess.Popen:
 
 
 def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
-    pairs = [f"{k}={v}" for k, v in {**SMALL, "rounds": rounds, "max-samples": 1000}.items()]
+    pairs = [f"{k}={v}" for k, v in {**SMALL, "rounds": rounds, "data.max-samples": 1000}.items()]
     arguments = [word for pair in pairs for word in ("--set", pair)]
     return command("felo", *arguments, "--out", str(directory))
 

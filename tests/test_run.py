@@ -12,6 +12,8 @@ from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from fedhet import simulate as simulation
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import read_toml
 from fedhet.errors import DataError, SettingsError, StateError
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -94,10 +96,16 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
 
 def test_sampling_goes_by_name_and_seed(tmp_path):
     server = Server(small(fraction=0.5), tmp_path / "run")
-    asked = [server.strategy.sample(t, ["a", "b", "c", "d"]) for t in range(1, 30)]
+    members = [member.info for member in server.strategy.members.values()]
+    selections = [server.strategy.select(t, members) for t in range(1, 30)]
+    asked = [list(selection.training) for selection in selections]
     assert all(len(names) == 2 and names == sorted(names) for names in asked)
-    assert {name for names in asked for name in names} == {"a", "b", "c", "d"}
-    assert asked == [server.strategy.sample(t, ["d", "b", "a", "c"]) for t in range(1, 30)]
+    assert {name for names in asked for name in names} == {f"client-{k}" for k in range(4)}
+    mixed = [members[index] for index in (3, 1, 0, 2)]
+    assert selections == [server.strategy.select(t, mixed) for t in range(1, 30)]
+    assert not any(selection.assisting for selection in selections)
+    other = Server(small(fraction=0.5, seed=1), tmp_path / "other").strategy
+    assert selections != [other.select(t, members) for t in range(1, 30)]
 
 
 def test_everybody_is_judged_though_few_are_sampled(tmp_path):
@@ -282,7 +290,7 @@ def test_nothing_is_trained_where_the_data_is_absent(tmp_path):
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
-    with pytest.raises(SettingsError, match="'device' = 'cuda:99' is not there"):
+    with pytest.raises(SettingsError, match=r"'engine\.device' = 'cuda:99' is not there"):
         simulation.simulate(small(device="cuda:99"), tmp_path / "run")
 
 
@@ -315,8 +323,6 @@ def test_felo_never_mixes_architectures(tmp_path):
 
 
 def test_config_left_by_a_run_runs_again(felo, tmp_path):
-    from fedhet.config.resolve import read_toml, resolve
-
     directory, summary = felo
     config = resolve({**read_toml(directory / "config.toml"), "out": ""})
     assert without_times(run(config, tmp_path / "again")) == without_times(summary)

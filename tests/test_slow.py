@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from federation import run
 
-from fedhet.config.resolve import read_preset, resolve
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import read_preset
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ def means(method, directory, protocol, kind="private", **changes):
     """Return the last round's mean accuracies over three seeds of the demo."""
     found = []
     for seed in (0, 1, 2):
-        named = {"method": method, "backend": "inline", "seed": seed, **changes}
+        named = {"method": method, "engine.backend": "inline", "seed": seed, **changes}
         summary = run(resolve({**read_preset("demo"), **named}), directory / f"{method}-{seed}")
         found.append(summary["accuracy"][protocol][kind]["mean"])
     return np.array(found)
@@ -65,7 +66,7 @@ def test_flwr_run_leaves_a_run(tmp_path, flower):
     nodes = ["--num-supernodes", "3", "--client-resources-num-cpus", "1"]
     flwr("federation", "simulation-config", "@none/default", "local", *nodes)
     out = tmp_path / "run"
-    config = f'method="felo" rounds=2 local-epochs=1 clients=3 out="{out}"'
+    config = f'method="felo" rounds=2 training.local-epochs=1 clients=3 out="{out}"'
     done = flwr("run", ".", "--stream", "--run-config", config)
     assert (out / "summary.json").exists(), done.stdout + done.stderr
     summary = json.loads((out / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""A client's list of helpers: UM-pFSSL's Algorithms 2 and 3, and what they cost (Eqs. 27, 28).
+"""A client's list of helpers: UM-pFSSL's Algorithms 2 and 3.
 
 Models are numbered as the server's pool numbers them; the client itself is in its own list and
 never leaves it. Ranks go by Corr (Eq. 13), equal ones by number.
@@ -129,23 +129,3 @@ def from_arrays(arrays: Mapping[str, Array]) -> list[Helper]:
     """Return the list that `to_arrays` wrote."""
     columns = (arrays[name].tolist() for name in ("numbers", "versions", "relations"))
     return [Helper(*row) for row in zip(*columns, strict=True)]
-
-
-def greedy_cost(clients: int, fraction: float, rounds: int) -> float:
-    """Return Eq. 27, in models: every sampled client downloads all the others in every round."""
-    return fraction * clients**2 * rounds
-
-
-def bounded_cost(
-    clients: int,
-    fraction: float,
-    rounds: int,
-    *,
-    helpers: int,
-    replace: int,
-    search_rounds: int,
-    refresh: int,
-) -> float:
-    """Return Eq. 28, in models: the most that the helper protocol sends in a run."""
-    refreshes = clients * helpers * rounds / refresh
-    return refreshes + search_rounds * replace * clients + fraction * clients * rounds

@@ -50,8 +50,7 @@ def _show_method(name: str) -> None:
 def models_command() -> None:
     """List the models that a pool may name."""
     table = _table("model", "family", "what it is", "source")
-    known: list[models.ModelInfo | models.ClassicalInfo] = list(models.describe())
-    for info in [*known, *models.describe_classical()]:
+    for info in models.describe():
         table.add_row(info.name, info.family, escape(info.line), escape(info.source))
     console.print(table)
     console.print(

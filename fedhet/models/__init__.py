@@ -1,23 +1,21 @@
 """Models by name: an extractor and a classifier for any input shape and number of classes."""
 
 from fedhet.models.classical import ClassicalInfo, Classifier, Refitted
-from fedhet.models.het import HetModel
+from fedhet.models.het import HetModel, Within
 from fedhet.models.info import ModelInfo
-from fedhet.models.pool import deal
 from fedhet.models.registry import (
     WITHOUT_GRADIENTS,
+    ModelName,
     build,
     build_any,
     check,
+    deal,
     describe,
-    describe_classical,
     is_registered,
     names,
     shapes,
     trained_shapes,
 )
-from fedhet.models.setting import ModelName
-from fedhet.models.space import Within
 from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "check",
     "deal",
     "describe",
-    "describe_classical",
     "is_registered",
     "load_weights",
     "names",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator
 
-from fedhet.errors import ModelError, nearest
+from fedhet.errors import ModelError, SettingsError, nearest
 from fedhet.models import resnet, small, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.het import HetModel, join, output_shape
@@ -21,7 +23,7 @@ from fedhet.models.own import (
     make_own,
     no_gradients,
 )
-from fedhet.seeding import derive, seeded
+from fedhet.seeding import derive, numpy_rng, seeded
 
 MODELS = MappingProxyType(
     {info.name: info for info in (*small.MODELS, *resnet.MODELS, *vision.MODELS)}
@@ -39,14 +41,9 @@ def is_registered(name: str) -> bool:
     return name in MODELS or name in WITHOUT_GRADIENTS
 
 
-def describe_classical() -> list[ClassicalInfo]:
-    """Return what `fedhet models` prints of every model without gradients."""
-    return list(WITHOUT_GRADIENTS.values())
-
-
-def describe() -> list[ModelInfo]:
-    """Return what `fedhet models` prints of every registered network."""
-    return list(MODELS.values())
+def describe() -> list[ModelInfo | ClassicalInfo]:
+    """Return what `fedhet models` prints of every registered model, networks first."""
+    return [*MODELS.values(), *WITHOUT_GRADIENTS.values()]
 
 
 def find(name: str) -> ModelInfo:
@@ -152,3 +149,33 @@ def _native_width(name: str, shape: Shape) -> int:
     """Return D of a registered extractor, found by a pass that computes nothing."""
     with seeded(0, "width", name), torch.device("meta"):
         return output_shape(find(name).extractor(shape), shape)[1]
+
+
+def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
+    """Return each client's model name.
+
+    "cycle": client k gets pool[k % len(pool)], so the groups of one architecture are of equal
+    size. "shuffle": the same names, in an order drawn from `seed`. Raises SettingsError for an
+    empty pool, ModelError for a name that does not exist.
+    """
+    if not pool:
+        raise SettingsError("the pool of models is empty; it needs one name or more")
+    for name in dict.fromkeys(pool):
+        check_name(name)
+    dealt = [pool[client % len(pool)] for client in range(clients)]
+    if rule == "shuffle":
+        order = numpy_rng(seed, "deal").permutation(clients)
+        dealt = [dealt[place] for place in order]
+    return dealt
+
+
+def _known(name: str) -> str:
+    try:
+        check_name(name)
+    except ModelError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_known)]
+"""The type of a setting that names a model."""
