@@ -49,7 +49,6 @@ from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import peak_memory_mb
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import MethodSettings
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -156,7 +155,7 @@ class Pool:
 
 def settings(model: str, clients: int, rounds: int, **own: int) -> Config:
     """Return the paper's setting with another model, number of clients and rounds."""
-    method: dict[str, MethodSettings] = {f"um-pfssl.{name}": value for name, value in own.items()}
+    method = {f"um-pfssl.{name}": value for name, value in own.items()}
     return resolve(
         {
             "method": "um-pfssl",
@@ -205,7 +204,8 @@ def measure_memory(model: str, clients: int, rounds: int) -> None:
 def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]:
     """Return the bytes of a run of Algorithm 1, Eq. 28's bound and Eq. 27's, in models."""
     config = settings(model, clients, rounds + 1)  # the first round is the warm-up
-    own, fraction = config.own, config.run.fraction
+    own: Any = config.own
+    fraction = config.run.fraction
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(config, Path(folder) / "run")
         played = [pool.play(number) for number in range(1, rounds + 2)]
