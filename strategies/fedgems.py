@@ -131,7 +131,7 @@ class FedGemsStrategy(HetStrategy):
             counts = self._train(round, targets)
         before, self.logits = self.logits, self._predict()
         if not np.isfinite(self.logits).all():
-            raise StateError("the server's training diverged; a smaller 'lr' may help")
+            raise StateError("the server's training diverged; a smaller 'training.lr' may help")
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         figures = self._figures(counts, targets)
         self._prepare()

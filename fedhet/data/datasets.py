@@ -90,8 +90,8 @@ def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
         return dataset
     if dataset.parts is not None:
         raise SettingsError(
-            f"public-fraction = {spec.public_fraction}: must be 0 with dataset = "
-            f"{spec.dataset!r}, whose files are whole clients; give 'public-dataset'"
+            f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
+            f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
         )
     labels = dataset.train.y.numpy()
     count = max(1, round(spec.public_fraction * len(labels)))
@@ -118,11 +118,11 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
     if kind in _BY_FOLDER:
         place, read = _BY_FOLDER[kind]
         if not folder:
-            raise SettingsError(f"dataset = {name!r}: give the folder, as in {kind}:{place}")
+            raise SettingsError(f"data.dataset = {name!r}: give the folder, as in {kind}:{place}")
         return lambda spec: read(folder, spec)
     close = nearest(name, [*_BY_NAME, *_BY_FOLDER])
     allowed = ", ".join(dataset_names())
-    raise SettingsError(f"dataset = {name!r}: must be one of {allowed}{close}")
+    raise SettingsError(f"data.dataset = {name!r}: must be one of {allowed}{close}")
 
 
 def _digits(spec: DataSpec) -> Dataset:
@@ -157,9 +157,9 @@ def _torchvision(spec: DataSpec) -> Dataset:
 def _absent(spec: DataSpec, root: str, error: Exception) -> str:
     fault = " ".join(str(error).split())
     if spec.download:
-        return f"dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
+        return f"data.dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
     return (
-        f"dataset = {spec.dataset!r}: not found, or not whole, in data-dir = {root}; put "
+        f"data.dataset = {spec.dataset!r}: not found, or not whole, in data.data-dir = {root}; put "
         "torchvision's files there, or download them with --set download=true, or use "
         "--set dataset=digits, which needs no files"
     )

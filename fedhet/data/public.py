@@ -32,12 +32,12 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
         dataset = _public(spec)
     if dataset.shape != shape:
         raise DataError(
-            f"public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
+            f"data.public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
             f"the clients' {list(shape)}"
         )
     if classes not in (None, len(dataset.classes)):
         raise DataError(
-            f"public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
+            f"data.public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
             f"the clients' data {classes}"
         )
     return dataset.train
@@ -51,7 +51,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
         raise DataError(
             f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
             "public data must be nobody's: to set a part of the clients' own dataset apart, "
-            "use 'public-fraction'"
+            "use 'data.public-fraction'"
         )
 
 
@@ -76,7 +76,8 @@ def _public(spec: DataSpec) -> Dataset:
         return replace(dataset, train=cut.scaled(), test=None)
     kept = load(spec).public
     if kept is None:
-        raise SettingsError("there is no public data: give 'public-dataset' or 'public-fraction'")
+        rule = "give 'data.public-dataset' or 'data.public-fraction'"
+        raise SettingsError(f"there is no public data: {rule}")
     return replace(load(spec), train=kept.scaled(), test=None, public=None)
 
 

@@ -198,8 +198,8 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
         found = "' or '".join(homes)
         return SettingsError(f"unknown setting '{name}': it is '{found}'")
     endings = {full.rpartition(".")[2]: full for full in reversed(known)}
-    close = closest(name, known) if "." in name else endings.get(closest(name, endings))
-    hint = f"; did you mean '{close}'?" if close else f"; {WHERE_LISTED}"
+    close = closest(name, [*known, *endings])
+    hint = f"; did you mean '{endings.get(close, close)}'?" if close else f"; {WHERE_LISTED}"
     return SettingsError(f"unknown setting '{name}'{hint}")
 
 
