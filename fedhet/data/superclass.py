@@ -30,27 +30,13 @@ baby+boy+girl+man+woman, crocodile+dinosaur+lizard+snake+turtle,
 hamster+mouse+rabbit+shrew+squirrel, maple_tree+oak_tree+palm_tree+pine_tree+willow_tree,
 bicycle+bus+motorcycle+pickup_truck+train, lawn_mower+rocket+streetcar+tank+tractor
 """
-CIFAR100_NAMES = (
-    "aquatic_mammals",
-    "fish",
-    "flowers",
-    "food_containers",
-    "fruit_and_vegetables",
-    "household_electrical_devices",
-    "household_furniture",
-    "insects",
-    "large_carnivores",
-    "large_man-made_outdoor_things",
-    "large_natural_outdoor_scenes",
-    "large_omnivores_and_herbivores",
-    "medium_mammals",
-    "non-insect_invertebrates",
-    "people",
-    "reptiles",
-    "small_mammals",
-    "trees",
-    "vehicles_1",
-    "vehicles_2",
+CIFAR100_NAMES = tuple(
+    """
+    aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
+    household_furniture insects large_carnivores large_man-made_outdoor_things
+    large_natural_outdoor_scenes large_omnivores_and_herbivores medium_mammals
+    non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2
+    """.split()
 )
 GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
 _DRAWS = 50
