@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
-from fedhet.config.resolve import labelled_alpha, pool, resolve
+from fedhet.config.resolve import resolve
 from fedhet.data import UNKNOWN, Split, split_labels
 from fedhet.data.labelled import LEAST
 from fedhet.errors import DataError, SettingsError
@@ -143,17 +143,23 @@ def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
 
 
 def test_only_a_method_that_needs_it_hides_labels():
-    assert labelled_alpha(small("felo").run) == 0
-    assert labelled_alpha(small("um-pfssl").run) == labelled_alpha(small("fixavg").run) == 0.5
-    assert labelled_alpha(small("um-pfssl", labelled_alpha=2.0).run) == 2.0
+    def share(method, **changes):
+        return small(method, **changes).run.data.labelled_alpha
+
+    assert share("felo") == share("local") == 0
+    assert share("um-pfssl") == share("fixavg") == 0.5
+    assert share("um-pfssl", labelled_alpha=2.0) == share("felo", labelled_alpha=2.0) == 2.0
 
 
 def test_a_method_of_one_model_has_it_by_default():
-    assert pool(resolve({"method": "um-pfssl"}).run) == ["cnn2-dropout"]
-    assert pool(resolve({"method": "um-pfssl", "models": "resnet9"}).run) == ["resnet9"]
-    assert len(pool(resolve({"method": "felo"}).run)) == 5
+    def names(method, **said):
+        return resolve({"method": method, **said}).run.models.names
+
+    assert names("um-pfssl") == ["cnn2-dropout"]
+    assert names("um-pfssl", **{"models.pool": "resnet9"}) == ["resnet9"]
+    assert len(names("felo")) == 5
 
 
 def test_a_share_must_not_be_negative():
-    with pytest.raises(SettingsError, match=r"'labelled-alpha' = -1.0 is not allowed"):
-        resolve({"labelled-alpha": -1.0})
+    with pytest.raises(SettingsError, match=r"'data\.labelled-alpha' = -1.0 is not allowed"):
+        resolve({"data.labelled-alpha": -1.0})
