@@ -254,7 +254,9 @@ def test_scaling() -> None:
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
     assert "must be one of digits, breast-cancer, mnist" in fault(DIGITS.but(dataset="svhn"))
-    assert fault(DIGITS.but(dataset="npz")) == ("data.dataset = 'npz': give the folder, as in npz:DIR")
+    assert fault(DIGITS.but(dataset="npz")) == (
+        "data.dataset = 'npz': give the folder, as in npz:DIR"
+    )
     assert dataset_names()[0] == "digits"
     assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
 

@@ -143,19 +143,23 @@ def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
 
 
 def test_only_a_method_that_needs_it_hides_labels():
-    assert small("felo").run.data.labelled_alpha == 0
-    assert (
-        small("um-pfssl").run.data.labelled_alpha == small("fixavg").run.data.labelled_alpha == 0.5
-    )
-    assert small("um-pfssl", labelled_alpha=2.0).run.data.labelled_alpha == 2.0
+    def share(method, **changes):
+        return small(method, **changes).run.data.labelled_alpha
+
+    assert share("felo") == share("local") == 0
+    assert share("um-pfssl") == share("fixavg") == 0.5
+    assert share("um-pfssl", labelled_alpha=2.0) == share("felo", labelled_alpha=2.0) == 2.0
 
 
 def test_a_method_of_one_model_has_it_by_default():
-    assert resolve({"method": "um-pfssl"}).run.models.names == ["cnn2-dropout"]
-    assert resolve({"method": "um-pfssl", "models.pool": "resnet9"}).run.models.names == ["resnet9"]
-    assert len(resolve({"method": "felo"}).run.models.names) == 5
+    def names(method, **said):
+        return resolve({"method": method, **said}).run.models.names
+
+    assert names("um-pfssl") == ["cnn2-dropout"]
+    assert names("um-pfssl", **{"models.pool": "resnet9"}) == ["resnet9"]
+    assert len(names("felo")) == 5
 
 
 def test_a_share_must_not_be_negative():
-    with pytest.raises(SettingsError, match=r"'data.labelled-alpha' = -1.0 is not allowed"):
+    with pytest.raises(SettingsError, match=r"'data\.labelled-alpha' = -1.0 is not allowed"):
         resolve({"data.labelled-alpha": -1.0})
