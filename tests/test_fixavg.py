@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
@@ -108,12 +108,12 @@ def test_labels_of_the_unlabelled_are_measured_by_not_learnt(tmp_path):
         server = Server(fixavg(**{"fixavg.threshold": 0.0}), tmp_path / str(shift))
         asked = server.ask(1)
         for courier, _ in asked:
-            client = courier._proxy._client().numpy_client
+            client = client_of(courier)
             hidden = client.unlabelled.y
             hidden.copy_((hidden + shift) % 10)
         found.append([said(result) for _, result in server.answers(asked)])
         for courier, _ in asked:  # clients stay open in this process
-            hidden = courier._proxy._client().numpy_client.unlabelled.y
+            hidden = client_of(courier).unlabelled.y
             hidden.copy_((hidden - shift) % 10)
     for one, other in zip(*found, strict=True):
         for name, value in one.tensors.items():

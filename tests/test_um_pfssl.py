@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 from test_helpers import ranks_lowest, replace_helper
 
@@ -327,7 +327,7 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
     wire.strategy.aggregate_fit(1, arrived, [])
     wire.server.close(1)
     assert set(wire.strategy.versions) == {0, 2, 3}
-    client = next(c for c, _ in asked if c.name == "client-1")._proxy._client().numpy_client
+    client = client_of(next(proxy for proxy, _ in asked if proxy.name == "client-1"))
     trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     wire.play(2)
     assert not wire.strategy.plans["client-1"].train
@@ -447,7 +447,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
         FedhetError, match=r"'models.pool' = 'cnn2-dropout,mlp'.*they have cnn2-drop"
     ):
         Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
-    with pytest.raises(FedhetError, match=r"'models' = 'cnn2' is not allowed: .*with dropout"):
+    with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
 
 
