@@ -107,13 +107,13 @@ def test_labels_of_the_unlabelled_are_measured_by_not_learnt(tmp_path):
     for shift in (0, 1):
         server = Server(fixavg(**{"fixavg.threshold": 0.0}), tmp_path / str(shift))
         asked = server.ask(1)
-        for courier, _ in asked:
-            client = client_of(courier)
+        for proxy, _ in asked:
+            client = client_of(proxy)
             hidden = client.unlabelled.y
             hidden.copy_((hidden + shift) % 10)
         found.append([said(result) for _, result in server.answers(asked)])
-        for courier, _ in asked:  # clients stay open in this process
-            hidden = client_of(courier).unlabelled.y
+        for proxy, _ in asked:  # clients stay open in this process
+            hidden = client_of(proxy).unlabelled.y
             hidden.copy_((hidden - shift) % 10)
     for one, other in zip(*found, strict=True):
         for name, value in one.tensors.items():

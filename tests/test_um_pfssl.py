@@ -239,8 +239,8 @@ class Wire:
 
     def ask(self, round):
         asked = self.server.ask(round)
-        for courier, _ in asked:
-            courier.instruction = self.noting(round, courier.instruction)
+        for proxy, _ in asked:
+            proxy.instruction = self.noting(round, proxy.instruction)
         return asked
 
     def noting(self, round, make):
@@ -262,7 +262,7 @@ class Wire:
         answers = self.server.answers([pair for pair in asked if pair[0].name not in without])
         self.strategy.aggregate_fit(round, answers, [])
         self.server.close(round)
-        return {courier.name for courier, _ in asked}
+        return {proxy.name for proxy, _ in asked}
 
 
 def test_the_protocol_of_a_small_federation(tmp_path):
@@ -398,12 +398,12 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     asked = wire.ask(4)
     searching = wire.strategy.state.selection.assisting
     assert searching
-    for courier, ins in asked:
-        assert ins.config["evaluate"] == (courier.name not in searching)
+    for proxy, ins in asked:
+        assert ins.config["evaluate"] == (proxy.name not in searching)
     answers = wire.server.answers(asked)
-    for courier, result in answers:
+    for proxy, result in answers:
         measured = any(name.startswith("accuracy") for name in result.metrics)
-        assert measured == (courier.name not in searching)
+        assert measured == (proxy.name not in searching)
     wire.strategy.aggregate_fit(4, answers, [])
     assert not json.loads(wire.strategy.state.to_json())["changed"]
 
