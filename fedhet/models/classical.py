@@ -11,18 +11,17 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedhet.arrays import Array
 from fedhet.data.spec import global_random_kept
 from fedhet.errors import ModelError
 from fedhet.seeding import seeded
-
-Array = npt.NDArray[Any]
 
 
 @runtime_checkable
