@@ -47,7 +47,7 @@ def main() -> None:
     spent: dict[int, float] = defaultdict(float)
     for name in STEPS:
         watch(name, spent)
-    config = resolve({"method": "velo", "rounds": chosen.rounds, "backend": chosen.backend})
+    config = resolve({"method": "velo", "rounds": chosen.rounds, "engine.backend": chosen.backend})
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         simulate(config, directory)

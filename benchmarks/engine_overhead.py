@@ -3,7 +3,7 @@
     python -m benchmarks.engine_overhead [--clients 20] [--rounds 4] [--model resnet10]
 
 Bound: 1.25, with models that train for a second or more a round. The first round, in which the
-workers load the data, and the last, in which everybody is judged, are left out.
+workers load the data, and the last, in which all clients are evaluated, are left out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main() -> None:
             "method": chosen.method,
             "clients": chosen.clients,
             "rounds": chosen.rounds,
-            "models": chosen.model,
-            "partition": "iid",
-            "local-epochs": chosen.epochs,
             "evaluate-every": chosen.rounds,
+            "data.partition": "iid",
+            "models.pool": chosen.model,
+            "training.local-epochs": chosen.epochs,
         }
     )
     workers = ray_workers(config)

@@ -49,7 +49,6 @@ from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import peak_memory_mb
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import MethodSettings
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -75,13 +74,13 @@ class Stub(ClientProxy):
 
     def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> FitRes:
         """Take in the models, keep the list, and answer."""
-        told, message = decode(parameters_to_ndarrays(ins.parameters), "server")
+        asked, message = decode(parameters_to_ndarrays(ins.parameters), "server")
         own, train = int(message.scalars["own"]), bool(message.scalars["train"])
         changes = train or self._version == 0
         if changes:
-            self._version = told.round
-        answer = self._search(own, train, message, told.round if changes else 0)
-        envelope = Envelope(told.run, told.method, told.round, self.info.name)
+            self._version = asked.round
+        answer = self._search(own, train, message, asked.round if changes else 0)
+        envelope = Envelope(asked.run, asked.method, asked.round, self.info.name)
         measures = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 0.0}
         return FitRes(OK, ndarrays_to_parameters(encode(envelope, answer)), 1, measures)
 
@@ -132,11 +131,11 @@ class Pool:
     def __init__(self, config: Config, directory: Path) -> None:
         self.config = config
         self.log = RunLog(config, directory, workers=2)
-        method, run = config.method, config.run
-        self.strategy = method.strategy(run, config.server, method.client_sends, self.log)
+        run, model = config.run, config.run.models.pool
+        self.strategy = config.method.strategy(config, self.log)
         self.manager = SimpleClientManager()
         self.stubs = [
-            Stub(ClientInfo(f"client-{k:03d}", run.models, 10, CLASSES, SHAPE), config.server)
+            Stub(ClientInfo(f"client-{k:03d}", model, 10, CLASSES, SHAPE), config.own)
             for k in range(run.clients)
         ]
         for stub in self.stubs:
@@ -149,19 +148,19 @@ class Pool:
         results, failures = fit_clients(asked, self.config.run.clients, None, 0)
         assert not failures, failures
         self.strategy.aggregate_fit(round, results, failures)
-        record = self.strategy._record
+        record = self.strategy.state.record
         assert not record.failed, record.failed
         return {"up": record.bytes_up, "down": record.bytes_down, "asked": len(asked)}
 
 
 def settings(model: str, clients: int, rounds: int, **own: int) -> Config:
     """Return the paper's setting with another model, number of clients and rounds."""
-    method: dict[str, MethodSettings] = {f"um-pfssl.{name}": value for name, value in own.items()}
+    method = {f"um-pfssl.{name}": value for name, value in own.items()}
     return resolve(
         {
             "method": "um-pfssl",
             "clients": clients,
-            "models": model,
+            "models.pool": model,
             "rounds": rounds,
             "fraction": 0.1,
             "evaluate-every": rounds,
@@ -205,7 +204,8 @@ def measure_memory(model: str, clients: int, rounds: int) -> None:
 def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]:
     """Return the bytes of a run of Algorithm 1, Eq. 28's bound and Eq. 27's, in models."""
     config = settings(model, clients, rounds + 1)  # the first round is the warm-up
-    own, fraction = config.server, config.run.fraction
+    own: Any = config.own
+    fraction = config.run.fraction
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(config, Path(folder) / "run")
         played = [pool.play(number) for number in range(1, rounds + 2)]

@@ -54,15 +54,15 @@ def main() -> None:
         config = resolve(
             {
                 "method": "felo",
-                "models": "benchmarks.payload:wide",
                 "clients": 1,
                 "rounds": 3,
-                "local-epochs": 1,
-                "max-samples": 40,
-                "max-test-samples": 20,
-                "batch-size": 32,
-                "optimizer": "sgd",
                 "out": str(out),
+                "data.max-samples": 40,
+                "data.max-test-samples": 20,
+                "models.pool": "benchmarks.payload:wide",
+                "training.local-epochs": 1,
+                "training.batch-size": 32,
+                "training.optimizer": "sgd",
             }
         )
         peaks: dict[str, float] = {}

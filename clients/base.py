@@ -280,7 +280,7 @@ class HetClient(NumPyClient):
         if not all(map(all_finite, self.models.values())) or not math.isfinite(self.loss or 0.0):
             raise StateError(
                 f"training diverged (loss {self.loss}): the models of before stand; "
-                "a smaller 'lr' may help"
+                "a smaller 'training.lr' may help"
             )
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds

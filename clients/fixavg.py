@@ -12,8 +12,8 @@ from clients.base import HetClient
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
 from fedhet.arrays import grouped
 from fedhet.data import UNKNOWN
-from fedhet.models import load_weights, to_arrays
-from fedhet.training import evaluating
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.training import LossOfBatch, evaluating
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fixavg import FixAvgSettings
@@ -52,32 +52,38 @@ class FixAvgClient(HetClient):
         model = self.network
         load_weights(model, knowledge.group("weights"))
         model.train()
-        images = augmentations(self.info.shape)
         x = torch.cat([self.x, self.unlabelled.x])
         truth = torch.cat([self.y, self.unlabelled.y])
-        labelled = torch.arange(len(x), device=x.device) < len(self.y)
         counts = torch.zeros(3, device=x.device)
+        loss_of = self._loss(model, truth, counts)
+        optimizing = self.optimization(model.parameters())
+        generator, rows = self.generator(round, "batches"), torch.arange(len(x), device=x.device)
+        self.train_epochs(
+            x, rows, loss_of, optimizing, generator, before_epoch=lambda _: counts.zero_()
+        )
+        return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
+
+    def _loss(self, model: HetModel, truth: Tensor, counts: Tensor) -> LossOfBatch:
+        """Return the loss of images and their rows in `truth` [N], whose first are labelled.
+
+        It counts what pseudo-labels it uses, of these those whose truth is known, and those wrong.
+        """
+        images, chosen = augmentations(self.info.shape), self.settings
+        labelled = torch.arange(len(truth), device=truth.device) < len(self.y)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             weak, known = images.weak(x), labelled[rows]
             with torch.no_grad(), evaluating(model):
-                guessed, confident = confident_labels(model(weak), self.settings.threshold)
+                guessed, confident = confident_labels(model(weak), chosen.threshold)
             used = confident & ~known
             checked = used & (truth[rows] != UNKNOWN)
             wrong = checked & (guessed != truth[rows])
             counts.add_(torch.stack([used, checked, wrong]).sum(1))
             seen = torch.where(known.view(-1, 1, 1, 1), weak, images.strong(x))
             labels = torch.where(known, truth[rows], guessed)
-            weight = self.settings.unlabelled_weight
-            return fixmatch_loss(model(seen), labels, known, confident, weight)
+            return fixmatch_loss(model(seen), labels, known, confident, chosen.unlabelled_weight)
 
-        optimizing = self.optimization(model.parameters())
-        generator = self.generator(round, "batches")
-        rows = torch.arange(len(x), device=x.device)
-        self.train_epochs(
-            x, rows, loss_of, optimizing, generator, before_epoch=lambda _: counts.zero_()
-        )
-        return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
+        return loss_of
 
     def _figures(self, counts: Tensor) -> dict[str, float]:
         """Return what the pseudo-labels of the last epoch were: how many, and how wrong."""

@@ -59,7 +59,7 @@ def find_device(name: str) -> torch.device:
         return torch.device(there[-1] if len(there) == 1 else there[1])
     if name not in there:
         rule = f"auto or a device of this machine: {', '.join(there)}"
-        raise SettingsError(f"setting 'device' = {name!r} is not there: it takes {rule}")
+        raise SettingsError(f"setting 'engine.device' = {name!r} is not there: it takes {rule}")
     return torch.device(name)
 
 
@@ -79,7 +79,7 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
         return torch.bfloat16 if has_bfloat16 else None
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
-            "setting 'precision' = 'float16' is not there on the device cpu: "
+            "setting 'engine.precision' = 'float16' is not there on the device cpu: "
             "it takes auto, float32 or bfloat16"
         )
     return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]

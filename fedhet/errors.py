@@ -58,5 +58,11 @@ def words_of(error: BaseException) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the existing name closest to `name`, or ""."""
+    close = closest(name, names)
+    return f"; did you mean '{close}'?" if close else ""
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return the existing name closest to `name`, or ""."""
     close = difflib.get_close_matches(name[:200], list(names), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return close[0] if close else ""

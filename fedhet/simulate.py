@@ -12,21 +12,10 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from flwr.client import Client
-from flwr.common import (
-    DisconnectRes,
-    EvaluateIns,
-    EvaluateRes,
-    FitIns,
-    FitRes,
-    GetParametersIns,
-    GetParametersRes,
-    GetPropertiesIns,
-    GetPropertiesRes,
-    ReconnectIns,
-)
+from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server import Server, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_proxy import ClientProxy
 
@@ -92,47 +81,39 @@ def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> 
 class InlineProxy(ClientProxy):
     """A client in this process."""
 
+    # Flower's server asks clients from several threads; torch's generators and the data caches
+    # are this process's, so one client is called at a time.
+    _one_at_a_time = threading.Lock()
+
     def __init__(self, config: Config, node: Node) -> None:
         super().__init__(node.name)
         self._config = config
         self._node = node
 
-    def _client(self) -> Client:
-        return open_client(self._config, self._node).to_client()
-
-    # Flower's server asks clients from several threads; torch's generators and the data caches
-    # are this process's, so one client is called at a time.
-    _one_at_a_time = threading.Lock()
-
-    def get_properties(
-        self, ins: GetPropertiesIns, timeout: float | None, group_id: int | None
-    ) -> GetPropertiesRes:
-        """Call the client."""
+    def _call(self, name: str, instruction: Any) -> Any:
         with self._one_at_a_time:
-            return self._client().get_properties(ins)
+            client = open_client(self._config, self._node).to_client()
+            return getattr(client, name)(instruction)
 
-    def get_parameters(
-        self, ins: GetParametersIns, timeout: float | None, group_id: int | None
-    ) -> GetParametersRes:
+    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Call the client."""
-        with self._one_at_a_time:
-            return self._client().get_parameters(ins)
+        return self._call("get_properties", ins)
+
+    def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        """Call the client."""
+        return self._call("get_parameters", ins)
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         """Call the client."""
-        with self._one_at_a_time:
-            return self._client().fit(ins)
+        return cast(FitRes, self._call("fit", ins))
 
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
         """Call the client."""
-        with self._one_at_a_time:
-            return self._client().evaluate(ins)
+        return cast(EvaluateRes, self._call("evaluate", ins))
 
-    def reconnect(
-        self, ins: ReconnectIns, timeout: float | None, group_id: int | None
-    ) -> DisconnectRes:
+    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
         """There is nothing to reconnect to."""
         return DisconnectRes(reason="")
 

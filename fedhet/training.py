@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,22 +49,16 @@ def optimization(
     parameters: Iterable[nn.Parameter], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
     """Return a fresh optimiser over `parameters`, as the settings name it."""
+    usual: dict[str, Any] = {
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "fused": compute.device.type in ("cpu", "cuda"),
+    }
     chosen: torch.optim.Optimizer
     if settings.optimizer == "adam":
-        chosen = torch.optim.Adam(
-            parameters,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            fused=compute.device.type in ("cpu", "cuda"),
-        )
+        chosen = torch.optim.Adam(parameters, **usual)
     else:
-        chosen = torch.optim.SGD(
-            parameters,
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            fused=compute.device.type in ("cpu", "cuda"),
-        )
+        chosen = torch.optim.SGD(parameters, momentum=settings.momentum, **usual)
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )

@@ -23,7 +23,7 @@ from fedhet.errors import StateError
 from fedhet.models import ModelName, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.schema import Count, MethodSettings
-from fedhet.training import logits_of, optimization, train_epoch
+from fedhet.training import logits_of, optimization, train_epochs
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -131,7 +131,7 @@ class FedGemsStrategy(HetStrategy):
             counts = self._train(round, targets)
         before, self.logits = self.logits, self._predict()
         if not np.isfinite(self.logits).all():
-            raise StateError("the server's training diverged; a smaller 'lr' may help")
+            raise StateError("the server's training diverged; a smaller 'training.lr' may help")
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         figures = self._figures(counts, targets)
         self._prepare()
@@ -218,18 +218,17 @@ class FedGemsStrategy(HetStrategy):
 
         rows = torch.arange(len(self.y), device=self.compute.device)
         optimizing = optimization(model.parameters(), self.run.training, self.compute)
-        generator = torch_generator(self.run.seed, SERVER, round)
-        for _ in range(self.settings.server_epochs):
-            counts.zero_()
-            train_epoch(
-                self.x,
-                rows,
-                selective if self.settings.selective else unselective,
-                optimizing,
-                batch_size=self.run.training.batch_size,
-                generator=generator,
-                compute=self.compute,
-            )
+        train_epochs(
+            self.x,
+            rows,
+            selective if self.settings.selective else unselective,
+            optimizing,
+            epochs=self.settings.server_epochs,
+            batch_size=self.run.training.batch_size,
+            generator=torch_generator(self.run.seed, SERVER, round),
+            compute=self.compute,
+            before_epoch=lambda _: counts.zero_(),
+        )
         return counts.tolist()
 
     def _figures(self, counts: Sequence[float], targets: Targets) -> dict[str, float]:

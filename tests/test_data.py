@@ -150,7 +150,7 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
 
 def test_impossible_partitions_say_what_to_change() -> None:
     message = fault(DIGITS.but(clients=40, alpha=0.01, min_samples=30))
-    assert "alpha = 0.01, min-samples = 30, clients = 40" in message
+    assert "data.alpha = 0.01, data.min-samples = 30, clients = 40" in message
     assert "raise alpha, or lower min-samples or clients" in message
     message = fault(DIGITS.but(clients=200))
     assert message == (
@@ -254,7 +254,7 @@ def test_scaling() -> None:
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
     assert "must be one of digits, breast-cancer, mnist" in fault(DIGITS.but(dataset="svhn"))
-    assert fault(DIGITS.but(dataset="npz")) == ("dataset = 'npz': give the folder, as in npz:DIR")
+    assert fault(DIGITS.but(dataset="npz")) == ("data.dataset = 'npz': give the folder, as in npz:DIR")
     assert dataset_names()[0] == "digits"
     assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
 
@@ -566,7 +566,7 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
     PIL.Image.new("RGB", (7, 9)).save(odd)
     message = fault(spec)
     assert message.startswith(f"{odd}: is 7 x 9 pixels, the first image 6 x 5")
-    assert "set image-size" in message
+    assert "set data.image-size" in message
     assert load(spec.but(image_size=4)).shape == (3, 4, 4)
     noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     PIL.Image.fromarray(noise).save(odd)
@@ -688,7 +688,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     (tmp_path / "unlabelled").mkdir()
     assert site_fault().endswith(f"beside the class folders, in {tmp_path / 'train'}")
     shared = DataSpec(dataset=f"imagefolder:{tmp_path}")
-    assert fault(shared).endswith("of shared data 'labelled-alpha' hides labels")
+    assert fault(shared).endswith("of shared data 'data.labelled-alpha' hides labels")
 
 
 def test_site_faults(tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def test_site_faults(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     assert site_fault(absent) == f"{absent}: no such folder (the data of north)"
     assert "must hold either train.npz or train/" in site_fault(tmp_path)
-    assert "'num-classes' is 0" in site_fault(tmp_path, 0)
+    assert "'models.num-classes' is 0" in site_fault(tmp_path, 0)
     np.savez(tmp_path / "train.npz", x=np.ones((6, 2)), y=np.arange(6) % 4)
     assert site_fault(tmp_path) == (
         f"{tmp_path / 'train.npz'}: y holds the label 3, allowed are 0 to 2 (the run has 3 classes)"

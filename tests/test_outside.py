@@ -101,7 +101,7 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
-        ("import nothing_like_it", "cannot import 'broken0.method': .*nothing_like_it"),
+        ("import nothing_like_it", "cannot import 'broken0.mine': .*nothing_like_it"),
         ("", "must hold one class that extends HetStrategy of strategies.base, it holds none"),
         (
             "from strategies.local import LocalStrategy",
@@ -116,10 +116,10 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
 def test_what_is_no_method_is_named(tmp_path, monkeypatch, code, fault, request):
     package = f"broken{request.node.callspec.indices['code']}"
     (tmp_path / package).mkdir()
-    (tmp_path / package / "method.py").write_text(code)
+    (tmp_path / package / "mine.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match=fault):
-        find_method(f"{package}.method")
+        find_method(f"{package}.mine")
 
 
 def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from federation import SMALL, records, run, small, without_times
 
 from fedhet.config.methods import method_names
 from fedhet.config.resolve import Config, resolve
-from fedhet.settings.tables import RunSettings
 from fedhet.errors import StateError
+from fedhet.settings.tables import RunSettings
 from fedhet.storage import Checkpoints
 
 PYTHON = [sys.executable, "-m", "fedhet"]

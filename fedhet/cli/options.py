@@ -103,8 +103,8 @@ def gather(
     if resume is not None:
         if preset or config or flags.get("out"):
             raise SettingsError(
-                "--resume takes the settings from the run's directory: "
-                "--preset, --config, --seeds and --out do not go with it"
+                "--resume takes the settings from the run's directory: --preset, --config and "
+                "--out do not go with it"
             )
         config = _config_of(resume)
         flags = {**flags, "out": str(resume)}

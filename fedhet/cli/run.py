@@ -27,9 +27,12 @@ from fedhet.simulate import simulate
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 
 
-@with_settings("method", *GIVEN, "seed", "set_", "backend", "out", "resume")
+@with_settings("method", *GIVEN, "set_", "backend", "out", "resume")
 def run_command(
     values: dict[str, object],
+    seed: Annotated[
+        int | None, typer.Option(metavar="INT", help="From which every random draw is derived.")
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(metavar="INT,INT…", help="Several runs, one a seed, compared.")
     ] = None,
@@ -37,14 +40,15 @@ def run_command(
     """Train a federation on this machine; end with a table and a report."""
     if "method" not in values:
         raise SettingsError("which method? `fedhet run METHOD`; `fedhet methods` lists them")
-    if seeds is not None and "seed" in values:
+    if seeds is not None and seed is not None:
         raise SettingsError("--seed and --seeds are both given: give one of them")
-    if seeds is None:
-        chosen = resolve(values)
-        directory = run_directory(chosen)
-        show_run(_run(chosen, directory))
+    if seeds is not None and values.get("resume"):
+        raise SettingsError("--seeds does not go with --resume, which goes on with one run")
+    if seeds is not None:
+        _run_seeds(values, _read_seeds(seeds))
         return
-    _run_seeds(values, _read_seeds(seeds))
+    chosen = resolve(values if seed is None else {**values, "seed": seed})
+    show_run(_run(chosen, run_directory(chosen)))
 
 
 def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
 from fedhet import data, models
 from fedhet.cli.options import console, with_settings
 from fedhet.config.methods import find_method, method_names
+from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, field_rows, setting_rows
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
-from fedhet.settings.schema import allowed
 from fedhet.settings.tables import RunSettings
-from fedhet.wire.contract import Contract
 
 
 def methods_command(
@@ -27,11 +25,9 @@ def methods_command(
     if name is not None:
         _show_method(name)
         return
-    table = _table("method", "what it does", "headline", "paper")
-    for known in method_names():
-        found = find_method(known)
-        table.add_row(known, found.spec.title, found.spec.headline, found.spec.paper)
-    console.print(table)
+    specs = {known: find_method(known).spec for known in method_names()}
+    rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
+    console.print(_table("method", "what it does", "headline", "paper", rows=rows))
 
 
 def _show_method(name: str) -> None:
@@ -39,20 +35,20 @@ def _show_method(name: str) -> None:
     spec = method.spec
     console.print(f"[bold]{method.name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
     if method.settings():
-        console.print(_settings_table(method.settings()))
+        console.print(_table(*SETTING_COLUMNS, rows=setting_rows(method.settings())))
     for title, contract in (
         ("the server sends", method.strategy.sends),
         ("a client sends", method.client.sends),
     ):
-        console.print(_contract_table(title, contract) if contract.fields else f"{title} nothing")
+        table = _table(*FIELD_COLUMNS, rows=field_rows(contract))
+        table.title, table.title_justify = title, "left"
+        console.print(table if contract.fields else f"{title} nothing")
 
 
 def models_command() -> None:
     """List the models that a pool may name."""
-    table = _table("model", "family", "what it is", "source")
-    for info in models.describe():
-        table.add_row(info.name, info.family, escape(info.line), escape(info.source))
-    console.print(table)
+    rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
+    console.print(_table("model", "family", "what it is", "source", rows=rows))
     console.print(
         "A model of your own: a name with a colon, `package.module:function`; see the README."
     )
@@ -66,10 +62,7 @@ def presets_command(
         for key, value in read_preset(name).items():
             console.print(f"{key} = {value!r}", markup=False)
         return
-    table = _table("preset", "what it is")
-    for known, title in preset_names().items():
-        table.add_row(known, escape(title))
-    console.print(table)
+    console.print(_table("preset", "what it is", rows=preset_names().items()))
 
 
 def settings_command(
@@ -81,7 +74,7 @@ def settings_command(
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(_settings_table(RunSettings.fields()))
+    console.print(_table(*SETTING_COLUMNS, rows=setting_rows(RunSettings.fields())))
     console.print("A method's own: `fedhet methods NAME`.")
 
 
@@ -97,26 +90,10 @@ def partition_command(values: dict[str, object]) -> None:
     console.print(table)
 
 
-def _settings_table(settings: Mapping[str, FieldInfo]) -> Table:
-    table = _table("setting", "default", "takes", "what it is")
-    for name, info in settings.items():
-        default = info.default if info.default != "" else '""'
-        row = (name, str(default), allowed(info), info.description or "")
-        table.add_row(*map(escape, row))
-    return table
-
-
-def _contract_table(title: str, contract: Contract) -> Table:
-    table = _table("field", "type", "what it is")
-    table.title, table.title_justify = title, "left"
-    for field in contract.fields:
-        optional = "" if field.required else " (optional)"
-        table.add_row(field.name, escape(field.describe()), escape(field.help + optional))
-    return table
-
-
-def _table(*columns: str) -> Table:
+def _table(*columns: str, rows: Iterable[Iterable[str]] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table

@@ -28,6 +28,9 @@ On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flw
 `--run-config`.
 """
 
+SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
+FIELD_COLUMNS = ("field", "type", "what it is")
+
 
 def reference() -> str:
     """Return the page as Markdown."""
@@ -51,11 +54,16 @@ def _method(method: Method) -> str:
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
-    rows = [
-        (f"`{name}`", f"`{_literal(info.default)}`", allowed(info), info.description or "")
+    rows = [(f"`{n}`", f"`{d}`", takes, help_) for n, d, takes, help_ in setting_rows(settings)]
+    return _table(SETTING_COLUMNS, rows)
+
+
+def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
+    """Return each setting's name, default, what it takes, and what it is."""
+    return [
+        (name, _literal(info.default), allowed(info), info.description or "")
         for name, info in settings.items()
     ]
-    return _table(("setting", "default", "takes", "what it is"), rows)
 
 
 def _literal(value: object) -> str:
@@ -67,11 +75,16 @@ def _literal(value: object) -> str:
 def _contract(title: str, contract: Contract) -> str:
     if not contract.fields:
         return f"{title} nothing.\n"
-    rows = [
-        (f"`{f.name}`", f.describe(), f.help + ("" if f.required else " (optional)"))
-        for f in contract.fields
+    rows = [(f"`{name}`", kind, help_) for name, kind, help_ in field_rows(contract)]
+    return f"{title}:\n\n{_table(FIELD_COLUMNS, rows)}"
+
+
+def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
+    """Return each field's name, type, and what it is."""
+    return [
+        (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
+        for field in contract.fields
     ]
-    return f"{title}:\n\n{_table(('field', 'type', 'what it is'), rows)}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

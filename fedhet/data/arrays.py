@@ -48,8 +48,8 @@ def read_clients(folder: str, spec: DataSpec) -> Dataset:
     """
     if spec.max_samples:
         raise SettingsError(
-            f"max-samples = {spec.max_samples}: must be 0 with dataset = {spec.dataset!r}, "
-            "whose files are whole clients"
+            f"data.max-samples = {spec.max_samples}: must be 0 with "
+            f"data.dataset = {spec.dataset!r}, whose files are whole clients"
         )
     root = Path(folder).expanduser()
     files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]

@@ -73,14 +73,15 @@ def common_test(spec: DataSpec) -> Split | None:
 @global_random_kept()
 def _load(spec: DataSpec) -> Dataset:
     dataset = _reader(spec.dataset)(spec)
+    rng = numpy_rng(spec.seed, "max-samples")
+    dataset = replace(dataset, train=dataset.train.subset(spec.max_samples, rng))
     if spec.superclasses:
         dataset = joined(dataset, spec.superclasses)
     dataset = _keep_public(dataset, spec)
-    test = dataset.test
-    if test is None or not 0 < spec.max_test_samples < len(test):
+    if dataset.test is None:
         return dataset
     rng = numpy_rng(_FIXED_SEED, "max-test-samples")
-    return replace(dataset, test=test.take(stratified(test.y.numpy(), spec.max_test_samples, rng)))
+    return replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
 
 
 def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
@@ -89,8 +90,8 @@ def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
         return dataset
     if dataset.parts is not None:
         raise SettingsError(
-            f"public-fraction = {spec.public_fraction}: must be 0 with dataset = "
-            f"{spec.dataset!r}, whose files are whole clients; give 'public-dataset'"
+            f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
+            f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
         )
     labels = dataset.train.y.numpy()
     count = max(1, round(spec.public_fraction * len(labels)))
@@ -117,11 +118,11 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
     if kind in _BY_FOLDER:
         place, read = _BY_FOLDER[kind]
         if not folder:
-            raise SettingsError(f"dataset = {name!r}: give the folder, as in {kind}:{place}")
+            raise SettingsError(f"data.dataset = {name!r}: give the folder, as in {kind}:{place}")
         return lambda spec: read(folder, spec)
     close = nearest(name, [*_BY_NAME, *_BY_FOLDER])
     allowed = ", ".join(dataset_names())
-    raise SettingsError(f"dataset = {name!r}: must be one of {allowed}{close}")
+    raise SettingsError(f"data.dataset = {name!r}: must be one of {allowed}{close}")
 
 
 def _digits(spec: DataSpec) -> Dataset:
@@ -135,7 +136,7 @@ def _digits(spec: DataSpec) -> Dataset:
     test = stratified(y.numpy(), held_out, numpy_rng(_FIXED_SEED, "digits", "common"))
     train = np.setdiff1d(np.arange(len(y)), test)
     every, classes = Split(x, y), tuple(str(name) for name in bunch.target_names)
-    return Dataset("digits", _subset(every.take(train), spec), every.take(test), classes)
+    return Dataset("digits", every.take(train), every.take(test), classes)
 
 
 def _torchvision(spec: DataSpec) -> Dataset:
@@ -150,15 +151,15 @@ def _torchvision(spec: DataSpec) -> Dataset:
     except unreadable as error:
         raise DataError(_absent(spec, root, error)) from error
     classes = tuple(str(name) for name in train.classes)
-    return Dataset(spec.dataset, _subset(_images(train), spec), _images(test), classes)
+    return Dataset(spec.dataset, _images(train), _images(test), classes)
 
 
 def _absent(spec: DataSpec, root: str, error: Exception) -> str:
     fault = " ".join(str(error).split())
     if spec.download:
-        return f"dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
+        return f"data.dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
     return (
-        f"dataset = {spec.dataset!r}: not found, or not whole, in data-dir = {root}; put "
+        f"data.dataset = {spec.dataset!r}: not found, or not whole, in data.data-dir = {root}; put "
         "torchvision's files there, or download them with --set download=true, or use "
         "--set dataset=digits, which needs no files"
     )
@@ -171,32 +172,13 @@ def _images(source: object) -> Split:
     return Split(x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous(), y)
 
 
-def _subset(train: Split, spec: DataSpec) -> Split:
-    if not 0 < spec.max_samples < len(train):
-        return train
-    rng = numpy_rng(spec.seed, "max-samples")
-    return train.take(stratified(train.y.numpy(), spec.max_samples, rng))
-
-
-def _breast_cancer(spec: DataSpec) -> Dataset:
-    return _cut_train(read_breast_cancer(spec), spec)
-
-
-def _adult(folder: str, spec: DataSpec) -> Dataset:
-    return _cut_train(read_adult(folder, spec), spec)
-
-
-def _cut_train(dataset: Dataset, spec: DataSpec) -> Dataset:
-    return replace(dataset, train=_subset(dataset.train, spec))
-
-
 _BY_NAME: dict[str, Callable[[DataSpec], Dataset]] = {
     "digits": _digits,
-    "breast-cancer": _breast_cancer,
+    "breast-cancer": read_breast_cancer,
     **dict.fromkeys(_TORCHVISION, _torchvision),
 }
 _BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
-    "adult": ("DIR", _adult),
+    "adult": ("DIR", read_adult),
     "imagefolder": ("PATH", read_tree),
     "npz": ("DIR", read_clients),
 }

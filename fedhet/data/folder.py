@@ -45,7 +45,7 @@ def read_tree(path: str, spec: DataSpec) -> Dataset:
         refuse_unlabelled(
             root,
             "only a site's own training images may lack a class; of shared data "
-            "'labelled-alpha' hides labels",
+            "'data.labelled-alpha' hides labels",
         )
     classes = class_folders(train_root)
     files, labels = listing(train_root, classes)
@@ -250,7 +250,7 @@ def _pixels(path: str, mode: str, size: tuple[int, int], resize: bool) -> Pixels
         if not resize and image.size != size:
             raise DataError(
                 f"{path}: is {image.width} x {image.height} pixels, the first image "
-                f"{size[0]} x {size[1]}; set image-size to resize all"
+                f"{size[0]} x {size[1]}; set data.image-size to resize all"
             )
         try:
             image = image.convert(mode)

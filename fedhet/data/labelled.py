@@ -36,8 +36,8 @@ def split_labels(train: Split, alpha: float, seed: int, client: str) -> tuple[Sp
         return train, train.take(np.arange(0))
     if len(train) < 2 * LEAST:
         raise DataError(
-            f"{client}: has {len(train)} training samples, 'labelled-alpha' = {alpha} needs at "
-            f"least {2 * LEAST}"
+            f"{client}: has {len(train)} training samples, at least {2 * LEAST} are needed "
+            f"with 'data.labelled-alpha' = {alpha}"
         )
     rng = numpy_rng(seed, "labelled", client)
     share = rng.dirichlet([alpha, alpha])[0]

@@ -61,9 +61,9 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
     test = max(1, round(spec.test_fraction * count))
     if count - test < _LEAST_TRAIN:
         raise DataError(
-            f"{name}: has {count} samples; with test-fraction = {spec.test_fraction} at least "
-            f"{_LEAST_TRAIN} to train and 1 to test on are needed: give it more (min-samples) "
-            "or lower test-fraction"
+            f"{name}: has {count} samples; with data.test-fraction = {spec.test_fraction} at least "
+            f"{_LEAST_TRAIN} to train and 1 to test on are needed: give it more (data.min-samples) "
+            "or lower data.test-fraction"
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)
     return np.sort(places[test:]), np.sort(places[:test])
@@ -193,17 +193,17 @@ def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
     """Raise for what no draw can satisfy."""
     if spec.clients * spec.min_samples > rows:
         raise DataError(
-            f"clients = {spec.clients} with min-samples = {spec.min_samples} need "
+            f"clients = {spec.clients} with data.min-samples = {spec.min_samples} need "
             f"{spec.clients * spec.min_samples} samples, {spec.dataset} has {rows}; lower either"
         )
     if spec.partition == "shards" and spec.clients * spec.shards > rows:
         raise DataError(
-            f"clients = {spec.clients} with shards = {spec.shards} need "
+            f"clients = {spec.clients} with data.shards = {spec.shards} need "
             f"{spec.clients * spec.shards} shards, {spec.dataset} has {rows} samples; lower either"
         )
     if spec.partition == "classes" and spec.classes_per_client > classes:
         raise DataError(
-            f"classes-per-client = {spec.classes_per_client}: must be at most {classes}, the "
+            f"data.classes-per-client = {spec.classes_per_client}: must be at most {classes}, the "
             f"number of classes of {spec.dataset}"
         )
 
@@ -211,16 +211,16 @@ def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
 def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
     own, change = {
         "iid": ("", "lower min-samples or clients"),
-        "dirichlet": (f"alpha = {spec.alpha}, ", "raise alpha, or lower min-samples or clients"),
-        "shards": (f"shards = {spec.shards}, ", "lower min-samples, shards or clients"),
+        "dirichlet": (f"data.alpha = {spec.alpha}, ", "raise it, or lower min-samples or clients"),
+        "shards": (f"data.shards = {spec.shards}, ", "lower min-samples, shards or clients"),
         "classes": (
-            f"classes-per-client = {spec.classes_per_client}, ",
+            f"data.classes-per-client = {spec.classes_per_client}, ",
             "raise classes-per-client, or lower min-samples or clients",
         ),
     }[spec.partition]
     return (
-        f"partition = {spec.partition!r} ({own}min-samples = {spec.min_samples}, clients = "
-        f"{spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); {change}"
+        f"data.partition = {spec.partition!r} ({own}data.min-samples = {spec.min_samples}, "
+        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); {change}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fedhet.data.datasets import LOCK, load
-from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.tables import generated
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
@@ -25,19 +25,19 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
     """
     if classes is not None and spec.public_dataset == GENERATED:
         raise SettingsError(
-            f"setting 'public-dataset' = {GENERATED!r} is not allowed: its rows have no labels, "
-            "which this method learns from; use another dataset, or 'public-fraction'"
+            f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
+            "labels, which this method learns from; use another dataset, or 'data.public-fraction'"
         )
     with LOCK:
         dataset = _public(spec)
     if dataset.shape != shape:
         raise DataError(
-            f"public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
+            f"data.public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
             f"the clients' {list(shape)}"
         )
     if classes not in (None, len(dataset.classes)):
         raise DataError(
-            f"public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
+            f"data.public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
             f"the clients' data {classes}"
         )
     return dataset.train
@@ -51,7 +51,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
         raise DataError(
             f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
             "public data must be nobody's: to set a part of the clients' own dataset apart, "
-            "use 'public-fraction'"
+            "use 'data.public-fraction'"
         )
 
 
@@ -70,19 +70,15 @@ def _public(spec: DataSpec) -> Dataset:
         return replace(dataset, train=rows, test=None, subclasses=None)
     if spec.public_dataset:
         dataset = load(_of_public(spec), least_classes=1)
-        return replace(dataset, train=_cut(dataset.train, spec).scaled(), test=None)
+        # Where reading has cut it already, this changes nothing.
+        rng = numpy_rng(spec.seed, "public-samples")
+        cut = dataset.train.subset(spec.public_samples, rng)
+        return replace(dataset, train=cut.scaled(), test=None)
     kept = load(spec).public
     if kept is None:
-        raise SettingsError("there is no public data: give 'public-dataset' or 'public-fraction'")
+        rule = "give 'data.public-dataset' or 'data.public-fraction'"
+        raise SettingsError(f"there is no public data: {rule}")
     return replace(load(spec), train=kept.scaled(), test=None, public=None)
-
-
-def _cut(samples: Split, spec: DataSpec) -> Split:
-    """Return a seeded subset of `public-samples`, where reading did not cut it already."""
-    if not 0 < spec.public_samples < len(samples):
-        return samples
-    rng = numpy_rng(spec.seed, "public-samples")
-    return samples.take(stratified(samples.y.numpy(), spec.public_samples, rng))
 
 
 def _of_public(spec: DataSpec) -> DataSpec:

@@ -98,8 +98,8 @@ def site_data(
         raise DataError(f"{root}: no such folder (the data of {name})")
     if classes < 2:
         raise DataError(
-            f"{root}: the run must say how many classes there are, 2 or more: 'num-classes' is "
-            f"{classes}"
+            f"{root}: the run must say how many classes there are, 2 or more: "
+            f"'models.num-classes' is {classes}"
         )
     names = _classes_file(root, classes)
     if (root / "train.npz").exists() == (root / "train").is_dir():

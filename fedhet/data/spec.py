@@ -37,6 +37,12 @@ class Split:
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
+    def subset(self, size: int, rng: np.random.Generator) -> Split:
+        """Return `size` rows, of each class its share; all where `size` is 0 or not fewer."""
+        if not 0 < size < len(self):
+            return self
+        return self.take(stratified(self.y.numpy(), size, rng))
+
     def scaled(self) -> Split:
         """Return the split with `x` as the models take it (see `scaled`)."""
         return Split(scaled(self.x), self.y)

@@ -30,27 +30,13 @@ baby+boy+girl+man+woman, crocodile+dinosaur+lizard+snake+turtle,
 hamster+mouse+rabbit+shrew+squirrel, maple_tree+oak_tree+palm_tree+pine_tree+willow_tree,
 bicycle+bus+motorcycle+pickup_truck+train, lawn_mower+rocket+streetcar+tank+tractor
 """
-CIFAR100_NAMES = (
-    "aquatic_mammals",
-    "fish",
-    "flowers",
-    "food_containers",
-    "fruit_and_vegetables",
-    "household_electrical_devices",
-    "household_furniture",
-    "insects",
-    "large_carnivores",
-    "large_man-made_outdoor_things",
-    "large_natural_outdoor_scenes",
-    "large_omnivores_and_herbivores",
-    "medium_mammals",
-    "non-insect_invertebrates",
-    "people",
-    "reptiles",
-    "small_mammals",
-    "trees",
-    "vehicles_1",
-    "vehicles_2",
+CIFAR100_NAMES = tuple(
+    """
+    aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
+    household_furniture insects large_carnivores large_man-made_outdoor_things
+    large_natural_outdoor_scenes large_omnivores_and_herbivores medium_mammals
+    non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2
+    """.split()
 )
 GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
 _DRAWS = 50
@@ -82,12 +68,12 @@ def joined(dataset: Dataset, superclasses: str) -> Dataset:
     for name in listed:
         if name not in dataset.classes:
             close = nearest(name, dataset.classes)
-            raise SettingsError(f"superclasses: {dataset.name} has no class {name!r}{close}")
+            raise SettingsError(f"data.superclasses: {dataset.name} has no class {name!r}{close}")
         if listed.count(name) > 1:
-            raise SettingsError(f"superclasses: the class {name!r} is in two of them")
+            raise SettingsError(f"data.superclasses: the class {name!r} is in two of them")
     if left := [name for name in dataset.classes if name not in listed]:
         raise SettingsError(
-            f"superclasses: {', '.join(left[:5])} of {dataset.name} must be in one of them too"
+            f"data.superclasses: {', '.join(left[:5])} of {dataset.name} must be in one of them too"
         )
     super_of = torch.zeros(len(dataset.classes), dtype=torch.int64)
     for number, group in enumerate(groups.values()):
@@ -135,7 +121,7 @@ def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[
     low, high = span(spec.label_space)
     if high > classes:
         raise DataError(
-            f"label-space = '{low}-{high}': must be at most the {classes} classes of "
+            f"data.label-space = '{low}-{high}': must be at most the {classes} classes of "
             f"{spec.dataset}{'' if spec.superclasses else ' (no superclasses are given)'}"
         )
     spaces = []
@@ -167,7 +153,7 @@ def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) 
         if len(shared) == holders:
             return shared
     raise DataError(
-        f"partition = 'superclasses': {holders} clients with samples-per-class = "
+        f"data.partition = 'superclasses': {holders} clients with samples-per-class = "
         f"{spec.samples_per_class} do not find enough of {len(rows)} samples of a class; lower "
         "samples-per-class, clients or label-space"
     )

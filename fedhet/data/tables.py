@@ -61,7 +61,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         train, test = (rows[part] for part in _cut_rows(rows))
     else:
         raise DataError(
-            f"dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "
+            f"data.dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "
             f"{root.resolve()}; put UCI's files there, or allow --set download=true"
         )
     return _encoded(spec.dataset, train, test)
@@ -75,12 +75,12 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
     """
     if len(dataset.shape) != 1:
         raise SettingsError(
-            "public-dataset = 'generated' is for tables, whose samples have shape [F]; those of "
-            f"{dataset.name!r} have {list(dataset.shape)}"
+            "data.public-dataset = 'generated' is for tables, whose samples have shape [F]; those "
+            f"of {dataset.name!r} have {list(dataset.shape)}"
         )
     if size < 1:
         raise SettingsError(
-            "public-samples = 0: must be at least 1 with public-dataset = 'generated'"
+            "data.public-samples = 0: must be at least 1 with data.public-dataset = 'generated'"
         )
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
     columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)

@@ -109,38 +109,6 @@ def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
     )
 
 
-def _cnn2(shape: Shape) -> nn.Module:
-    return cnn(shape, (16, 32), (True, True), 64)
-
-
-def _cnn2_dropout(shape: Shape) -> nn.Module:
-    return cnn(shape, (16, 32), (True, True), 64, dropout=0.5)
-
-
-def _cnn3_dropout(shape: Shape) -> nn.Module:
-    return cnn(shape, (32, 64, 64), (True, True, True), 128, dropout=0.5)
-
-
-def _cnn3(shape: Shape) -> nn.Module:
-    return cnn(shape, (32, 64, 64), (True, True, True), 128)
-
-
-def _cnn4(shape: Shape) -> nn.Module:
-    return cnn(shape, (32, 32, 64, 64), (False, True, False, True), 128)
-
-
-def _mlp(shape: Shape) -> nn.Module:
-    return mlp(shape, (128,))
-
-
-def _mlp2(shape: Shape) -> nn.Module:
-    return mlp(shape, (256, 128))
-
-
-def _mlp3(shape: Shape) -> nn.Module:
-    return mlp(shape, (256, 128, 64))
-
-
 # CoFED, Table 1: filters of 3 x 3 in each layer.
 COFED = (
     (24, 40),
@@ -162,15 +130,29 @@ def _cofed(number: int, widths: Sequence[int]) -> ModelInfo:
     return ModelInfo(f"cofed-cnn{number}", "cnn", line, f"CoFED, Table 1, model {number}", 4, build)
 
 
+def _mlp(number: str, *widths: int) -> ModelInfo:
+    layers = "1 hidden layer" if len(widths) == 1 else f"{len(widths)} hidden layers"
+    line = f"{layers}: {'-'.join(map(str, widths))}"
+    return ModelInfo(f"mlp{number}", "mlp", line, "ours", None, partial(mlp, widths=widths))
+
+
+CNN2 = partial(cnn, widths=(16, 32), pools=(True, True), features=64)
+CNN3 = partial(cnn, widths=(32, 64, 64), pools=(True, True, True), features=128)
+CNN4 = partial(cnn, widths=(32, 32, 64, 64), pools=(False, True, False, True), features=128)
 MODELS = (
-    ModelInfo("mlp", "mlp", "1 hidden layer: 128", "ours", None, _mlp),
-    ModelInfo("mlp2", "mlp", "2 hidden layers: 256-128", "ours", None, _mlp2),
-    ModelInfo("mlp3", "mlp", "3 hidden layers: 256-128-64", "ours", None, _mlp3),
-    ModelInfo("cnn2", "cnn", "2 conv layers, 16-32, and a linear of 64", "ours", 4, _cnn2),
-    ModelInfo("cnn3", "cnn", "3 conv layers, 32-64-64, and a linear of 128", "ours", 8, _cnn3),
-    ModelInfo("cnn4", "cnn", "VGG-like: 32-32, 64-64, and a linear of 128", "ours", 4, _cnn4),
-    ModelInfo("cnn2-dropout", "cnn", "cnn2 with dropout 0.5", "ours", 4, _cnn2_dropout),
-    ModelInfo("cnn3-dropout", "cnn", "cnn3 with dropout 0.5", "ours", 8, _cnn3_dropout),
+    _mlp("", 128),
+    _mlp("2", 256, 128),
+    _mlp("3", 256, 128, 64),
+    ModelInfo("cnn2", "cnn", "2 conv layers, 16-32, and a linear of 64", "ours", 4, CNN2),
+    ModelInfo("cnn3", "cnn", "3 conv layers, 32-64-64, and a linear of 128", "ours", 8, CNN3),
+    ModelInfo("cnn4", "cnn", "VGG-like: 32-32, 64-64, and a linear of 128", "ours", 4, CNN4),
+    *(
+        ModelInfo(f"{name}-dropout", "cnn", f"{name} with dropout 0.5", "ours", side, build)
+        for name, side, build in (
+            ("cnn2", 4, partial(CNN2, dropout=0.5)),
+            ("cnn3", 8, partial(CNN3, dropout=0.5)),
+        )
+    ),
     ModelInfo("lenet5", "cnn", "conv 6-16 of 5x5, linear 120-84", "LeCun et al. 1998", 12, lenet5),
     ModelInfo(
         "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9

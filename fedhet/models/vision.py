@@ -86,38 +86,23 @@ def _info(name: str, family: str, line: str, extractor: Callable[[Shape], nn.Mod
 
 
 MODELS = (
-    _info("vgg11", "vgg", "8 conv layers with batch norm", partial(vgg, layout="A")),
-    _info("vgg13", "vgg", "10 conv layers with batch norm", partial(vgg, layout="B")),
-    _info("vgg16", "vgg", "13 conv layers with batch norm", partial(vgg, layout="D")),
-    _info("vgg19", "vgg", "16 conv layers with batch norm", partial(vgg, layout="E")),
-    _info(
-        "shufflenet-v2",
-        "shufflenet",
-        "ShuffleNet-V2, width 1.0",
-        partial(shufflenet, name="shufflenet_v2_x1_0"),
+    *(
+        _info(name, "vgg", f"{layers} conv layers with batch norm", partial(vgg, layout=layout))
+        for name, layers, layout in (
+            ("vgg11", 8, "A"),
+            ("vgg13", 10, "B"),
+            ("vgg16", 13, "D"),
+            ("vgg19", 16, "E"),
+        )
     ),
-    _info(
-        "shufflenet-v2-x0.5",
-        "shufflenet",
-        "ShuffleNet-V2, width 0.5",
-        partial(shufflenet, name="shufflenet_v2_x0_5"),
-    ),
-    _info(
-        "mobilenet-v2",
-        "mobilenet",
-        "MobileNet-V2, width 1.0",
-        partial(inverted, name="mobilenet_v2"),
-    ),
-    _info(
-        "mobilenet-v3-small",
-        "mobilenet",
-        "MobileNet-V3 small",
-        partial(inverted, name="mobilenet_v3_small"),
-    ),
-    _info(
-        "efficientnet-b0",
-        "efficientnet",
-        "EfficientNet-B0",
-        partial(inverted, name="efficientnet_b0"),
+    *(
+        _info(name, name.split("-")[0], line, partial(build, name=theirs))
+        for name, line, build, theirs in (
+            ("shufflenet-v2", "ShuffleNet-V2, width 1.0", shufflenet, "shufflenet_v2_x1_0"),
+            ("shufflenet-v2-x0.5", "ShuffleNet-V2, width 0.5", shufflenet, "shufflenet_v2_x0_5"),
+            ("mobilenet-v2", "MobileNet-V2, width 1.0", inverted, "mobilenet_v2"),
+            ("mobilenet-v3-small", "MobileNet-V3 small", inverted, "mobilenet_v3_small"),
+            ("efficientnet-b0", "EfficientNet-B0", inverted, "efficientnet_b0"),
+        )
     ),
 )

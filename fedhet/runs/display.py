@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.config.resolve import Config
+from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord, Score, Summary
 from fedhet.runs.units import human_bytes, plural
 
@@ -19,7 +20,7 @@ MOST_CLIENTS = 24
 MOST_NOTICES = 6
 
 
-class LineDisplay:
+class LineDisplay(Watcher):
     """One plain line an event: for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -30,12 +31,6 @@ class LineDisplay:
         """Print what runs and where."""
         self._headline = config.method.spec.headline
         self._print(f"{title(config, models)} -> {directory}")
-
-    def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Print nothing: the round's end says it all."""
-
-    def client_answered(self, client: str, error: str) -> None:
-        """Print nothing: who failed is in the notices."""
 
     def round_finished(self, record: RoundRecord) -> None:
         """Print the round's headline numbers."""
@@ -60,7 +55,7 @@ class LineDisplay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class LiveDisplay:
+class LiveDisplay(Watcher):
     """A live picture: the rounds, and every client's model, state and accuracy."""
 
     def __init__(self, console: Console) -> None:
@@ -125,9 +120,6 @@ class LiveDisplay:
     def notice(self, text: str) -> None:
         """Show a notice under the table."""
         self._notices = [*self._notices, text][-MOST_NOTICES:]
-
-    def run_finished(self, summary: Summary) -> None:
-        """Show nothing more: the final table follows."""
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._title, style="bold"), self._bar]

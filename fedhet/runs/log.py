@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -25,8 +24,8 @@ from fedhet.runs.records import PastRound, RoundRecord, Seconds, Summary, peak_m
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 
 
-class Watcher(Protocol):
-    """Is told what happens in a run; every call is short and must not fail."""
+class Watcher:
+    """Learns what happens in a run; every call is short and must not fail. Here: ignores it."""
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """The clients are known: name to model."""

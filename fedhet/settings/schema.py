@@ -15,10 +15,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, closest
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
+WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
 
 
 def kebab(name: str) -> str:
@@ -196,12 +197,9 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
     if homes:
         found = "' or '".join(homes)
         return SettingsError(f"unknown setting '{name}': it is '{found}'")
-    endings = {full.rpartition(".")[2]: full for full in known}
-    hint = (
-        nearest(name, known)
-        or nearest(name, endings)
-        or "; `fedhet settings` and `fedhet methods NAME` list them"
-    )
+    endings = {full.rpartition(".")[2]: full for full in reversed(known)}
+    close = closest(name, [*known, *endings])
+    hint = f"; did you mean '{endings.get(close, close)}'?" if close else f"; {WHERE_LISTED}"
     return SettingsError(f"unknown setting '{name}'{hint}")
 
 

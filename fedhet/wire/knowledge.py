@@ -21,20 +21,7 @@ from fedhet.errors import KnowledgeError
 
 SCHEMA_VERSION = 1
 DTYPES = frozenset(
-    [
-        "bool",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-    ]
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 )
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_RANK = 8
