@@ -174,7 +174,7 @@ class HetClient(NumPyClient):
         stepped: Callable[[], None] | None = None,
         before_epoch: Callable[[int], object] | None = None,
     ) -> None:
-        """Train as `fedhet.training.train_epochs` does, the local epochs unless told otherwise."""
+        """Train as `fedhet.training.train_epochs` does, by default for the local epochs."""
         self.loss = train_epochs(
             x,
             y,

@@ -1,4 +1,4 @@
-"""Each client trains alone: the yardstick of every table."""
+"""Each client trains alone: the baseline of every table."""
 
 from __future__ import annotations
 

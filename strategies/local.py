@@ -1,4 +1,4 @@
-"""Each client trains alone: the yardstick of every table. The server only records."""
+"""Each client trains alone: the baseline of every table. The server only records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LocalStrategy(HetStrategy):
     """No knowledge travels; the same clients, split and epochs as with a method."""
 
     spec = MethodSpec(
-        title="each client trains alone; the yardstick of every table",
+        title="each client trains alone; the baseline of every table",
         paper="no paper",
         headline="common",
         any_model=True,

@@ -8,7 +8,9 @@ from pathlib import Path
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 
+from clients.base import HetClient
 from fedhet import simulate as simulation
+from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
@@ -97,3 +99,8 @@ class Server:
     def answers(self, asked) -> list[tuple[object, FitRes]]:
         """Let every client train."""
         return [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+
+
+def client_of(proxy) -> HetClient:
+    """Return the client that a strategy's proxy leads to in this process."""
+    return open_client(proxy._proxy._config, proxy._proxy._node)

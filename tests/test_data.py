@@ -151,7 +151,7 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
 def test_impossible_partitions_say_what_to_change() -> None:
     message = fault(DIGITS.but(clients=40, alpha=0.01, min_samples=30))
     assert "data.alpha = 0.01, data.min-samples = 30, clients = 40" in message
-    assert "raise alpha, or lower min-samples or clients" in message
+    assert "raise it, or lower min-samples or clients" in message
     message = fault(DIGITS.but(clients=200))
     assert message == (
         "clients = 200 with min-samples = 10 need 2000 samples, digits has 1438; lower either"
@@ -254,7 +254,9 @@ def test_scaling() -> None:
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
     assert "must be one of digits, breast-cancer, mnist" in fault(DIGITS.but(dataset="svhn"))
-    assert fault(DIGITS.but(dataset="npz")) == ("data.dataset = 'npz': give the folder, as in npz:DIR")
+    assert fault(DIGITS.but(dataset="npz")) == (
+        "data.dataset = 'npz': give the folder, as in npz:DIR"
+    )
     assert dataset_names()[0] == "digits"
     assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
 

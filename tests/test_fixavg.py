@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 
 from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
@@ -107,13 +107,13 @@ def test_labels_of_the_unlabelled_are_measured_by_not_learnt(tmp_path):
     for shift in (0, 1):
         server = Server(fixavg(**{"fixavg.threshold": 0.0}), tmp_path / str(shift))
         asked = server.ask(1)
-        for courier, _ in asked:
-            client = courier._proxy._client().numpy_client
+        for proxy, _ in asked:
+            client = client_of(proxy)
             hidden = client.unlabelled.y
             hidden.copy_((hidden + shift) % 10)
         found.append([said(result) for _, result in server.answers(asked)])
-        for courier, _ in asked:  # clients stay open in this process
-            hidden = courier._proxy._client().numpy_client.unlabelled.y
+        for proxy, _ in asked:  # clients stay open in this process
+            hidden = client_of(proxy).unlabelled.y
             hidden.copy_((hidden - shift) % 10)
     for one, other in zip(*found, strict=True):
         for name, value in one.tensors.items():

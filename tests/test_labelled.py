@@ -65,7 +65,9 @@ def test_without_a_share_all_is_labelled():
 
 
 def test_too_few_samples_are_named():
-    with pytest.raises(DataError, match=r"site-a: has 3 training samples, 'labelled-alpha' = 0.5"):
+    with pytest.raises(
+        DataError, match=r"site-a: has 3 training samples, at least 4 are needed with"
+    ):
         split_labels(samples(3), 0.5, 0, "site-a")
 
 

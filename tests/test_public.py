@@ -162,5 +162,5 @@ def test_only_a_method_that_needs_it_keeps_data_from_its_clients():
 
 def test_whole_clients_have_no_share_to_give(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
-    with pytest.raises(SettingsError, match="whole clients; give 'data.public-dataset'"):
+    with pytest.raises(SettingsError, match=r"whole clients; give 'data\.public-dataset'"):
         load(DataSpec(dataset=name, clients=1, public_fraction=0.2))

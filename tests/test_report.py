@@ -605,7 +605,7 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     cost = sum(line["bytes_up"] + line["bytes_down"] for line in lines[:4])
     assert found.groups[0].bytes_to(found.headline, found.target).mean == cost
     assert found.groups[1].bytes_to(found.headline, found.target).n == 0
-    assert any("not judged under common server, so last: felo" in note for note in found.notes)
+    assert any("not evaluated under common server, so last: felo" in note for note in found.notes)
     assert compare(runs).headline == ("common", "private")
     with pytest.raises(SettingsError, match=r"'kind' = 'sever'.*these runs have private.*server"):
         compare(runs, kind="sever")
@@ -640,7 +640,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     for words in (
         "different data sets do not compare: digits, mnist",
         "differ in their rounds: 3, 5",
-        "not judged under common private, so last: fedtype",
+        "not evaluated under common private, so last: fedtype",
         "d: unfinished, 5 of 9 rounds; its last round so far is shown",
         "e: unfinished, 5 of 5 rounds; left out",
         f"left out: {tmp_path / 'f' / 'metrics.jsonl'}: absent",

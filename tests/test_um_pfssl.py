@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 from test_helpers import ranks_lowest, replace_helper
 
@@ -239,8 +239,8 @@ class Wire:
 
     def ask(self, round):
         asked = self.server.ask(round)
-        for courier, _ in asked:
-            courier.instruction = self.noting(round, courier.instruction)
+        for proxy, _ in asked:
+            proxy.instruction = self.noting(round, proxy.instruction)
         return asked
 
     def noting(self, round, make):
@@ -262,7 +262,7 @@ class Wire:
         answers = self.server.answers([pair for pair in asked if pair[0].name not in without])
         self.strategy.aggregate_fit(round, answers, [])
         self.server.close(round)
-        return {courier.name for courier, _ in asked}
+        return {proxy.name for proxy, _ in asked}
 
 
 def test_the_protocol_of_a_small_federation(tmp_path):
@@ -327,7 +327,7 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
     wire.strategy.aggregate_fit(1, arrived, [])
     wire.server.close(1)
     assert set(wire.strategy.versions) == {0, 2, 3}
-    client = next(c for c, _ in asked if c.name == "client-1")._proxy._client().numpy_client
+    client = client_of(next(proxy for proxy, _ in asked if proxy.name == "client-1"))
     trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     wire.play(2)
     assert not wire.strategy.plans["client-1"].train
@@ -398,12 +398,12 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     asked = wire.ask(4)
     searching = wire.strategy.state.selection.assisting
     assert searching
-    for courier, ins in asked:
-        assert ins.config["evaluate"] == (courier.name not in searching)
+    for proxy, ins in asked:
+        assert ins.config["evaluate"] == (proxy.name not in searching)
     answers = wire.server.answers(asked)
-    for courier, result in answers:
+    for proxy, result in answers:
         measured = any(name.startswith("accuracy") for name in result.metrics)
-        assert measured == (courier.name not in searching)
+        assert measured == (proxy.name not in searching)
     wire.strategy.aggregate_fit(4, answers, [])
     assert not json.loads(wire.strategy.state.to_json())["changed"]
 
@@ -447,7 +447,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
         FedhetError, match=r"'models.pool' = 'cnn2-dropout,mlp'.*they have cnn2-drop"
     ):
         Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
-    with pytest.raises(FedhetError, match=r"'models' = 'cnn2' is not allowed: .*with dropout"):
+    with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
 
 

@@ -114,7 +114,7 @@ def gather(
     if config is not None:
         values |= read_toml(config)
     if method is not None:
-        # So that `run local --preset felo-…` is the yardstick of that experiment.
+        # So that `run local --preset felo-…` is the baseline of that experiment.
         shared, own = RunSettings.fields(), find_method(method).settings()
         others = all_settings().keys() - shared.keys() - own.keys()
         values = {k: v for k, v in values.items() if k not in others} | {"method": method}

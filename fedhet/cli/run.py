@@ -77,17 +77,17 @@ def _ending_at_once_on_interrupt(directory: Path) -> Iterator[None]:
     A thread of our own reads the signals: Python calls handlers in the main thread alone, which
     may be waiting where no signal wakes it.
     """
-    heard, told = socket.socketpair()
-    told.setblocking(False)
+    heard, sender = socket.socketpair()
+    sender.setblocking(False)
     handler = signal.signal(signal.SIGINT, lambda *_: None)
-    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_end_on_interrupt, args=(heard, directory), daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGINT, handler)
-        told.close()
+        sender.close()
 
 
 def _end_on_interrupt(heard: socket.socket, directory: Path) -> None:

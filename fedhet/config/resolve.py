@@ -20,9 +20,9 @@ from fedhet.settings.tables import PLACE, RENAMED, RunSettings
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2
-"""Of the training set, for a method that needs public data and is told nothing of it."""
+"""Of the training set, for a method that needs public data where the user names none."""
 LABELLED_ALPHA = 0.5
-"""For a method that needs unlabelled data and is told nothing of it (UM-pFSSL, section VI-A)."""
+"""For a method that needs unlabelled data where the user says nothing (UM-pFSSL, section VI-A)."""
 
 
 @dataclass(frozen=True)

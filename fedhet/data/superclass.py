@@ -1,7 +1,7 @@
 """Tasks that differ: classes joined into superclasses, and clients that hold some of these.
 
 CoFED, Sections 4.7 and 5.2: a participant's label space is a few superclasses. IID, it holds
-samples of all subclasses of each; non-IID, of one or two, and is judged on all.
+samples of all subclasses of each; non-IID, of one or two, and is tested on all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way to a server: Flower's command line, told where it is and by whom it is vouched for."""
+"""The connection to a server: Flower's command line, with its address and certificate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OURS = re.compile(r"fedhet\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class Connection:
-    """Flower's command line, told where a server is; what it keeps is below `home`."""
+    """Flower's command line for one server; its configuration is below `home`."""
 
     home: Path
     address: str

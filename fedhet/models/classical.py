@@ -50,7 +50,7 @@ class ClassicalInfo:
 class Refitted(nn.Module):
     """A classifier as the methods see it, to be fitted anew on each training set.
 
-    As a module it gives the predicted class as one-hot logits [N, C], so that it is judged as any
+    As a module it gives the predicted class as one-hot logits [N, C], to be evaluated as any
     model is. It has no parameters, and no state: who wants it back fits it on the same data.
     """
 

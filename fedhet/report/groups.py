@@ -261,7 +261,7 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     notes = _differing(groups)
     unjudged = [group.label for group in groups if group.score(column).n == 0]
     if unjudged:
-        notes.append(f"not judged under {' '.join(column)}, so last: {', '.join(unjudged)}")
+        notes.append(f"not evaluated under {' '.join(column)}, so last: {', '.join(unjudged)}")
     for name in sorted({group.headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.headline == name)
         notes.append(f"headline of their own is {name}, the table's is {column[0]}: {labels}")

@@ -156,7 +156,7 @@ class Summary(BaseModel):
     models: dict[str, str] = {}
     """Client -> model."""
     headline: str = ""
-    """The protocol under which the method is to be judged."""
+    """The protocol of the method's headline number."""
     accuracy: Scores = {}
     relative: dict[str, Ratio] = {}
     history: list[PastRound] = []

@@ -4,7 +4,7 @@ Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al. (O
 of the paper knows the benign updates of the round and disturbs the logits or weights of some
 clients on their way to the server. No client knows the others' updates, so the attack is made
 where the replies meet, just before the method sees them: the same on Ray, in one process and in a
-deployment. The clients themselves are honest, and are judged like the others.
+deployment. The clients themselves are honest, and are evaluated like the others.
 """
 
 from __future__ import annotations

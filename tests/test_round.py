@@ -1,0 +1,190 @@
+"""The round's record on the server, and the messages that are counted into it."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from federation import small
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+
+from fedhet.errors import KnowledgeError, StateError
+from fedhet.runs.records import Measured
+from fedhet.server import round as rounds
+from fedhet.server.exchange import Exchange
+from fedhet.server.round import RoundState, Selection
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
+
+
+@pytest.fixture
+def notices():
+    return []
+
+
+@pytest.fixture
+def state(notices):
+    state = RoundState(2, notices.append)
+    state.start(1)
+    state.ask(Selection(("b", "a"), ("c",)))
+    return state
+
+
+def measured(train=0.0, evaluate=0.0, memory=0.0, loss=None, **accuracy):
+    by_place = {("common", kind): value for kind, value in accuracy.items()}
+    return Measured(by_place, loss, train, evaluate, memory)
+
+
+def test_who_was_asked_is_sorted_whatever_for(state):
+    assert state.record.asked == ["a", "b", "c"]
+
+
+def test_many_threads_are_all_counted(state):
+    """As the proxies' threads do: 64 at once, each a thousand messages of one byte."""
+    gate = threading.Barrier(64)
+
+    def send(name):
+        gate.wait()
+        for _ in range(1000):
+            state.sent(1)
+            state.received(2)
+        state.measured(name, measured(train=0.5, private=0.25))
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(send, [f"client-{k}" for k in range(64)]))
+    record = state.close(evaluated=True)
+    assert (record.bytes_down, record.bytes_up) == (64_000, 128_000)
+    assert record.seconds.train == 32
+    assert len(record.accuracy["common"]["private"].per_client) == 64
+
+
+def test_only_present_models_count(state):
+    """A client that has trained since, and was not evaluated, is in no mean; its value is kept."""
+    state.measured("a", measured(private=0.5, local=0.25))
+    state.measured("b", measured(private=1.0, local=0.5))
+    state.changed(["b"])
+    record = state.close(evaluated=True)
+    assert record.accuracy["common"]["private"].per_client == {"a": 0.5}
+    assert record.relative["common"].per_client == {"a": 2.0}
+    assert [state.to_evaluate(name) for name in "ab"] == [False, True]
+    state.start(2)
+    state.measured("b", measured(private=0.75))
+    again = state.close(evaluated=True).accuracy["common"]["private"]
+    assert again.per_client == {"a": 0.5, "b": 0.75}
+
+
+def test_a_round_that_is_not_evaluated_has_no_accuracy(state):
+    state.measured("a", measured(private=0.5, loss=2.0))
+    record = state.close(evaluated=False)
+    assert record.accuracy == {}
+    assert record.loss.per_client == {"a": 2.0}
+    state.start(2)
+    assert state.close(evaluated=False).loss is None
+
+
+def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
+    with state.dropping("a"):
+        raise KnowledgeError("a", "logits", "missing")
+    with state.dropping("b"):
+        raise StateError("disk full")
+    assert state.record.failed == {"a": "logits: missing", "b": "disk full"}
+    assert notices[0] == "client a is dropped from round 1: logits: missing"
+    with pytest.raises(ZeroDivisionError), state.dropping("c"):
+        1 / 0  # noqa: B018
+    state.absent("c", "did not answer in time")
+    assert state.present(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
+
+
+def test_where_the_time_went(monkeypatch, notices):
+    """Two at once, three asked: 6 s of work take 3 s of the 5 s that were waited for."""
+    now = iter([10.0, 11.0, 16.0, 18.0])
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
+    state = RoundState(2, notices.append)
+    state.start(1)
+    state.ask(Selection(("a", "b", "c")))
+    state.wait()
+    state.measured("a", measured(train=4.0, evaluate=2.0, memory=7.0))
+    state.go_on()
+    seconds = state.close(evaluated=False).seconds
+    assert (seconds.total, seconds.server, seconds.overhead) == (8.0, 3.0, 2.0)
+    assert state.record.peak_memory_mb == 7.0
+
+
+def test_what_is_known_of_clients_outlives_the_process(state, notices):
+    state.measured("a", measured(private=0.5))
+    state.changed(["b"])
+    other = RoundState(1, notices.append)
+    other.load_json(state.to_json())
+    other.start(2)
+    assert other.to_evaluate("b")
+    assert not other.to_evaluate("a")
+    assert other.close(evaluated=True).accuracy["common"]["private"].per_client == {"a": 0.5}
+    for text in ("{}", "[]", "", json.dumps({"accuracy": {}})):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            other.load_json(text)
+
+
+LIMIT = 10_000
+CLIENT = ClientInfo("a", "mlp", 12, 3, (4,))
+SIZES = Sizes({"C": 3, "D": 2}, {"weights": {}})
+
+
+@pytest.fixture
+def exchange(state):
+    return Exchange("run-1", small("felo").method, LIMIT, state)
+
+
+def answer(knowledge, metrics=None, **changes):
+    place = {"run": "run-1", "method": "felo", "round": 1, "sender": "a", **changes}
+    payload = ndarrays_to_parameters(encode(Envelope(**place), knowledge))
+    seconds = {"seconds.train": 1.0, "seconds.evaluate": 2.0, "memory": 3.0}
+    return FitRes(Status(Code.OK, ""), payload, 1, {**seconds, **(metrics or {})})
+
+
+def means(**changes):
+    tensors = {
+        "classes": np.array([0, 2]),
+        "features": np.ones((2, 2), np.float32),
+        "logits": np.ones((2, 3), np.float32),
+        "counts": np.array([1, 5]),
+    }
+    return Knowledge({**tensors, **changes})
+
+
+def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
+    same, other = means(), means(counts=np.array([2, 2]))
+    sent = exchange.encode_all(1, {"a": same, "b": same, "c": other})
+    assert sent["a"] is sent["b"]
+    assert sent["c"] is not sent["a"]
+    assert state.record.bytes_down == sum(sum(map(len, p.tensors)) for p in sent.values())
+
+
+def test_a_reply_is_read_and_counted(exchange, state):
+    result = answer(means(), {"accuracy.common.private": 0.5, "accuracy.common.server": 0.9})
+    reply = exchange.read(1, CLIENT, result, SIZES)
+    assert reply.samples == 12
+    np.testing.assert_array_equal(reply.knowledge.tensors["counts"], [1, 5])
+    assert state.record.bytes_up == sum(map(len, result.parameters.tensors))
+    assert reply.measured.accuracy == {("common", "private"): 0.5}, "of the method's kinds alone"
+
+
+@pytest.mark.parametrize(
+    ("result", "field"),
+    [
+        (answer(means(), run="run-2"), "run"),
+        (answer(means(), method="velo"), "method"),
+        (answer(means(), round=2), "round"),
+        (answer(means(), sender="b"), "sender"),
+        (answer(means(features=np.ones((2, 3), np.float32))), "features"),
+        (answer(means(), {"seconds.train": float("nan")}), "seconds.train"),
+        (answer(means(), {"error": "disk full"}), "answer"),
+        (answer(means(more=np.zeros(LIMIT, np.uint8))), "payload"),
+    ],
+)
+def test_a_reply_that_is_not_of_this_round_or_contract_is_refused(exchange, state, result, field):
+    with pytest.raises(KnowledgeError) as caught:
+        exchange.read(1, CLIENT, result, SIZES)
+    assert (caught.value.sender, caught.value.field) == ("a", field)
+    assert state.record.bytes_up == sum(map(len, result.parameters.tensors)), "it did travel"
