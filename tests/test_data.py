@@ -154,16 +154,16 @@ def test_impossible_partitions_say_what_to_change() -> None:
     assert "raise it, or lower min-samples or clients" in message
     message = fault(DIGITS.but(clients=200))
     assert message == (
-        "clients = 200 with min-samples = 10 need 2000 samples, digits has 1438; lower either"
+        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438; lower either"
     )
     message = fault(DIGITS.but(partition="shards", shards=500))
     assert "need 4000 shards, digits has 1438 samples" in message
     message = fault(DIGITS.but(partition="classes", classes_per_client=11))
     assert message == (
-        "classes-per-client = 11: must be at most 10, the number of classes of digits"
+        "data.classes-per-client = 11: must be at most 10, the number of classes of digits"
     )
     message = fault(DIGITS.but(partition="iid", clients=500, min_samples=1))
-    assert message.startswith("client-438: has 2 samples; with test-fraction = 0.2")
+    assert message.startswith("client-438: has 2 samples; with data.test-fraction = 0.2")
     assert "at least 2 to train and 1 to test on are needed" in message
 
 
