@@ -151,7 +151,7 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
 def test_impossible_partitions_say_what_to_change() -> None:
     message = fault(DIGITS.but(clients=40, alpha=0.01, min_samples=30))
     assert "data.alpha = 0.01, data.min-samples = 30, clients = 40" in message
-    assert "raise it, or lower min-samples or clients" in message
+    assert "raise data.alpha, or lower data.min-samples or clients" in message
     message = fault(DIGITS.but(clients=200))
     assert message == (
         "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438; lower either"

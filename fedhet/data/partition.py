@@ -209,13 +209,14 @@ def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
 
 
 def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
+    least = "lower data.min-samples or clients"
     own, change = {
-        "iid": ("", "lower min-samples or clients"),
-        "dirichlet": (f"data.alpha = {spec.alpha}, ", "raise it, or lower min-samples or clients"),
-        "shards": (f"data.shards = {spec.shards}, ", "lower min-samples, shards or clients"),
+        "iid": ("", least),
+        "dirichlet": (f"data.alpha = {spec.alpha}, ", f"raise data.alpha, or {least}"),
+        "shards": (f"data.shards = {spec.shards}, ", f"lower data.shards, or {least}"),
         "classes": (
             f"data.classes-per-client = {spec.classes_per_client}, ",
-            "raise classes-per-client, or lower min-samples or clients",
+            f"raise data.classes-per-client, or {least}",
         ),
     }[spec.partition]
     return (
