@@ -1,1 +1,1 @@
-"""The client halves of the methods, one a file."""
+"""The client halves of the methods, one per file."""

@@ -1,6 +1,6 @@
-"""The client half of every method: a Flower NumPyClient around the hooks that a method writes.
+"""The client half of every method: a Flower NumPyClient that calls the hooks a method implements.
 
-A round reads downwards in `fit`: open and check the server's instruction, restore the client's
+`fit` shows the order of a round: read and check the server's instruction, restore the client's
 state, `train`, save the state, evaluate, answer.
 """
 
@@ -43,10 +43,10 @@ from fedhet.wire.knowledge import Knowledge, encode
 
 
 class HetClient(NumPyClient):
-    """A method's client half: it declares what it `sends`, and writes the hooks."""
+    """Base class of a method's client half: set `sends`, implement the hooks."""
 
     sends: ClassVar[Contract] = Contract()
-    """The fields of what `train` returns."""
+    """The contract of the replies that `train` returns."""
 
     def __init__(self, config: Config, node: Node) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
@@ -69,42 +69,42 @@ class HetClient(NumPyClient):
         )
         self.prepare()
 
-    # The hooks: what a method writes.
+    # The hooks: what a method implements.
 
     def prepare(self) -> None:
-        """Do what is to be done once, with the data and before any round."""
+        """Do what has to be done once, after the data is loaded and before any round."""
 
     def setup(self) -> dict[str, nn.Module]:
-        """Return the models that the client keeps, by kind, as they are before the first round."""
+        """Return the client's models, by kind, as they are before the first round."""
         if not self.config.method.spec.any_model:
             return {"private": self.build_model()}
         info = self.info
         return {"private": build_any(info.model, info.shape, info.classes, seed=self.run.seed)}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train by what the server sent; return what is sent back."""
+        """Train as the server's instruction says; return the reply."""
         raise NotImplementedError
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return x [N, ...] and y [N] that `fit_private` trains on.
+        """Return x [N, ...] and y [N], the data that `fit_private` trains on.
 
-        Nothing else is kept of a model without gradients: after a restart it is fitted again.
+        A model without gradients is not saved: after a restart it is fitted again on this data.
         """
         return self.x, self.y
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the models to evaluate, by kind; `knowledge` is what the server sent last."""
+        """Return the models to evaluate, by kind; `knowledge` is the latest instruction."""
         return {"private": self.private}
 
     def evaluation(self, knowledge: Knowledge) -> Scores:
-        """Return what the models reach on the client's test splits."""
+        """Return the scores of the models on the client's test splits."""
         return self.scores(self.eval_models(knowledge))
 
     def sizes(self) -> Sizes:
         """Return the sizes that the fields of the server's messages must have."""
         return self.config.method.spec.sizes(self.settings, self.info)
 
-    # What a method uses.
+    # Helpers for methods.
 
     @property
     def x(self) -> Tensor:
@@ -123,19 +123,19 @@ class HetClient(NumPyClient):
 
     @property
     def network(self) -> HetModel:
-        """Return the private model as what it is in nearly every method: a network to train."""
+        """Return the private model as a network, which it is unless the method sets `any_model`."""
         model = self.models["private"]
         assert isinstance(model, HetModel), "any_model: only fit_private can train it"
         return model
 
     @property
     def private(self) -> nn.Module:
-        """Return the private model, of whichever kind, within the client's label space."""
+        """Return the private model, of any kind, restricted to the client's label space."""
         model = self.models["private"]
         return model if isinstance(model, Refitted) else self.samples.within_space(model)
 
     def build_model(self, feature_dim: int | None = None) -> HetModel:
-        """Return a new network of the client's architecture; all of one start equal."""
+        """Return a new network of the client's architecture; all start with equal weights."""
         info, seed = self.info, self.run.seed
         return build(info.model, info.shape, info.classes, seed=seed, feature_dim=feature_dim)
 
@@ -146,18 +146,18 @@ class HetClient(NumPyClient):
         return model
 
     def public_set(self, *, labelled: bool) -> Split:
-        """Return the data that no client owns, scaled; `labelled` if its labels are to be used.
+        """Return the public set, scaled; set `labelled` if the method uses its labels.
 
-        Raises DataError if any sample of this client is in it.
+        Raises DataError if it contains any sample of this client.
         """
         return public_samples(self.config, self.node, self.samples, labelled=labelled)
 
     def generator(self, round: int, use: str) -> torch.Generator:
-        """Return the generator of this client's draws in a round for one use."""
+        """Return this client's random generator for one use in a round."""
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Return a fresh optimiser over all of `parameters`."""
+        """Return a new optimiser over all of `parameters`."""
         every = [parameter for some in parameters for parameter in some]
         return optimization(every, self.run.training, self.compute)
 
@@ -195,9 +195,9 @@ class HetClient(NumPyClient):
         epochs: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Train the private model on `training_set` by cross-entropy.
+        """Train the private model on `training_set` with cross-entropy.
 
-        A network goes on from where it stands; a model without gradients is fitted anew.
+        A network continues from its current weights; a model without gradients is fitted anew.
         """
         (x, y), model = self.training_set(), self.private
         if isinstance(model, Refitted):
@@ -209,7 +209,7 @@ class HetClient(NumPyClient):
         )
 
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:
-        """Evaluate models, by kind, on every test split that the client has."""
+        """Evaluate models, by kind, on every test split of the client."""
         size = self.run.engine.eval_batch_size
         return {
             (protocol, kind): evaluate(model, split.x, split.y, self.compute, size)
@@ -218,21 +218,21 @@ class HetClient(NumPyClient):
         }
 
     def held_bytes(self) -> int:
-        """Return the bytes of the tensors that an open client holds in memory."""
+        """Return the bytes of the tensors that the client holds in memory."""
         held = chain(self.samples.held_tensors(), self.state.held_tensors())
         return sum(tensor.nbytes for tensor in held)
 
-    # What Flower calls, in the order of a run.
+    # Flower's interface, in the order of a run.
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Say who this is and what task its data is of."""
+        """Return the client's name, model and task."""
         self.samples.warn_of_left_aside(self.run.method)
         return dict(self.info.properties())
 
     def fit(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """Train by the server's instruction, and answer it."""
+        """Train as the server's instruction says, and return the reply."""
         method = self.config.method
         try:
             envelope, instruction = read_instruction(parameters, method, self.sizes)
@@ -251,7 +251,7 @@ class HetClient(NumPyClient):
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Evaluate the models as they are; an instruction to do so may be empty."""
+        """Evaluate the current models; the instruction may be empty."""
         method = self.config.method
         try:
             envelope, instruction = read_instruction(
@@ -264,12 +264,12 @@ class HetClient(NumPyClient):
         measured = measures(scores, None, 0.0, seconds)
         return own_loss(scores), self.info.samples, measured
 
-    # The steps of the above.
+    # The steps of these methods.
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
-        """Return the method's answer and the seconds that its training took.
+        """Return the method's reply and the training time in seconds.
 
-        Raises StateError where training diverged; what was saved before then stands.
+        Raises StateError if training diverged; the state saved before remains.
         """
         self.state.begin_round()
         self.loss = None
@@ -286,7 +286,7 @@ class HetClient(NumPyClient):
         return answer, seconds
 
     def _evaluate(self, instruction: Knowledge) -> tuple[Scores, float]:
-        """Return what the models reach, and the seconds that it took to find out."""
+        """Return the scores of the models and the evaluation time in seconds."""
         started = time.perf_counter()
         scores = self.evaluation(instruction)
         return scores, time.perf_counter() - started

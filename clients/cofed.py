@@ -23,9 +23,9 @@ from strategies.cofed import CofedSettings
 
 
 class CofedClient(HetClient):
-    """Trains alone, says what it takes the public data for, and learns from what all say.
+    """Trains alone, sends its predictions on the public set, and learns from the vote of all.
 
-    Nothing of its model or training leaves it: whatever can `fit` and `predict` may take part.
+    Its model and training stay private: any model with `fit` and `predict` may take part.
     """
 
     settings: CofedSettings
@@ -54,19 +54,19 @@ class CofedClient(HetClient):
 
     @cached_property
     def public(self) -> Tensor:
-        """The public samples [N, ...], on the device; their labels are left aside."""
+        """The public samples [N, ...], on the device, without their labels."""
         return self.compute.images(self.public_set(labelled=False).x)
 
     def sizes(self) -> Sizes:
-        """Return C classes, L = C + 1 with none, N public instances."""
+        """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
         classes = self.info.classes
         return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run steps 1, 4 and 2 of Section 4.1, those that are due.
+        """Run those of steps 1, 4 and 2 of Section 4.1 that are due.
 
-        A first participation trains on its own data (step 1). Pseudolabels, if there are any,
-        make the update training (step 4). Then, if asked, it predicts the public set (step 2).
+        The client's first participation trains on its own data (step 1). If pseudolabels were sent,
+        it runs the update training (step 4). Then, if asked, it predicts the public set (step 2).
         """
         if self.state.participations == 0:
             self._train_locally(round)
@@ -77,7 +77,7 @@ class CofedClient(HetClient):
         return self._predictions() if knowledge.scalars["predict"] else Knowledge()
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return the client's own data, joined with R_i once there is one."""
+        """Return the client's own data, plus R_i once it has been sent."""
         if not self._updated:
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)
@@ -85,9 +85,9 @@ class CofedClient(HetClient):
         return torch.cat([self.x, self.public[given]]), torch.cat([self.y, labels[given]])
 
     def evaluation(self, knowledge: Knowledge) -> Scores:
-        """Return what the model reaches now, and what it reached by local training.
+        """Return the scores of the current model, and of the model after local training.
 
-        The latter was measured then; until an update training it is the former too.
+        The latter were measured then; until an update training both are the same.
         """
         measured = super().evaluation(knowledge) if self._updated else {}
         kinds = ("local",) if self._updated else ("local", "private")
@@ -101,11 +101,11 @@ class CofedClient(HetClient):
 
     @property
     def _updated(self) -> bool:
-        """Tell whether the model is another than that of local training."""
+        """Tell whether the model has had an update training since local training."""
         return "labels" in self.state.tensors
 
     def _train_locally(self, round: int) -> None:
-        """Train on the own data, and measure what relative accuracy is relative to."""
+        """Train on the client's own data, and measure the baseline of relative accuracy."""
         self.fit_private(self.generator(round, "batches"))
         for (protocol, _), score in self.scores({"local": self.private}).items():
             self.state.facts[f"local.{protocol}"] = score.accuracy

@@ -26,7 +26,7 @@ from strategies.fedgems import FedGemsSettings
 
 
 class FedGemsClient(HetClient):
-    """Distils from the server on the public set, trains on its own data, helps where asked."""
+    """Distils from the server on the public set, trains on its own data, answers with logits."""
 
     settings: FedGemsSettings
     sends = Contract(
@@ -39,14 +39,14 @@ class FedGemsClient(HetClient):
         return _placed(self.public_set(labelled=True), self.compute)
 
     def sizes(self) -> Sizes:
-        """Return C and B (bytes of a bit a public sample)."""
+        """Return the axes C, and B, the bytes of a bit mask over the public samples."""
         return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 19 to 27, then ClientSelect (lines 31 to 33).
 
-        While the server has no logits there is nothing to distil: private data alone, as the
-        paper's first step (Section 3.2).
+        Until the server has logits there is nothing to distil: train on private data alone, as in
+        the paper's first step (Section 3.2).
         """
         self._take_in(knowledge)
         model = self.network.train()
@@ -58,7 +58,7 @@ class FedGemsClient(HetClient):
         return Knowledge({"logits": self._answer(model, knowledge)})
 
     def _take_in(self, knowledge: Knowledge) -> None:
-        """Keep the server's logits [N, C], whole or as far as they have changed."""
+        """Store the server's logits [N, C]: all of them, or those that have changed."""
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")
@@ -99,7 +99,7 @@ class FedGemsClient(HetClient):
         return logits.cpu().numpy()
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the public samples whose bit is set in a field; all where it is absent."""
+        """Return the public samples whose bit is set in a field; all if the field is absent."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))
@@ -108,5 +108,5 @@ class FedGemsClient(HetClient):
 
 @lru_cache(maxsize=1)
 def _placed(public: Split, compute: Compute) -> Split:
-    """Return the public set on the device; one copy a process."""
+    """Return the public set on the device; one copy per process."""
     return Split(compute.images(public.x), public.y.to(compute.device))

@@ -42,7 +42,7 @@ from strategies.fedtype import FedTypeSettings
 
 
 class FedTypeClient(HetClient):
-    """Trains a private model and a proxy on each other; only the proxy travels."""
+    """Trains a private model and a proxy on each other; only the proxy is sent."""
 
     settings: FedTypeSettings
     sends = Contract(
@@ -64,7 +64,7 @@ class FedTypeClient(HetClient):
     )
 
     def prepare(self) -> None:
-        """Part D' from D: of all samples of the client 7:2:1 for training, test, calibration."""
+        """Split D' from D: 7:2:1 of the client's samples for training, test and calibration."""
         everything = len(self.y) + len(self.tests["personal"])
         count = max(1, round(self.settings.calibration * everything))
         count = min(count, len(self.y) - 2)
@@ -81,14 +81,14 @@ class FedTypeClient(HetClient):
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the proxy, and the server's proxy as it came last."""
+        """Return the private model, the proxy, and the server's proxy as last received."""
         models = dict(self.models)
         if weights := knowledge.group("proxy"):
             models["global"] = self.placed(self._new_proxy(), weights)
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run Algorithm 1 from the server's proxy."""
+        """Run Algorithm 1, starting from the server's proxy."""
         load_weights(self.models["proxy"], knowledge.group("proxy"))
         proxy = self._proxy(round, knowledge)
         learning = Reciprocity(self, proxy, round)
@@ -100,7 +100,7 @@ class FedTypeClient(HetClient):
         return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
 
     def _proxy(self, round: int, knowledge: Knowledge) -> Proxy:
-        """Return the proxy, to be trained as its kind of average asks."""
+        """Return the proxy, with the training that its kind of aggregation needs."""
         model, chosen = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         match chosen.aggregation:
@@ -116,7 +116,7 @@ class FedTypeClient(HetClient):
         return Proxy(model, anchor)
 
     def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
-        """Return a variational proxy's standard deviations. Raises KnowledgeError for none."""
+        """Return a variational proxy's standard deviations. Raises KnowledgeError if missing."""
         scale = knowledge.group("scale")
         if not scale:
             raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
@@ -130,7 +130,7 @@ class FedTypeClient(HetClient):
 
 
 class Reciprocity:
-    """One round of Algorithm 1 at one client: both models learn, each in its own way."""
+    """One round of Algorithm 1 at one client: the private model and the proxy learn jointly."""
 
     def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
         self.client = client
@@ -164,14 +164,14 @@ class Reciprocity:
             )
 
     def rows(self, epoch: int) -> Tensor | None:
-        """Return the epoch's part of the data; None is all of it."""
+        """Return the rows of the epoch's part of the data; None means all data."""
         if self.settings.epoch_data == "full":
             return None
         part = self.parts.tensor_split(self.client.run.training.local_epochs)[epoch]
         return part.to(self.client.compute.device)
 
     def calibrate(self) -> None:
-        """Learn both conformal models (Eq. 5), and how far the proxy's sets must shrink (Eq. 7)."""
+        """Fit both conformal models (Eq. 5), and how much the proxy's sets must shrink (Eq. 7)."""
         client = self.client
         proxy = logits_of(self.proxy.model, client.held_out.x, client.compute)
         private = logits_of(self.private, client.held_out.x, client.compute)
@@ -186,7 +186,7 @@ class Reciprocity:
         return calibrate(logits, labels, u, theta=self.settings.theta, raps=self.raps)
 
     def factors(self, count: int) -> Tensor:
-        """Return u of Eq. 6, [count]: uniform from 0 to 1, or fixed."""
+        """Return u of Eq. 6, [count]: uniform in [0, 1), or fixed."""
         if self.settings.u != "random":
             return torch.full((count,), float(self.settings.u), device=self.client.compute.device)
         return torch.rand(count, generator=self.noise).to(self.client.compute.device)
@@ -204,11 +204,11 @@ class Reciprocity:
         return classification + forward + self.backward_loss(private, proxy.detach().float())
 
     def extra_steps(self) -> int:
-        """Return how many steps the proxy takes alone before the joint one (pFedMe's K - 1)."""
+        """Return the number of proxy steps before the joint step (pFedMe's K - 1)."""
         return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauProxy) else 0
 
     def backward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
-        """Return what the private model learns from the proxy's logits: Eq. 3 or an ablation."""
+        """Return the private model's loss on the proxy's logits: Eq. 3 or an ablation."""
         if self.settings.backward == "symmetric":
             return distillation_loss(proxy, private)
         own, other = self.sets(private.detach().float(), proxy)
@@ -219,7 +219,7 @@ class Reciprocity:
         return imitation_loss(private, other, eta)
 
     def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return L of the private model and S of the proxy (Eq. 6), [N, C]."""
+        """Return the sets L of the private model and S of the proxy (Eq. 6), [N, C]."""
         if self.calibrations is None:
             return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
         for_proxy, for_private = self.calibrations

@@ -18,7 +18,7 @@ from strategies.felo import FeloSettings
 
 
 class FeloClient(HetClient):
-    """Trains on Eq. 1 and answers with its class means, and its weights if they are shared."""
+    """Trains on Eq. 1 and replies with its class means, and its weights if these are shared."""
 
     settings: FeloSettings
     sends = Contract(
@@ -32,15 +32,15 @@ class FeloClient(HetClient):
     )
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model with features of the run's width."""
+        """Build the private model with the feature width of the settings."""
         return {"private": self.build_model(self.settings.feature_dim)}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 9 to 15 of Algorithm 1.
 
-        A first participation trains on cross-entropy alone (line 10). It starts from the weights
-        of its architecture where there are any (ours): else a client that is sampled late would
-        replace, rather than join, what its architecture has learned.
+        The client's first participation trains with cross-entropy alone (line 10). It starts from
+        the averaged weights of its architecture if there are any (ours): otherwise a client sampled
+        late would overwrite what its architecture has learned instead of adding to it.
         """
         if weights := knowledge.group("weights"):
             load_weights(self.network, weights)
@@ -49,7 +49,7 @@ class FeloClient(HetClient):
         return self._answer(self._learn(round, teacher))
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's entries, laid out by class, or None where it has none."""
+        """Return the server's averages, arranged by class, or None if it sent none."""
         parts = knowledge.tensors
         if "classes" not in parts:
             return None
@@ -62,7 +62,7 @@ class FeloClient(HetClient):
         )
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train the local epochs on Eq. 1; return the class means seen during the last one."""
+        """Train the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.run.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         gathering = False

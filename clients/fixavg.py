@@ -20,7 +20,7 @@ from strategies.fixavg import FixAvgSettings
 
 
 class FixAvgClient(HetClient):
-    """Trains the averaged model on weak images with labels, strong ones with pseudo-labels."""
+    """Trains on weakly augmented labelled and strongly augmented pseudo-labelled images."""
 
     settings: FixAvgSettings
     sends = Contract(
@@ -41,14 +41,14 @@ class FixAvgClient(HetClient):
     )
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training, and the average as it came last."""
+        """Return the model after training, and the averaged model as last received."""
         models = dict(self.models)
         if weights := knowledge.group("weights"):
             models["global"] = self.placed(self.build_model(), weights)
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs from the averaged model."""
+        """Train the local epochs, starting from the averaged model."""
         model = self.network
         load_weights(model, knowledge.group("weights"))
         model.train()
@@ -64,9 +64,9 @@ class FixAvgClient(HetClient):
         return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
 
     def _loss(self, model: HetModel, truth: Tensor, counts: Tensor) -> LossOfBatch:
-        """Return the loss of images and their rows in `truth` [N], whose first are labelled.
+        """Return the loss of images and their rows in `truth` [N]; the labelled rows come first.
 
-        It counts what pseudo-labels it uses, of these those whose truth is known, and those wrong.
+        It adds to `counts`: pseudo-labels used, those of known truth, and those that are wrong.
         """
         images, chosen = augmentations(self.info.shape), self.settings
         labelled = torch.arange(len(truth), device=truth.device) < len(self.y)
@@ -86,7 +86,7 @@ class FixAvgClient(HetClient):
         return loss_of
 
     def _figures(self, counts: Tensor) -> dict[str, float]:
-        """Return what the pseudo-labels of the last epoch were: how many, and how wrong."""
+        """Return how many pseudo-labels the last epoch used, and the share that is wrong."""
         used, checked, wrong = counts.tolist()
         found = {"confident": used / max(1, len(self.unlabelled))}
         return found | ({"pseudo_error": wrong / checked} if checked else {})

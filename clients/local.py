@@ -7,9 +7,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):
-    """Cross-entropy on the client's own data, the same number of epochs as in a method."""
+    """Trains with cross-entropy on the client's own data, for as many epochs as in a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs; send nothing back."""
+        """Train the local epochs; return an empty reply."""
         self.fit_private(self.generator(round, "batches"))
         return Knowledge()

@@ -48,11 +48,11 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.um_pfssl import UmPfsslSettings
 
 LISTS_ON_DISK = 4
-"""Lists, the last ones, whose models stay on disk: a client may be asked to go back some rounds."""
+"""How many of the latest lists keep their models on disk, as the run may go back a few rounds."""
 
 
 class UmPfsslClient(HetClient):
-    """Finds helpers, starts from their mean, and learns from its labels and from theirs."""
+    """Finds helpers, starts from their average, and learns from labels and pseudo-labels."""
 
     settings: UmPfsslSettings
     sends = Contract(
@@ -92,7 +92,7 @@ class UmPfsslClient(HetClient):
         self._remember(helpers)
         figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        if self._own_version > int(knowledge.scalars["held"]):  # or the last answer was lost
+        if self._own_version > int(knowledge.scalars["held"]):  # or the last reply was lost
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors, figures)
 
@@ -104,7 +104,7 @@ class UmPfsslClient(HetClient):
 
     @property
     def _own_version(self) -> int:
-        """Return the round in which the private model has trained last; 0: never."""
+        """Return the round in which the private model was last trained; 0: never."""
         return int(self.state.facts.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
@@ -116,7 +116,7 @@ class UmPfsslClient(HetClient):
         self.state.facts["trained"] = round
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
-        """Run lines 17 to 23 with a whole list; return what share of the pseudo-labels is wrong."""
+        """Run lines 17 to 23 with a full list; return the share of wrong pseudo-labels."""
         weights = [self._weights(helper, own) for helper in helpers]
         predictions = [
             self._predict(self._spare(model), helper)
@@ -132,7 +132,7 @@ class UmPfsslClient(HetClient):
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train the local epochs on Eq. 1; pseudo-labels [N, C] of the unlabelled part."""
+        """Train the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part."""
         model = self.network.train()
         x = torch.cat([self.x, self.unlabelled.x])
         labelled = torch.arange(len(x), device=x.device) < len(self.y)
@@ -150,7 +150,7 @@ class UmPfsslClient(HetClient):
     # The helpers.
 
     def _helpers(self, own: int) -> list[Helper]:
-        """Return the list of the last round; helpers whose models are lost are left out."""
+        """Return the list of the last round, without helpers whose models are lost."""
         listed = [Helper(*row) for row in json.loads(str(self.state.facts.get("helpers", "[]")))]
         others = [
             h for h in listed if h.number != own and (h.number, h.version) in self._helper_store
@@ -159,7 +159,7 @@ class UmPfsslClient(HetClient):
         return ranked([*others, *(kept or [self._self(own)])])
 
     def _remember(self, helpers: list[Helper]) -> None:
-        """Keep the list, and on disk the models of the last few lists."""
+        """Save the list, and keep the models of the last few lists on disk."""
         keys = [[helper.number, helper.version] for helper in helpers]
         recent = [keys, *json.loads(str(self.state.facts.get("recent", "[]")))][:LISTS_ON_DISK]
         self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
@@ -167,7 +167,7 @@ class UmPfsslClient(HetClient):
         self.state.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
-        """Put the models that came on disk; return them by their role, with their relations."""
+        """Store the received models on disk; return them by role, with their relations."""
         taken: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
         if "numbers" not in knowledge.tensors:
             return taken
@@ -183,7 +183,7 @@ class UmPfsslClient(HetClient):
         return taken
 
     def _self(self, own: int) -> Helper:
-        """Return the client's own entry, its relation to itself measured."""
+        """Return the client's own entry, with its relation measured on its own data."""
         me = Helper(own, self._own_version, 0.0)
         return self._related(to_arrays(self.network), me)
 
@@ -204,7 +204,7 @@ class UmPfsslClient(HetClient):
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
         """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].
 
-        The masks hang on the model alone, so that its relation need not be computed again.
+        The dropout masks depend only on the model, so its relation need not be computed again.
         """
         place = (self.info.name, "masks", helper.number, helper.version)
         with seeded(self.run.seed, *place, device=self.compute.device):
@@ -217,7 +217,7 @@ class UmPfsslClient(HetClient):
             )
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
-        """Return the model in which helpers are tried out, with `weights`."""
+        """Return the spare model that evaluates helpers, with `weights` loaded."""
         load_weights(self._tried, weights)
         return self._tried
 
@@ -229,5 +229,5 @@ class UmPfsslClient(HetClient):
 
     @property
     def _helper_store(self) -> ModelStore:
-        """Return where the helpers' models lie: beside the client's private state."""
+        """Return the store of the helpers' models, next to the client's private state."""
         return ModelStore(self.state.folder / "helpers")

@@ -1,4 +1,4 @@
-"""Velo, client half: "Client processes" of Algorithm 2, which are Felo's.
+"""Velo, client half: "Client processes" of Algorithm 2, the same as Felo's.
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -13,12 +13,12 @@ from strategies.velo import VeloSettings
 
 
 class VeloClient(FeloClient):
-    """Trains on Eq. 1 with one of the server's synthetic features of its class for each sample."""
+    """Trains on Eq. 1; each sample is paired with one of its class's synthetic features."""
 
     settings: VeloSettings
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's entries, S features a class, or None where it has none."""
+        """Return the server's averages, with S features per class, or None if it sent none."""
         teacher = super().read_teacher(round, knowledge)
         if teacher is None:
             return None

@@ -4,5 +4,5 @@ import os
 
 __version__ = "0.1.0"
 
-# Flower reports usage to its makers unless told not to, and asks this once, when it is imported.
+# Flower collects usage statistics unless this is set, and reads it once, on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")

@@ -1,4 +1,4 @@
-"""`python -m fedhet` is the command line."""
+"""Entry point of `python -m fedhet`, the command line."""
 
 from fedhet.cli import main
 

@@ -13,12 +13,12 @@ from fedhet.config.resolve import Config, resolve_items
 
 
 def client_fn(context: Context) -> Client:
-    """Return the client that this node is in a deployed run."""
+    """Return this node's client in a deployed run."""
     return _client(resolve_items(tuple(context.run_config.items())), "", context)
 
 
 def simulated_app(config: Config, state_dir: str) -> ClientApp:
-    """Return the app of a simulation, closed over its settings: a simulation has no run config."""
+    """Return a simulation's app, bound to its settings: a simulation has no run config."""
     return ClientApp(client_fn=partial(_client, config, state_dir))
 
 

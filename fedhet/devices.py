@@ -1,4 +1,4 @@
-"""Where and in what precision a model computes."""
+"""The device and precision of a model's computations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedhet.settings.tables import ComputeSettings
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, the type of mixed precision on it (None: plain float32), and a memory format."""
+    """A device, its mixed-precision dtype (None: plain float32), and a memory format."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None = None
     channels_last: bool = False
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a forward pass and its loss run."""
+        """Return the autocast context for a forward pass and its loss."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
@@ -43,16 +43,16 @@ CPU = Compute(torch.device("cpu"))
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
-    """Return what `device`, `precision` and `channels-last` name. Raises SettingsError."""
+    """Return the `Compute` for `device`, `precision` and `channels-last`. Raises SettingsError."""
     device = find_device(settings.device)
     last = {"true": True, "false": False, "auto": device.type == "cuda"}[settings.channels_last]
     return Compute(device, _autocast_dtype(settings.precision, device), last)
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name; auto is the first GPU, or else the processor.
+    """Return the device of that name; "auto" is the first GPU, or else the CPU.
 
-    Raises SettingsError naming the device that is not there and those that are.
+    Raises SettingsError naming the missing device and the available ones.
     """
     there = available_devices()
     if name == "auto":
@@ -64,7 +64,7 @@ def find_device(name: str) -> torch.device:
 
 
 def available_devices() -> list[str]:
-    """Return the names of this machine's devices, the processor first."""
+    """Return the names of this machine's devices, the CPU first."""
     names = ["cpu"]
     if torch.cuda.is_available():
         names += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message is one line: what, where, and what is allowed."""
+"""Errors caused by user input. Each message is one line: what, where, and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _AT_A_CLIENT = re.compile(
 
 
 class FedhetError(Exception):
-    """Base of every error that fedhet raises on bad input; the command line prints its message."""
+    """Base of all errors that fedhet raises for bad input; the command line prints the message."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class SettingsError(FedhetError):
-    """A setting that does not exist, or a value that it does not allow."""
+    """A setting that does not exist, or a value that is not allowed."""
 
 
 class DataError(FedhetError):
@@ -36,7 +36,7 @@ class StateError(FedhetError):
 
 
 class KnowledgeError(FedhetError):
-    """A payload that breaks the contract; names the sender and the field."""
+    """A message that violates the contract; names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")
@@ -44,13 +44,13 @@ class KnowledgeError(FedhetError):
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one printable line of bounded length, whatever a peer has put in it."""
+    """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
     cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an error says; of one of ours that Flower brings from a client its message."""
+    """Return an error's message; for our errors raised at a client, without Flower's wrapping."""
     text = str(error)
     wrapped = _AT_A_CLIENT.match(text)
     return one_line(" ".join((wrapped[1] if wrapped else text).split()))

@@ -1,8 +1,8 @@
-"""Every random draw of a run comes from here: a seed derived from names, never from global state.
+"""Seeds for all random draws of a run, derived from names instead of global state.
 
-`derive(seed, "client-3", 7, "batches")` is the same number on every machine, in every
-process, whatever ran before it. A run is therefore the same however it is distributed,
-and a resumed run goes on as if it had never stopped.
+`derive(seed, "client-3", 7, "batches")` is the same number on every machine and in every process,
+whatever ran before. A run therefore gives the same results however it is distributed, and a resumed
+run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Return a seed in [0, 2**63) for the run's `seed` and the place that `names` spell out."""
-    # Doubled inside a name, so that no name can look like the separator.
+    """Return a seed in [0, 2**63) for the run's `seed` and the use named by `names`."""
+    # Doubled inside a name, so that no name can contain the separator.
     parts = [f"{type(n).__name__}:{n}".replace("\x1f", "\x1f\x1f") for n in names]
     path = "\x1f".join([str(seed), *parts])
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
@@ -36,10 +36,10 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 @contextmanager
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's global generators inside the block, and give them back as they were after it.
+    """Seed torch's global generators inside the block, and restore their state afterwards.
 
-    The processor's, and that of `device`. For what torch draws from global state alone: weight
-    initialisation and dropout.
+    These are the generators of the CPU and of `device`. For draws that torch makes from global
+    state only: weight initialisation and dropout.
     """
     derived = derive(seed, *names)
     on_gpu = device is not None and device.type == "cuda"

@@ -23,7 +23,7 @@ EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailure
 
 
 class FederationServer(Server):
-    """Flower's server, which goes on after the last whole round and closes the run's log."""
+    """Flower's server, extended to resume after the last complete round and to close the log."""
 
     def __init__(self, config: Config, log: RunLog) -> None:
         strategy = config.method.strategy(config, log)
@@ -32,24 +32,24 @@ class FederationServer(Server):
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the rounds that are left, then write the summary."""
+        """Run the remaining rounds, then write the summary."""
         result = super().fit(num_rounds - self._log.done, timeout)
         self._log.finish()
         return result
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Train round `server_round` of those that are left."""
+        """Train round `server_round` of the remaining rounds."""
         return super().fit_round(self._log.done + server_round, timeout)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Evaluate round `server_round` of those that are left."""
+        """Evaluate round `server_round` of the remaining rounds."""
         return super().evaluate_round(self._log.done + server_round, timeout)
 
 
 def components(
     config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher]
 ) -> ServerAppComponents:
-    """Return what Flower runs on the server."""
+    """Return the components of Flower's ServerApp."""
     log = RunLog(config, directory, workers=workers, watchers=watchers)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     return ServerAppComponents(server=FederationServer(config, log), config=rounds)
@@ -70,7 +70,7 @@ def run_directory(config: Config) -> Path:
 def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run that `flwr run` started.
 
-    The app that Flower ships has no page templates: `fedhet report DIR` writes the report.
+    The app that Flower distributes has no page templates: `fedhet report DIR` writes the report.
     """
     config = resolve(context.run_config)
     display = LineDisplay(Console(width=160))

@@ -1,6 +1,6 @@
-"""A whole federation on this machine: Flower's simulation on Ray, or everything in this process.
+"""A whole federation on this machine: Flower's simulation on Ray, or in this process.
 
-The only room that knows how a simulation is started.
+This is the only module that starts simulations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedhet.storage import replacing
 def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> report.Run:
     """Run `config` to its end, write its report into `directory`, and return the run.
 
-    Raises FedhetError before anything is trained if this machine cannot run it.
+    Raises FedhetError before any training if this machine cannot run it.
     """
     check(config)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
@@ -50,7 +50,7 @@ def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> 
     from flwr.simulation import run_simulation
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's coming default: a worker without a GPU of its own is not cut off from all.
+    # Ray's future default: a worker without a GPU share still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     run_simulation(
         server_app=ServerApp(server_fn=lambda context: parts),
@@ -81,8 +81,8 @@ def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> 
 class InlineProxy(ClientProxy):
     """A client in this process."""
 
-    # Flower's server asks clients from several threads; torch's generators and the data caches
-    # are this process's, so one client is called at a time.
+    # Flower's server calls clients from several threads, but torch's generators and the data caches
+    # are shared by the process: call one client at a time.
     _one_at_a_time = threading.Lock()
 
     def __init__(self, config: Config, node: Node) -> None:
@@ -114,7 +114,7 @@ class InlineProxy(ClientProxy):
         return cast(EvaluateRes, self._call("evaluate", ins))
 
     def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
-        """There is nothing to reconnect to."""
+        """Do nothing: there is no connection."""
         return DisconnectRes(reason="")
 
 
@@ -129,7 +129,7 @@ def _gpu_share(config: Config) -> float:
 
 
 def ray_workers(config: Config) -> int:
-    """Return how many workers Ray will have. Raises SettingsError where it could have none."""
+    """Return Ray's number of workers. Raises SettingsError if no worker would fit."""
     engine = config.run.engine
     cpus = os.cpu_count() or 1
     if engine.cpus_per_client > cpus:
@@ -141,13 +141,13 @@ def ray_workers(config: Config) -> int:
         rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
         raise refused("engine.device", engine.device, rule)
     if share := _gpu_share(config):
-        # No worker has parts of two GPUs.
+        # A worker cannot use parts of two GPUs.
         workers = min(workers, torch.cuda.device_count() * int(1 / share))
     return max(1, min(workers, config.run.clients))
 
 
 def _write_partition(config: Config, directory: Path) -> None:
-    """Write who holds how many samples of which class."""
+    """Write the number of samples of each class at each client."""
     spec = data.DataSpec.of(config.run)
     counts: Mapping[str, list[int]] = data.label_counts(spec)
     content = {"classes": list(data.load(spec).classes), "counts": dict(counts)}
@@ -157,7 +157,7 @@ def _write_partition(config: Config, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send Flower's own words to a file while the block runs."""
+    """Redirect Flower's log to a file inside the block."""
     logger = logging.getLogger("flwr")
     before = list(logger.handlers)
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)

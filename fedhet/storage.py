@@ -1,9 +1,9 @@
-"""State on disk: tensors and a few facts in one safetensors file, written as a whole.
+"""State on disk: tensors and a few facts in one safetensors file, written atomically.
 
-Of clients (their private states), of servers (a checkpoint a round), of models (a store of them).
+For clients (private states), servers (one checkpoint per round), and models (a store).
 
-A file is written under a temporary name, synced and renamed, so that a reader finds the old
-state or the new one, never half of it.
+A file is written under a temporary name, synced and renamed, so that a reader finds either the old
+state or the new one, never a partial one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fedhet.wire.knowledge import is_name
 Facts = Mapping[str, int | float | str]
 _KEY = "fedhet"
 KEPT_STATES = 3
-"""States of a client that stay on disk: a server that falls back finds the one it goes on from."""
+"""States kept per client, so that a server that resumes from an earlier round finds its state."""
 KEPT_CHECKPOINTS = 2
-"""Checkpoints of a server that stay on disk."""
+"""Checkpoints kept per server."""
 
 
 @dataclass(frozen=True)
 class ClientStore:
     """One client's private states in one run: ROOT/<run>/<client>/round-<n>.safetensors.
 
-    A state is that at the end of the client's part in a round; the last few are kept.
+    A state is saved when the client finishes its part of a round; the last few are kept.
     """
 
     root: Path
@@ -55,22 +55,22 @@ class ClientStore:
 
     @property
     def folder(self) -> Path:
-        """Return where the states lie."""
+        """Return the folder of the states."""
         return self.root / self.run / self.client
 
     def path(self, round: int) -> Path:
-        """Return where the state at the end of `round` lies."""
+        """Return the path of the state at the end of `round`."""
         return self.folder / f"round-{round:06d}.safetensors"
 
     def rounds(self) -> list[int]:
-        """Return the rounds of which there is a state, ascending."""
+        """Return the rounds that have a state, ascending."""
         return sorted(map(round_of, self.folder.glob("round-*.safetensors")))
 
     def save(self, round: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-        """Add the state of `round`, whole or not at all.
+        """Save the state of `round` atomically.
 
-        Then those of later rounds go, which a server that has fallen back knows nothing of, and
-        all but the last few.
+        Then remove the states of later rounds, which a server that has resumed from an earlier
+        round discards, and all but the last few.
         """
         save(self.path(round), tensors, facts)
         rounds = self.rounds()
@@ -85,13 +85,13 @@ class ClientStore:
         return load(self.path(round), device)
 
     def facts(self, round: int) -> dict[str, int | float | str]:
-        """Return the facts alone of the state of `round`."""
+        """Return only the facts of the state of `round`."""
         return load_facts(self.path(round))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run as it was after `round`."""
+    """The state of a run after `round`."""
 
     round: int
     tensors: Mapping[str, Array]
@@ -105,7 +105,7 @@ class Checkpoints:
         self._folder = directory / "checkpoints"
 
     def write(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
-        """Add the checkpoint of `round`, then remove all but the last two. Raises StateError."""
+        """Save the checkpoint of `round`, then remove all but the last two. Raises StateError."""
         kept = {
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
@@ -116,10 +116,10 @@ class Checkpoints:
                 old.unlink()
 
     def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
-        """Return the last whole checkpoint, or None where there never was one.
+        """Return the last readable checkpoint, or None if there are none.
 
-        One that cannot be read is passed over with a notice. Raises StateError if there are
-        checkpoints, but none is whole.
+        Unreadable ones are skipped with a notice. Raises StateError if there are checkpoints, but
+        none is readable.
         """
         files = self._files()
         for path in reversed(files):
@@ -135,7 +135,7 @@ class Checkpoints:
         return None
 
     def forget_after(self, round: int) -> None:
-        """Put the checkpoints after `round`, which could not be read, out of the way."""
+        """Rename the unreadable checkpoints after `round`, so that they are ignored."""
         for path in self._files():
             if round_of(path) > round:
                 path.replace(path.with_suffix(".unreadable"))
@@ -146,17 +146,17 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class ModelStore:
-    """A folder of models, one safetensors file each; none stays in memory."""
+    """A folder of models, one safetensors file each; none is kept in memory."""
 
     folder: Path
 
     def put(self, key: Key, weights: Mapping[str, Array]) -> None:
-        """Write a model in one atomic step. Raises StateError."""
+        """Write a model atomically. Raises StateError."""
         tensors = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
         save(self._path(key), tensors, {})
 
     def get(self, key: Key) -> dict[str, Array]:
-        """Return a model's tensors. Raises StateError where it is not there."""
+        """Return a model's tensors. Raises StateError if it is missing."""
         tensors, _ = load(self._path(key), torch.device("cpu"))
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
@@ -164,7 +164,7 @@ class ModelStore:
         return self._path(key).exists()
 
     def contents(self) -> list[Key]:
-        """Return what is there, sorted."""
+        """Return the keys of all models, sorted."""
         names = (path.stem.split("-") for path in self.folder.glob("*-*.safetensors"))
         return sorted((int(number), int(version)) for number, version in names)
 
@@ -184,7 +184,7 @@ class ModelStore:
 
 
 def round_of(path: Path) -> int:
-    """Return the round that a file round-<n>.safetensors is of. Raises StateError."""
+    """Return the round of a file named round-<n>.safetensors. Raises StateError."""
     number = path.name.removeprefix("round-").removesuffix(".safetensors")
     if not number.isdecimal():
         raise StateError(f"{path} is not named as a state is: round-<number>.safetensors")
@@ -192,14 +192,14 @@ def round_of(path: Path) -> int:
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-    """Write `tensors` and `facts` to `path` in one atomic step. Raises StateError."""
+    """Write `tensors` and `facts` to `path` atomically. Raises StateError."""
     _clear_leavings(path)
     with replacing(path, private=True) as temporary:
         save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the processor, each with memory of its own."""
+    """Return contiguous tensors on the CPU that share no memory."""
     apart: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -213,9 +213,9 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Give a temporary path; when the block ends well, sync it and put it in `path`'s place.
+    """Yield a temporary path; if the block succeeds, sync it and rename it to `path`.
 
-    A private file can be read by its owner alone.
+    Only its owner can read a private file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
 
 
 def _clear_leavings(path: Path) -> None:
-    """Remove what writers that were killed have left, here and in save_file; none takes an hour."""
+    """Remove temporary files of killed writers, ours and save_file's, older than an hour."""
     for leaving in [*path.parent.glob(f".*{path.suffix}.*"), *path.parent.glob(".tmp*")]:
         with contextlib.suppress(OSError):
             if time.time() - leaving.stat().st_mtime > 3600:

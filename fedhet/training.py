@@ -1,7 +1,7 @@
-"""The one training loop, and evaluation. Every method trains through `train_epochs`.
+"""The training loop and evaluation. Every method trains through `train_epochs`.
 
-Data lies in tensors on the device and is cut by index, so no DataLoader stands between an epoch
-and its batches; the losses are summed on the device and read once an epoch.
+Data is held in tensors on the device and indexed directly, without a DataLoader; losses are summed
+on the device and read once per epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedhet.errors import DataError
 from fedhet.settings.tables import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
-"""(x [N, ...], y [N]) -> the batch's mean loss, a scalar that carries the gradient."""
+"""(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
 
 EVALUATION_BATCH = 1024
 
@@ -32,13 +32,13 @@ def cross_entropy_of(model: nn.Module) -> LossOfBatch:
 
 @dataclass
 class Optimization:
-    """An optimiser and, for float16, the scaler of its gradients."""
+    """An optimiser and, for float16, its gradient scaler."""
 
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
     def step(self, loss: Tensor) -> None:
-        """Descend one step along the gradient of `loss`."""
+        """Do one optimiser step on `loss`."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
@@ -48,7 +48,7 @@ class Optimization:
 def optimization(
     parameters: Iterable[nn.Parameter], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
-    """Return a fresh optimiser over `parameters`, as the settings name it."""
+    """Return a new optimiser over `parameters`, as configured in the settings."""
     usual: dict[str, Any] = {
         "lr": settings.lr,
         "weight_decay": settings.weight_decay,
@@ -68,12 +68,12 @@ def optimization(
 def batches(
     samples: int, batch_size: int, generator: torch.Generator, device: torch.device = CPU.device
 ) -> list[Tensor]:
-    """Return the shuffled indices of one epoch, on `device`, cut into batches.
+    """Return the shuffled indices of one epoch, on `device`, divided into batches.
 
     A batch has batch_size samples, or 2 if that is more; the last has fewer, or one more.
 
-    No batch has a single sample, which batch normalisation cannot train on: a last one that is
-    left over alone joins the batch before it. Raises DataError for fewer than two samples.
+    No batch has a single sample, which batch normalisation cannot train on: a single remaining
+    sample joins the previous batch. Raises DataError for fewer than two samples.
     """
     if samples < 2:
         raise DataError(f"training needs at least 2 samples, there is {samples}")
@@ -97,7 +97,7 @@ def train_epoch(
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
-    `stepped` is called after each step of the optimiser.
+    `stepped` is called after each optimiser step.
     """
     total = torch.zeros((), device=compute.device)
     for index in batches(len(y), batch_size, generator, compute.device):
@@ -125,7 +125,7 @@ def train_epochs(
 ) -> float:
     """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
 
-    `before_epoch` is called with each epoch's number, from 0; `stepped` as by `train_epoch`.
+    `before_epoch` is called with each epoch's number, from 0; `stepped` as in `train_epoch`.
     """
     loss = math.nan
     for epoch in range(epochs):
@@ -146,7 +146,7 @@ def train_epochs(
 
 @dataclass(frozen=True)
 class Score:
-    """What a model reaches on a test split."""
+    """A model's accuracy and loss on a test split."""
 
     accuracy: float
     loss: float
@@ -173,7 +173,7 @@ def logits_of(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, and afterwards each of its parts into its own again."""
+    """Put `model` into evaluation mode, and restore the mode of each submodule afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -197,5 +197,5 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size:
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Tell whether nothing in the state of `model` is NaN or infinite."""
+    """Tell whether all tensors in the state of `model` are finite."""
     return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

@@ -1,1 +1,1 @@
-"""The server halves of the methods, one a file."""
+"""The server halves of the methods, one per file."""

@@ -1,7 +1,7 @@
-"""The server half of every method: a Flower strategy around the hooks that a method writes.
+"""The server half of every method: a Flower strategy that calls the hooks a method implements.
 
-A round reads downwards in this file: `select` and `instruct`, then each reply through the exchange,
-the attack if there is one and `accept`, then `aggregate`, then evaluation.
+A round is, in this file's order: `select`, `instruct`, then for each reply the exchange, the attack
+if there is one and `accept`, then `aggregate`, then evaluation.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 
 
 class HetStrategy(Strategy):
-    """A method's server half: it declares a `spec` and what it `sends`, and writes the hooks."""
+    """Base class of a method's server half: set `spec` and `sends`, implement the hooks."""
 
     spec: ClassVar[MethodSpec]
     sends: ClassVar[Contract] = Contract()
-    """The fields of what `instruct` returns."""
+    """The contract of the instructions that `instruct` returns."""
 
     def __init__(self, config: Config, log: RunLog) -> None:
         self.run, self.settings, self.log = config.run, config.own, log
@@ -64,84 +64,83 @@ class HetStrategy(Strategy):
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
 
-    # The hooks: what a method writes.
+    # The hooks: what a method implements.
 
     def init(self) -> None:
-        """Prepare the server's state; the members are known."""
+        """Initialise the server's state; `self.members` is already set."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Return who takes part: here a share `fraction` of the members, drawn, at least one."""
+        """Select the round's clients: by default a random share `fraction`, at least one."""
         names = sorted(member.name for member in members)
         count = max(1, int(self.run.fraction * len(names) + 0.5))
         order = numpy_rng(self.run.seed, "sample", round).permutation(len(names))
         return Selection(tuple(sorted(names[index] for index in order[:count])))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return what `client` is sent; one object for several clients is encoded once.
+        """Return the instruction for `client`; an object shared by several clients is encoded once.
 
-        Where `spec` says that messages are large, it is called by another thread when the client's
-        turn has come.
+        With `spec.large_messages`, another thread calls this just before the client is sent it.
         """
         raise NotImplementedError
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return what of a reply `aggregate` is to get; put aside what is too large to hold.
+        """Return the part of a reply that `aggregate` needs; store large parts elsewhere.
 
-        Raises KnowledgeError to refuse a reply that keeps the contract.
+        Raises KnowledgeError to refuse a reply although it satisfies the contract.
         """
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take in the replies, sorted by client; return the method's own figures of the round."""
+        """Aggregate the replies, sorted by client; return the method's own metrics of the round."""
         raise NotImplementedError
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return what `client` needs to be sent to evaluate its models after `round`.
+        """Return the instruction that `client` needs to evaluate its models after `round`.
 
-        None: those alone are asked whose models have changed since, and they are sent nothing.
+        None: only clients whose models have changed are asked, with an empty instruction.
         """
         return None
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the models that the server alone has, by kind, to be evaluated."""
+        """Return the server's own models to evaluate, by kind."""
         return {}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return what the method keeps over rounds, by name, for the round's checkpoint."""
+        """Return the state that the method keeps across rounds, by name, for the checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned at the end of a round; `init` has been called."""
+        """Restore what `state_dict` returned at the end of a round; `init` has been called."""
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the sizes that the fields of the client's replies must have."""
         return self.spec.sizes(self.settings, client)
 
-    # What a method uses.
+    # Helpers for methods.
 
     @property
     def task(self) -> ClientInfo:
-        """Return the client that fixes the task: the first by name."""
+        """Return the client that defines the task (shape and classes): the first by name."""
         return next(iter(self.members.values())).info
 
     def public_set(self, *, labelled: bool) -> Split:
-        """Return the data that no client owns, scaled; `labelled` if its labels are to be used."""
+        """Return the public set, scaled; set `labelled` if the method uses its labels."""
         classes = self.task.classes if labelled else None
         return public_set(DataSpec.of(self.run), self.task.shape, classes)
 
     def common_test(self) -> Split | None:
-        """Return the common test set, scaled, or None where there is none of the clients' task."""
+        """Return the common test set, scaled, or None if there is none for the clients' task."""
         try:
             common = common_test(DataSpec.of(self.run))
-        except DataError:  # sites with data of their own; 'dataset' names what is not here
+        except DataError:  # the sites' own data; the server lacks 'dataset'
             return None
         fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape
         return common if fits else None
 
-    # What Flower calls, in the order of a round.
+    # Flower's interface, in the order of a round.
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Wait for the clients, learn who they are, and prepare the method."""
+        """Wait for the clients, collect their descriptions, and initialise the method."""
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self._check_models()
         self.log.begin({name: member.info.model for name, member in self.members.items()})
@@ -154,7 +153,7 @@ class HetStrategy(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Select clients and give each its instruction."""
+        """Select clients and return an instruction for each."""
         self.state.start(server_round)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined({name: member.info.model for name, member in self.members.items()})
@@ -172,7 +171,7 @@ class HetStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Check the replies, name who is missing, and let the method aggregate."""
+        """Check the replies, record missing clients, and let the method aggregate."""
         self.state.go_on()
         self.state.changed(self.state.selection.training)
         accepted = []
@@ -186,13 +185,13 @@ class HetStrategy(Strategy):
         return NOTHING, dict(self.state.record.method)
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
-        """Nothing: what the server alone measures is part of a method's figures."""
+        """Do nothing: the server's own models are evaluated when the round closes."""
         return
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Ask those clients to evaluate whose last accuracy is not of their present models."""
+        """Ask clients to evaluate if their models have changed since their last evaluation."""
         due = self._evaluates(server_round)
         instructions = self._eval_instructions(server_round) if due else {}
         if not instructions:
@@ -205,7 +204,7 @@ class HetStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
     ) -> tuple[float | None, dict[str, Scalar]]:
-        """Take the accuracies in and close the round."""
+        """Record the accuracies and close the round."""
         self.state.go_on()
         for name, reason in sorted(reasons(failures).items()):
             self.log.notice(f"client {name} was not evaluated: {reason}")
@@ -218,10 +217,10 @@ class HetStrategy(Strategy):
         self._close_round()
         return None, {}
 
-    # The steps of the above.
+    # The steps of these methods.
 
     def _check_models(self) -> None:
-        """Raise SettingsError where clients that must have one model have several."""
+        """Raise SettingsError if clients that must share one architecture have several."""
         found = sorted({member.info.model for member in self.members.values()})
         if self.spec.one_model and len(found) > 1:
             raise refused(
@@ -232,7 +231,7 @@ class HetStrategy(Strategy):
             )
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Take up the run after the last whole round. Raises StateError."""
+        """Resume after the last complete round. Raises StateError."""
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
             self.load_state_dict(checkpoint.tensors)
@@ -245,7 +244,7 @@ class HetStrategy(Strategy):
     def _instructions(
         self, round: int, selection: Selection
     ) -> Iterator[tuple[NamedProxy, Parameters]]:
-        """Yield each selected client's proxy and payload; large ones are made on the way."""
+        """Yield each selected client's proxy and payload; large payloads are made when sent."""
         if self.spec.large_messages:
             for name in selection.names:
                 proxy = self._proxy(name)
@@ -267,7 +266,7 @@ class HetStrategy(Strategy):
     def _replies(
         self, results: Sequence[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> Iterator[Reply]:
-        """Yield the replies that keep the contract, by client, one in memory at a time."""
+        """Yield the replies that satisfy the contract, by client, one in memory at a time."""
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
         for name in self.state.record.asked:
@@ -277,7 +276,7 @@ class HetStrategy(Strategy):
                 yield reply
 
     def _read(self, name: str, result: FitRes) -> Reply | None:
-        """Return a client's reply, or None where it is dropped; enter what the client measured."""
+        """Return a client's reply and record its measurements, or None if the reply is dropped."""
         client = self.members[name].info
         with self.state.dropping(name):
             number = self.state.record.round
@@ -293,7 +292,7 @@ class HetStrategy(Strategy):
         return round % self.run.evaluate_every == 0 or round == self.run.rounds
 
     def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
-        """Return what those are sent who have to evaluate, and can be expected to answer."""
+        """Return the instructions to evaluate, for clients that are due and have not failed."""
         found: dict[str, Knowledge] = {}
         nothing = Knowledge()
         for name in self.state.present(self.members):
@@ -311,7 +310,7 @@ class HetStrategy(Strategy):
         self.log.checkpoint(record.round, self.state_dict(), {"state": self.state.to_json()})
 
     def _evaluate_own(self) -> None:
-        """Enter how the server's own models do on the common test set, as SERVER's accuracy."""
+        """Evaluate the server's own models on the common test set, recorded under SERVER."""
         models = self.eval_models()
         if not models or (common := self.common_test()) is None:
             return

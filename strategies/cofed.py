@@ -27,7 +27,7 @@ MOST_WEIGHT = 1e6
 
 
 def given_weights(credibility: str) -> dict[str, float]:
-    """Return the weights in "site-a=2,site-b=0.5" by client. Raises ValueError for what is none."""
+    """Parse weights by client, as "site-a=2,site-b=0.5". Raises ValueError for malformed text."""
     if credibility in (EQUAL, SAMPLES):
         return {}
     weights: dict[str, float] = {}
@@ -52,7 +52,7 @@ def _is_credibility(text: str) -> str:
 
 
 class CofedSettings(MethodSettings):
-    """What CoFED lets a user choose."""
+    """Settings of CoFED."""
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3, description="alpha of Eq. 18: a class takes an instance by more than this share"
@@ -71,12 +71,12 @@ class CofedSettings(MethodSettings):
     update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
 
     def fixed_rounds(self) -> int:
-        """Return one round of local training, and one of update training an iteration."""
+        """Return one round of local training plus one of update training per iteration."""
         return self.iterations + 1
 
 
 class CofedStrategy(HetStrategy):
-    """Collects predictions on the public set, votes, and gives each client what suits its task."""
+    """Collects predictions on the public set, votes, and sends each client labels for its task."""
 
     spec = MethodSpec(
         title="pseudolabels on public data by vote; tasks and models of any kind",
@@ -105,26 +105,26 @@ class CofedStrategy(HetStrategy):
     def init(self) -> None:
         """Start without votes."""
         self.weights = given_weights(self.settings.credibility)
-        """Credibility weights that are given, by client (Section 4.6)."""
+        """Credibility weights from the settings, by client (Section 4.6)."""
         self._check_names()
         self.instances = len(self.public_set(labelled=False))
         self.votes: dict[str, Vote] = {}
-        """What each participant said last."""
+        """Each participant's latest predictions."""
         self.joined = aggregate([], self.task.classes, self.settings.threshold)
         """Which instances are in which P_k, [C, N]."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Return the clients of a round: the same in each, so that those who vote are taught."""
+        """Select the same clients in every round, so that those who vote get pseudolabels."""
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return C classes, and N public instances."""
+        """Return the axes C (classes) and N (public instances)."""
         return Sizes({"C": client.classes, "N": self.instances})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send R_i to those who voted (step 3, Eq. 19); ask for predictions unless it is the last.
+        """Send R_i to clients that voted (step 3, Eq. 19); before the end, ask for predictions.
 
-        Whoever has not voted has no label space that the server knows of, and trains alone.
+        A client that has not voted trains alone: the server does not know its label space.
         """
         predict = {"predict": round <= self.settings.iterations}
         if client.name not in self.votes:
@@ -132,7 +132,7 @@ class CofedStrategy(HetStrategy):
         return Knowledge({"labels": self._labels(self.votes[client.name].space)}, predict)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply. Raises KnowledgeError for a missing vote, or one outside its space."""
+        """Return the reply. Raises KnowledgeError if the vote is missing or outside its space."""
         if round > self.settings.iterations:
             return reply
         name, tensors = reply.client.name, reply.knowledge.tensors
@@ -145,7 +145,7 @@ class CofedStrategy(HetStrategy):
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take the votes in and count them (Algorithm 1)."""
+        """Store the votes and count them (Algorithm 1)."""
         if round > self.settings.iterations:
             return {}
         for reply in replies:
@@ -164,7 +164,7 @@ class CofedStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned, and count again."""
+        """Restore what `state_dict` returned, and count the votes again."""
         self.votes = {
             name: Vote(kept["predictions"], kept["space"], float(kept["weight"]))
             for name, kept in groups(state, "votes").items()
@@ -181,7 +181,7 @@ class CofedStrategy(HetStrategy):
         return self.weights.get(reply.client.name, 1.0)
 
     def _check_names(self) -> None:
-        """Raise SettingsError for a weight of nobody's; a notice, where some may still come."""
+        """Raise SettingsError for unknown names in `credibility`; notify if they may still join."""
         for name in sorted(self.weights.keys() - self.members.keys()):
             rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
             if len(self.members) >= self.run.clients:
@@ -195,7 +195,7 @@ class CofedStrategy(HetStrategy):
         return labels
 
     def _figures(self) -> dict[str, float]:
-        """Return pseudolabels in all (Fig. 7) and per class, and a client's mean share of them."""
+        """Return the pseudolabels in total (Fig. 7), per class, and per client on average."""
         sizes = self.joined.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
         figures = {

@@ -31,7 +31,7 @@ from strategies.base import HetStrategy, Reply
 
 
 class FedGemsSettings(MethodSettings):
-    """What FedGEMS lets a user choose."""
+    """Settings of FedGEMS."""
 
     server_model: ModelName = Field("gems-resnet56", description="the server's own model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -45,7 +45,7 @@ class FedGemsSettings(MethodSettings):
 
 
 class FedGemsStrategy(HetStrategy):
-    """Trains a model of its own on the public set, and asks the clients where it needs help."""
+    """Trains its own model on the public set, and asks clients for logits where it is wrong."""
 
     spec = MethodSpec(
         title="a larger server model, selective distillation on labelled public data",
@@ -83,8 +83,8 @@ class FedGemsStrategy(HetStrategy):
     )
 
     def init(self) -> None:
-        """Build the server's model; the pool of global logits is empty."""
-        # Sums depend on the number of threads: the run is the same beside Ray's workers and alone.
+        """Build the server's model; the pool of global logits starts empty."""
+        # The thread count affects floating-point sums: fix it, as on the clients.
         torch.set_num_threads(self.run.engine.threads)
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labelled=True)
@@ -96,17 +96,17 @@ class FedGemsStrategy(HetStrategy):
         )
         self.compute.place(self.model)
         self.pool = Targets.none(len(self.y), self.task.classes, self.compute.device)
-        """L_Global: the logits with which each sample was last predicted right."""
+        """L_Global: each sample's logits from when it was last classified correctly."""
         self.logits = self._predict()
         """L_s, [N, C]."""
         self.changed = np.zeros(len(self.y), np.int64)
-        """After which round each sample's logits changed last; 0: they never were sent."""
+        """The round after which each sample's logits last changed; 0: never sent."""
         self.held: dict[str, int] = {}
-        """After which round the logits are that each client has."""
+        """The round whose logits each client holds."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return C, and the number of samples asked for, Q."""
+        """Return the axes C, and Q, the number of samples asked for."""
         return Sizes({"C": client.classes, "Q": int(self.wanted.sum())})
 
     def eval_models(self) -> dict[str, nn.Module]:
@@ -114,14 +114,14 @@ class FedGemsStrategy(HetStrategy):
         return {"server": self.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send L_s (line 17), or what of it the client has not, and ask for help (line 11)."""
-        held = self.held.pop(client.name, 0)  # who does not answer may not have it
+        """Send L_s (line 17), or only its changes, and the samples to answer (line 11)."""
+        held = self.held.pop(client.name, 0)  # a client that fails to answer may lack the logits
         if held not in self._instructions_by_version:
             self._instructions_by_version[held] = Knowledge(self._logits_since(held))
         return self._instructions_by_version[held]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on what the clients answered (lines 4 to 15)."""
+        """Train on the clients' logits (lines 4 to 15)."""
         version = int(self.changed.max())
         if version:
             self.held |= {reply.client.name: version for reply in replies}
@@ -138,7 +138,7 @@ class FedGemsStrategy(HetStrategy):
         return figures
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the server's model, the pool, its logits and who has which of them."""
+        """Return the model, the pool, its logits, and which round's logits each client holds."""
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
         return {
@@ -150,7 +150,7 @@ class FedGemsStrategy(HetStrategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         load_weights(self.model, group(state, "model"))
         pool = {k: torch.tensor(v) for k, v in group(state, "pool").items()}
         self.pool = Targets(**{k: v.to(self.compute.device) for k, v in pool.items()})
@@ -159,19 +159,19 @@ class FedGemsStrategy(HetStrategy):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Decide whose logits the clients are asked for: those wrong, and not in the pool."""
+        """Choose the samples to ask clients about: misclassified, and not in the pool."""
         self.wanted = np.ones(len(self.y), bool)
         if self.settings.selective:
             logits = torch.tensor(self.logits, device=self.compute.device)
             self.wanted = split(logits, self.y, self.pool.known)[2].cpu().numpy()
         self._instructions_by_version: dict[int, Knowledge] = {}
-        """What those are sent whose logits are of a round."""
+        """The instruction for clients that hold the logits of a given round."""
 
     def _logits_since(self, held: int) -> dict[str, Array]:
-        """Return what a client is sent that has the logits of round `held`; 0: it has none.
+        """Return the logits for a client that holds those of round `held`; 0: none.
 
-        The logits whole, or those changed since if that is fewer bytes. A server that has not
-        trained yet has none to send (ours).
+        Sends all logits, or only the changed ones if that takes fewer bytes. A server that has not
+        trained yet sends none (ours).
         """
         sent: dict[str, Array] = {}
         if self.settings.selective:
@@ -193,9 +193,9 @@ class FedGemsStrategy(HetStrategy):
         return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
 
     def _train(self, round: int, targets: Targets) -> list[float]:
-        """Train the server's epochs; return the sizes of S1, S2 and S3 in the last one.
+        """Train the server's epochs; return the sizes of S1, S2 and S3 in the last epoch.
 
-        A minibatch is split by the model as it then is (lines 5 to 12).
+        Each minibatch is split by the model's current predictions (lines 5 to 12).
         """
         model, epsilon = self.model.train(), self.settings.epsilon
         counts = torch.zeros(3, device=self.compute.device)
@@ -232,7 +232,7 @@ class FedGemsStrategy(HetStrategy):
         return counts.tolist()
 
     def _figures(self, counts: Sequence[float], targets: Targets) -> dict[str, float]:
-        """Return what Fig. 3 and Table 6 show, and how many of those asked for nobody knew."""
+        """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""
         asked = float(self.wanted.sum())
         return {
             "s1": counts[0],

@@ -1,4 +1,4 @@
-"""FedType, server half: the proxies of Section 3.3, averaged.
+"""FedType, server half: averages the proxies (Section 3.3).
 
 Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
 Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
@@ -27,7 +27,7 @@ from strategies.base import HetStrategy, Reply
 
 
 class FedTypeSettings(MethodSettings):
-    """What FedType lets a user choose."""
+    """Settings of FedType."""
 
     proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
@@ -77,14 +77,14 @@ class FedTypeSettings(MethodSettings):
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
-    """Return C, the tensors of the proxy, and, as "scale", those of them that are trained."""
+    """Return the axis C, the proxy's shapes and, as "scale", those of its trained tensors."""
     whole = shapes(settings.proxy, client.shape, client.classes)
     trained = trained_shapes(settings.proxy, client.shape, client.classes)
     return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 
 class FedTypeStrategy(HetStrategy):
-    """Averages the proxies by samples; knows nothing of the private models."""
+    """Averages the proxies by samples; the private models stay at the clients."""
 
     spec = MethodSpec(
         title="identical small proxies, and conformal sets between proxy and private model",
@@ -122,15 +122,15 @@ class FedTypeStrategy(HetStrategy):
         self._instruct_all()
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the server's proxy, from which the client's starts."""
+        """Send the server's proxy, from which the client starts."""
         return self._instruction
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last proxy; before the last round, each evaluates what it started from."""
+        """Send the last round's proxy; earlier, clients evaluate the proxy they started from."""
         return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average the proxies by samples (Section 3.3), and the scales of variational ones."""
+        """Average the proxies by samples (Section 3.3), and the scales of variational proxies."""
         self.proxy = self._mix(self.proxy, _average(replies, "proxy"))
         if self.settings.aggregation == "pfedbayes":
             self.scale = _average(replies, "scale") or self.scale
@@ -142,17 +142,17 @@ class FedTypeStrategy(HetStrategy):
         return dict(self._instruction.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.proxy, self.scale = group(state, "proxy"), group(state, "scale")
         self._instruct_all()
 
     def _mix(self, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
-        """Return (1 - beta) old + beta new, which is pFedMe's; beta is 1 for the others."""
+        """Return (1 - beta) old + beta new, as in pFedMe; beta is 1 for the other aggregations."""
         beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
         return new if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
 
     def _instruct_all(self) -> None:
-        """Make the one instruction for all clients."""
+        """Build the one instruction that all clients share."""
         self._instruction = Knowledge(grouped("proxy", self.proxy) | grouped("scale", self.scale))
 
 

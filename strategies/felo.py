@@ -24,7 +24,7 @@ from strategies.base import HetStrategy, Reply
 
 
 class FeloSettings(MethodSettings):
-    """What Felo lets a user choose."""
+    """Settings of Felo."""
 
     weighting: Literal["clients", "samples"] = Field(
         "clients", description="does a client count once in a class's mean, or by its samples?"
@@ -37,13 +37,13 @@ class FeloSettings(MethodSettings):
 
 
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
-    """Return C, the feature width D, and the tensors of the client's architecture."""
+    """Return the axes C and D (feature width), and the shapes of the client's architecture."""
     own = shapes(client.model, client.shape, client.classes, settings.feature_dim)
     return Sizes({"C": client.classes, "D": settings.feature_dim}, {"weights": own})
 
 
 class FeloStrategy(HetStrategy):
-    """Averages features and logits per class over all clients, weights within an architecture."""
+    """Averages features and logits per class over all clients, and weights per architecture."""
 
     spec = MethodSpec(
         title="class-wise features and logits, and weights within an architecture",
@@ -85,13 +85,13 @@ class FeloStrategy(HetStrategy):
     )
 
     def init(self) -> None:
-        """Start without knowledge: the first round is the clients' initial training."""
+        """Start without knowledge: in the first round, clients train on their own data only."""
         self.means: dict[str, ClassMeans] = {}
-        """The server dataset: each client's latest knowledge."""
+        """The server dataset: each client's latest class means."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
-        """What this round's clients of an architecture are sent."""
+        """This round's instruction for each architecture."""
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send every class's averages, and the weights of the client's architecture (line 6)."""
@@ -100,7 +100,7 @@ class FeloStrategy(HetStrategy):
         return self._instructions_by_model[client.model]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take in what the clients saw and average it (lines 3 to 5)."""
+        """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""
         for reply in replies:
             self.means[reply.client.name] = read_means(reply.knowledge)
         self.weights |= average_by_architecture(replies)
@@ -117,19 +117,19 @@ class FeloStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
         self.weights = groups(state, "weights")
 
     def average(self) -> ClassMeans:
-        """Return the averages over all clients heard so far."""
+        """Return the averages over all clients that have replied so far."""
         heard = [self.means[name] for name in sorted(self.means)]
         return average(heard, by_samples=self.settings.weighting == "samples")
 
     def entries(self) -> dict[str, Array]:
-        """Return the classes with an entry, and the features and logits of each; someone is heard.
+        """Return the classes that have an average, with the features and logits of each.
 
-        A method that extends Felo has another source of features here.
+        Called only once a client has replied. Velo overrides it with synthetic features.
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
@@ -146,7 +146,7 @@ def read_means(knowledge: Knowledge) -> ClassMeans:
 
 
 def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Array]]:
-    """Return, by architecture, the mean weights of its clients (line 5), by their samples.
+    """Return the average weights per architecture, weighted by samples (line 5).
 
     Weights of different architectures are never mixed.
     """

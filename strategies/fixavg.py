@@ -25,7 +25,7 @@ from strategies.base import HetStrategy, Reply
 
 
 class FixAvgSettings(MethodSettings):
-    """What FixAvg lets a user choose."""
+    """Settings of FixAvg."""
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="likelihood from which a prediction becomes a pseudo-label"
@@ -36,14 +36,14 @@ class FixAvgSettings(MethodSettings):
 
 
 def model_sizes(settings: FixAvgSettings, client: ClientInfo) -> Sizes:
-    """Return C, and the tensors of the one architecture."""
+    """Return the axis C, and the tensor shapes of the architecture."""
     return Sizes(
         {"C": client.classes}, {"weights": shapes(client.model, client.shape, client.classes)}
     )
 
 
 class FixAvgStrategy(HetStrategy):
-    """Averages the models of all clients by their samples, labelled or not."""
+    """Averages the models of all clients, weighted by their samples, labelled and unlabelled."""
 
     spec = MethodSpec(
         title="FedAvg with FixMatch on the unlabelled part; the baseline of um-pfssl",
@@ -60,7 +60,7 @@ class FixAvgStrategy(HetStrategy):
     sends = Contract((WeightsField("weights", "the averaged model, from which clients start"),))
 
     def init(self) -> None:
-        """Start from a new model. Raises DataError for what is no image."""
+        """Start from a new model. Raises DataError if the samples are not images."""
         task = self.task
         augmentations(task.shape)
         self._instruct_all(
@@ -72,11 +72,11 @@ class FixAvgStrategy(HetStrategy):
         return self._instruction
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last average; before the last round, each evaluates what it started from."""
+        """Send the last round's average; earlier, clients evaluate the one they started from."""
         return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average the models by samples."""
+        """Average the models, weighted by samples."""
         self._instruct_all(
             average_weights([(r.knowledge.group("weights"), r.samples) for r in replies])
         )
@@ -87,9 +87,9 @@ class FixAvgStrategy(HetStrategy):
         return dict(self._instruction.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._instruct_all(group(state, "weights"))
 
     def _instruct_all(self, weights: Mapping[str, Array]) -> None:
-        """Make the one instruction for all clients."""
+        """Build the one instruction that all clients share."""
         self._instruction = Knowledge(grouped("weights", weights))

@@ -11,7 +11,7 @@ from strategies.base import HetStrategy, Reply
 
 
 class LocalStrategy(HetStrategy):
-    """No knowledge travels; the same clients, split and epochs as with a method."""
+    """Exchanges no knowledge; clients, split and epochs are the same as with a method."""
 
     spec = MethodSpec(
         title="each client trains alone; the baseline of every table",
@@ -21,7 +21,7 @@ class LocalStrategy(HetStrategy):
     )
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send a client nothing."""
+        """Send an empty instruction."""
         return Knowledge()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""UM-pFSSL, server half: the model pool, and who is sent which models (Algorithms 1 to 3).
+"""UM-pFSSL, server half: the model pool, and which models each client is sent (Algorithms 1 to 3).
 
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
 Semi-Supervised Learning.
@@ -36,11 +36,11 @@ from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply, Selection
 
 KEPT_VERSIONS = 3
-"""Versions of a model that stay in the pool: a server that falls back finds the one it knew."""
+"""Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
 
 
 class UmPfsslSettings(MethodSettings):
-    """What UM-pFSSL lets a user choose."""
+    """Settings of UM-pFSSL."""
 
     helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
     replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
@@ -56,16 +56,16 @@ class UmPfsslSettings(MethodSettings):
 
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
-    """Return C, and the tensors of the one architecture, of one model and of several."""
+    """Return the axis C, and the shapes of the architecture, for one model and for several."""
     own = shapes(client.model, client.shape, client.classes)
     return Sizes({"C": client.classes}, {"weights": own, "models": own})
 
 
 class UmPfsslStrategy(HetStrategy):
-    """Keeps every client's latest model on disk and sends clients those that may help them.
+    """Keeps every client's latest model on disk and sends clients the ones that may help them.
 
-    The run's first round is the warm-up, in which every client takes part; Algorithm 1's t is the
-    round less one. Later, who is neither sampled nor has anything to search or update is not asked.
+    The first round is the warm-up of all clients; Algorithm 1's t is the round minus one. Later, a
+    client is not asked if it is neither sampled nor has helpers to search or update.
     """
 
     spec = MethodSpec(
@@ -101,35 +101,35 @@ class UmPfsslStrategy(HetStrategy):
     )
 
     def init(self) -> None:
-        """Start with an empty pool. Raises SettingsError for models that cannot be helpers."""
+        """Start with an empty pool. Raises SettingsError for models without dropout."""
         task = self.task
         if not has_dropout(build(task.model, task.shape, task.classes, seed=self.run.seed)):
             rule = "a model with dropout, e.g. resnet9 or cnn2-dropout"
             raise refused("models.pool", task.model, rule)
         self.pool = ModelStore(self.log.directory / "pool")
         self.numbers: dict[str, int] = {}
-        """Clients by name to their models' numbers."""
+        """The number of each client's model, by client name."""
         self.versions: dict[int, int] = {}
-        """The round in which each model of the pool was uploaded last."""
+        """The round in which each model of the pool was last uploaded."""
         self.lists: dict[str, list[Helper]] = {}
-        """Each client's helper list, as it said last, itself included."""
+        """Each client's helper list, as last reported, including the client itself."""
         self.sent: dict[str, dict[int, int]] = {}
-        """The last version of each model that a client has been sent, and has confirmed."""
+        """The last version of each model that a client was sent and has confirmed."""
         self.refreshes: dict[str, int] = {}
-        """How many of the periodic updates are behind each client."""
+        """How many periodic updates each client has completed."""
         self.plans: dict[str, Plan] = {}
-        """What each client is asked in this round, as `select` has planned it."""
+        """The plan for each client in this round, made by `select`."""
         self._number(self.members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return C, the architecture's tensors, and the number of models there may be, K."""
+        """Return C, the architecture's tensor shapes, and K, the number of models in the pool."""
         sizes = super().sizes(client)
         return replace(sizes, axes={**sizes.axes, "K": len(self.numbers)})
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Plan the round: the sampled train, others are asked who have helpers to find or update.
+        """Plan the round: sampled clients train, others only search for or update their helpers.
 
-        Who only searches for helpers, or updates them, keeps its model.
+        A client that does not train keeps its model.
         """
         names = [member.name for member in members]
         self._number(names)
@@ -143,7 +143,7 @@ class UmPfsslStrategy(HetStrategy):
         return Selection(training, tuple(sorted(asked.keys() - set(training))))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send a client what is planned for it, with models read from the pool."""
+        """Send a client its plan, with the models read from the pool."""
         plan, own = self.plans[client.name], self.numbers[client.name]
         scalars = {"own": own, "train": plan.train, "held": self.versions.get(own, 0)}
         if not plan.models:
@@ -156,7 +156,7 @@ class UmPfsslStrategy(HetStrategy):
         return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Put an uploaded model into the pool, as the version of this round."""
+        """Store an uploaded model in the pool, as the version of this round."""
         weights = reply.knowledge.group("weights")
         if not weights:
             return reply
@@ -168,7 +168,7 @@ class UmPfsslStrategy(HetStrategy):
         return reply.saying(Knowledge(lists, reply.knowledge.scalars))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take in the helper lists; the server averages nothing."""
+        """Store the helper lists; the server averages nothing."""
         for reply in replies:
             name = reply.client.name
             try:
@@ -183,7 +183,7 @@ class UmPfsslStrategy(HetStrategy):
         return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return who has which models; these lie in the run's directory, a few versions of each."""
+        """Return the pool's index and the helper lists; the models are in the run's directory."""
         kept = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})
         kept["versions"] = _pairs(self.versions)
         kept |= grouped("sent", {name: _pairs(sent) for name, sent in self.sent.items()})
@@ -193,7 +193,7 @@ class UmPfsslStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.numbers = {name: int(n) for name, n in group(state, "number").items()}
         self.versions = dict(state["versions"].tolist())
         self.sent = {name: dict(pairs.tolist()) for name, pairs in group(state, "sent").items()}
@@ -201,7 +201,7 @@ class UmPfsslStrategy(HetStrategy):
         self.lists = {name: from_arrays(kept) for name, kept in groups(state, "list").items()}
 
     def step(self, round: int) -> int:
-        """Return Algorithm 1's t of a round of the run; 0 is the warm-up."""
+        """Return Algorithm 1's t for a round of the run; 0 is the warm-up."""
         return round - (1 if self.settings.warm_up else 0)
 
     def _number(self, names: Sequence[str] | Mapping[str, object]) -> None:
@@ -209,11 +209,11 @@ class UmPfsslStrategy(HetStrategy):
             self.numbers[name] = len(self.numbers)
 
     def _due(self, round: int) -> int:
-        """Return how many periodic updates there have been up to a round."""
+        """Return the number of periodic updates that are due up to a round."""
         return self.step(round) // self.settings.refresh
 
     def _plan(self, round: int, name: str, train: bool) -> Plan:
-        """Return what a client is asked in a round."""
+        """Return the plan for a client in a round."""
         chosen, own, step = self.settings, self.numbers[name], self.step(round)
         warm_up = bool(chosen.warm_up) and own not in self.versions
         helpers = self.lists.get(name, [])
@@ -228,7 +228,7 @@ class UmPfsslStrategy(HetStrategy):
     def _unseen(self, round: int, name: str) -> list[Key]:
         """Return the models outside the client's list, in random order (Algorithm 3, line 7).
 
-        Those are left out that it was sent in their present version, and turned down.
+        Models that it was sent in their current version, and rejected, are left out.
         """
         sent = self.sent.get(name, {})
         others = [key for key in self._outside(name) if sent.get(key[0]) != key[1]]
@@ -236,10 +236,10 @@ class UmPfsslStrategy(HetStrategy):
         return [others[place] for place in order]
 
     def _seen(self, round: int, name: str) -> list[Key]:
-        """Return the models outside the client's list that it has been sent, in random order.
+        """Return the models outside the client's list that it was already sent, in random order.
 
-        They fill a list that nothing new can fill (Algorithm 1, line 16): one whose models are
-        lost, or that candidates were compared with before it was full.
+        They fill a list for which no new models are left (Algorithm 1, line 16): if models were
+        lost, or candidates were compared before the list was full.
         """
         sent = self.sent.get(name, {})
         others = [key for key in self._outside(name) if sent.get(key[0]) == key[1]]
@@ -252,9 +252,9 @@ class UmPfsslStrategy(HetStrategy):
         return [key for key in sorted(self.versions.items()) if key[0] not in known]
 
     def _newer(self, name: str) -> list[Key]:
-        """Return the helpers to update (Algorithm 2): not the least related, and changed since.
+        """Return the helpers to update (Algorithm 2): changed since, and not the least related.
 
-        Ranks are those of the end of the client's last round, where section IV-B sorts the list.
+        Ranks are those at the end of the client's last round, where section IV-B sorts the list.
         """
         helpers = self.lists.get(name, [])
         found = refreshable(helpers, self.numbers[name], self.settings.replace)
@@ -265,7 +265,7 @@ class UmPfsslStrategy(HetStrategy):
         ]
 
     def _read_list(self, reply: Reply) -> list[Helper]:
-        """Return a client's helper list. Raises KnowledgeError where it cannot be one."""
+        """Return a client's helper list. Raises KnowledgeError if it is not valid."""
         helpers = from_arrays(reply.knowledge.tensors)
         name, most = reply.client.name, self.settings.helpers
         if self.numbers[name] not in {helper.number for helper in helpers}:
@@ -276,5 +276,5 @@ class UmPfsslStrategy(HetStrategy):
 
 
 def _pairs(table: Mapping[int, int]) -> Array:
-    """Return a table of whole numbers as an array [entries, 2]."""
+    """Return an integer table as an array [entries, 2]."""
     return np.array(sorted(table.items()), np.int64).reshape(-1, 2)

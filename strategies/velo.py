@@ -1,4 +1,4 @@
-"""Velo, server half: Algorithm 2, "Server process". Felo, with synthetic features for the means.
+"""Velo, server half: Algorithm 2, "Server process". Felo with synthetic features instead of means.
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -28,7 +28,7 @@ from strategies.felo import FeloSettings, FeloStrategy, felo_sizes
 
 
 class VeloSettings(FeloSettings):
-    """What Velo lets a user choose."""
+    """Settings of Velo."""
 
     interval: Count = Field(1, description="rounds between trainings of the CVAE")
     samples_per_class: Count = Field(
@@ -50,13 +50,13 @@ class VeloSettings(FeloSettings):
 
 
 def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
-    """Return Felo's sizes, and S, the features that are sent of each class."""
+    """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
     felo = felo_sizes(settings, client)
     return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
 
 
 class VeloStrategy(FeloStrategy):
-    """Trains a CVAE on the clients' features and sends what it decodes; the rest is Felo's."""
+    """Trains a CVAE on the clients' features and sends synthetic features; otherwise as Felo."""
 
     spec = replace(
         FeloStrategy.spec,
@@ -77,7 +77,7 @@ class VeloStrategy(FeloStrategy):
     )
 
     def init(self) -> None:
-        """Start from a new CVAE that has learned no class, and without features."""
+        """Start from a new, untrained CVAE and an empty feature dataset."""
         super().init()
         sizes = self.settings
         with seeded(self.run.seed, SERVER, "cvae"):
@@ -94,8 +94,8 @@ class VeloStrategy(FeloStrategy):
         """This round's features of the classes in `learned`, [P, S, D]."""
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Run lines 3 to 7: keep the features, train the CVAE if it is time, decode."""
-        # As the clients do: sums must not depend on how many threads the server happens to have.
+        """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
+        # As on clients: results must not depend on the server's default number of threads.
         torch.set_num_threads(self.run.engine.threads)
         figures = dict(super().aggregate(round, replies))
         self._keep(round, replies)
@@ -107,7 +107,7 @@ class VeloStrategy(FeloStrategy):
         return figures
 
     def entries(self) -> dict[str, Array]:
-        """Return Felo's entries with synthetic features wherever the CVAE knows the class."""
+        """Return Felo's entries, with synthetic features for classes the CVAE has learned."""
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
         _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
@@ -115,23 +115,23 @@ class VeloStrategy(FeloStrategy):
         return entries | {"features": features}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return Felo's state, the feature dataset, the CVAE and what was decoded last."""
+        """Return Felo's state, the feature dataset, the CVAE and the latest synthetic features."""
         weights = {name: value.copy() for name, value in to_arrays(self.cvae).items()}
         own = {name: getattr(self, name) for name in ("features", "labels", "learned", "synthetic")}
         return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         for name, value in group(state, "velo").items():
             setattr(self, name, value)
         load_weights(self.cvae, group(state, "cvae"))
 
     def _keep(self, round: int, replies: Sequence[Reply]) -> None:
-        """Add the replies' features to the dataset (line 4), and let the oldest go."""
+        """Add the replies' features to the dataset (line 4), and drop the oldest."""
         features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
         labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
-        # Within a round all are of one age: where not all can stay, chance decides, not the names.
+        # Features of one round are equally old: a random order, not the names, decides which stay.
         order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
         features = np.concatenate([self.features, features[order]])
         labels = np.concatenate([self.labels, labels[order]])
@@ -139,7 +139,7 @@ class VeloStrategy(FeloStrategy):
         self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
-        """Go on training the CVAE (line 5); return its loss, or nothing where it diverged."""
+        """Continue training the CVAE (line 5); return its loss, or nothing if it diverged."""
         before = copy.deepcopy(self.cvae)
         loss = train_cvae(
             self.cvae,
@@ -159,7 +159,7 @@ class VeloStrategy(FeloStrategy):
         return {"cvae_loss": loss}
 
     def _synthesise(self, round: int) -> None:
-        """Decode this round's features of every class that the CVAE knows (line 7)."""
+        """Decode this round's features of every class that the CVAE has learned (line 7)."""
         generator = torch_generator(self.run.seed, SERVER, round, "synthetic")
         count = self.settings.samples_per_class
         self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()

@@ -1,1 +1,1 @@
-"""The mathematics, on tensors: pure functions, each loss beside what it belongs to."""
+"""The methods' algorithms: pure functions on tensors and arrays, and their loss functions."""

@@ -1,4 +1,4 @@
-"""Averages of model weights: McMahan et al., Communication-Efficient Learning (FedAvg)."""
+"""Averaging of model weights: McMahan et al., Communication-Efficient Learning (FedAvg)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Weights = Mapping[str, Array]
 
 
 def average_weights(models: Sequence[tuple[Weights, float]]) -> dict[str, Array]:
-    """Return the mean of models of one architecture, each weighted by its number of samples.
+    """Return the average of models of one architecture, weighted by their numbers of samples.
 
     Sums are in float64, one tensor at a time. Running statistics of batch normalisation are
-    averaged like weights (ours), its integer counters rounded. The order of `models` may change
-    the last bit; give them sorted. Raises ValueError where there is no model or no sample.
+    averaged like weights (ours), its integer counters rounded. The order of `models` may affect the
+    last bit: pass them sorted. Raises ValueError if there is no model or no sample.
     """
     total = sum(weight for _, weight in models)
     if total <= 0:

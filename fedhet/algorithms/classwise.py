@@ -30,7 +30,7 @@ class ClassMeans:
 
 
 class ClassSums:
-    """Sums of features and logits by class, gathered on the device as batches pass through."""
+    """Running sums of features and logits per class, accumulated on the device over batches."""
 
     def __init__(self, classes: int, width: int, device: torch.device) -> None:
         self.features = torch.zeros(classes, width, device=device)
@@ -40,7 +40,7 @@ class ClassSums:
     @torch.no_grad()
     def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: features [N, D], logits [N, C], labels [N]."""
-        # A product with the one-hot labels is deterministic on every device; index_add_ is not.
+        # Multiplying by one-hot labels is deterministic on every device; index_add_ is not.
         member = F.one_hot(labels, len(self.counts)).T.float()
         with torch.autocast(member.device.type, enabled=False):
             self.features += member @ features.detach().float()
@@ -62,8 +62,8 @@ class ClassSums:
 def average(means: Sequence[ClassMeans], *, by_samples: bool) -> ClassMeans:
     """Return, per class, the mean over the clients that have it (Section 3.1.2).
 
-    Each client counts once, or by its samples of the class. The counts returned are of samples.
-    The order of `means` may change the last bit of the result; give them sorted.
+    A client's weight is 1, or its samples of the class. The returned counts are of samples. The
+    order of `means` may affect the last bit of the result: pass them sorted.
     """
     classes = np.unique(np.concatenate([m.classes for m in means])) if means else np.zeros(0, int)
     row = {int(label): position for position, label in enumerate(classes)}
@@ -88,10 +88,10 @@ def average(means: Sequence[ClassMeans], *, by_samples: bool) -> ClassMeans:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The server's knowledge laid out by class, on the device of a client's training.
+    """The server's knowledge arranged by class, on the client's training device.
 
-    features [C, D], log_probabilities [C, C] (log softmax of the logits), known [C] (is there an
-    entry for the class?).
+    features [C, D], log_probabilities [C, C] (log softmax of the logits), known [C] (has the class
+    an entry?).
     """
 
     features: Tensor
@@ -99,7 +99,7 @@ class Teacher:
     known: Tensor
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return what the features of samples of these classes are drawn to: [N] -> [N, D]."""
+        """Return the target features for samples of these classes: [N] -> [N, D]."""
         return self.features[labels]
 
     @classmethod
@@ -111,7 +111,7 @@ class Teacher:
         classes: int,
         device: torch.device,
     ) -> Teacher:
-        """Lay out entries for the classes `present` [P], features [P, ...], logits [P, C].
+        """Arrange entries for the classes `present` [P], features [P, ...], logits [P, C].
 
         Rows of the other classes are zero and not known.
         """
@@ -128,17 +128,17 @@ class Teacher:
 
 @dataclass(frozen=True)
 class VariedTeacher(Teacher):
-    """A teacher with several features a class, [C, S, D], as Velo's server can send.
+    """A teacher with several features per class, [C, S, D], as Velo's server can send.
 
     Section 3.1.3 pairs each sample with the entry of its class; here each sample of each batch is
-    paired with one of the S, drawn anew with equal chances (ours).
+    paired with one of the S features, drawn uniformly (ours).
     """
 
     generator: torch.Generator
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return one of its class's features for each sample: [N] -> [N, D]."""
-        # Drawn on the processor, so that every device has the same draws; the copy does not wait.
+        """Return a random feature of its class for each sample: [N] -> [N, D]."""
+        # Drawn on the CPU, for the same draws on every device; the copy is asynchronous.
         pick = torch.randint(self.features.shape[1], labels.shape, generator=self.generator)
         return self.features[labels, pick.to(labels.device, non_blocking=True)]
 
@@ -146,7 +146,7 @@ class VariedTeacher(Teacher):
 def newest(classes: Array, most: int) -> Array:
     """Return the rows of the last `most` entries of each class, ascending.
 
-    classes [N], in the order in which they came.
+    classes [N] are in order of arrival.
     """
     backwards = classes[::-1]
     by_class = np.argsort(backwards, kind="stable")
@@ -156,9 +156,9 @@ def newest(classes: Array, most: int) -> Array:
 
 
 def class_feature_loss(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return l_mse of Felo's Eq. 1 per sample, [N]: features against their class's entry.
+    """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
-    The mean over the D components; 0 where the teacher has no entry for the class.
+    The mean over the D components; 0 if the teacher has no entry for the class.
     """
     error = (features.float() - teacher.targets(labels)).square().mean(1)
     return error * teacher.known[labels]
@@ -167,7 +167,7 @@ def class_feature_loss(features: Tensor, labels: Tensor, teacher: Teacher) -> Te
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
     """Return l_kl of Felo's Eq. 1 per sample, [N]: KL(teacher's class logits || own logits).
 
-    0 where the teacher has no entry for the class.
+    0 if the teacher has no entry for the class.
     """
     own = logits.float().log_softmax(1)
     target = teacher.log_probabilities[labels]
@@ -180,8 +180,8 @@ def felo_loss(
 ) -> Tensor:
     """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl).
 
-    Without a teacher (a client's first participation), or for samples of a class that it has no
-    entry for, cross-entropy alone.
+    Cross-entropy alone without a teacher (a client's first participation), and for samples whose
+    class has no entry.
     """
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:

@@ -1,10 +1,10 @@
-"""Conformal prediction sets that follow a model as it trains; all on tensors, on the device.
+"""Conformal prediction sets that are recalibrated during training; all on tensors.
 
 Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
 Reciprocity Learning (FedType), Section 3.2 and Appendix B; RAPS is from Angelopoulos et al.,
 Uncertainty Sets for Image Classifiers using Conformal Prediction.
 
-Logits and probabilities are [N, C], sets are masks [N, C] of bool, labels [N].
+Logits and probabilities are [N, C], sets are bool masks [N, C], labels [N].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEMPERATURE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Raps:
-    """RAPS' regularisation: lambda, the weight of a rank beyond k_reg, and k_reg itself."""
+    """RAPS' regularisation: lambda, the penalty on a rank beyond k_reg, and k_reg itself."""
 
     penalty: float = 0.5
     k_reg: int = 5
@@ -30,7 +30,7 @@ class Raps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What Eq. 5 learns on held-out data: a temperature and the threshold tau (both scalars)."""
+    """The result of Eq. 5 on held-out data: a temperature and the threshold tau (both scalars)."""
 
     temperature: Tensor
     tau: Tensor
@@ -70,10 +70,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
 def conformal_quantile(scores: Tensor, theta: float) -> Tensor:
     """Return tau: the ceil((n + 1)(1 - theta)) / n quantile of scores [n] (Appendix B, step 3).
 
-    Infinity where that level exceeds 1: so few samples warrant no smaller set than all classes.
+    Infinity if that level exceeds 1: with so few samples only the set of all classes is valid.
     """
     count = len(scores)
-    # 1e-9: (n + 1)(1 - theta) may come out a hair above the whole number that it is.
+    # 1e-9: in floating point, (n + 1)(1 - theta) may slightly exceed the integer that it equals.
     position = math.ceil((count + 1) * (1 - theta) - 1e-9)
     if position > count:
         return scores.new_tensor(torch.inf)
@@ -90,8 +90,8 @@ def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg
 def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """Return rho [N, C] and o [N, C] of Eq. 6 for probabilities [N, C].
 
-    rho(y) is the mass of the labels strictly more likely than y; o(y) is the number of labels at
-    least as likely as y, so that equally likely labels share the last of their ranks.
+    rho(y) is the total probability of the labels strictly more likely than y; o(y) is the number of
+    labels at least as likely as y, so that equally likely labels share the last of their ranks.
     """
     values, order = probabilities.sort(dim=1, descending=True)
     before = values.cumsum(1).roll(1, dims=1)
@@ -113,7 +113,7 @@ def prediction_sets(
 ) -> Tensor:
     """Return the sets of Eq. 6, a mask [N, C], for logits [N, C] and u [N].
 
-    `penalty` is g(delta, lambda). A set that comes out empty becomes the most likely label.
+    `penalty` is g(delta, lambda). An empty set is replaced by the most likely label.
     """
     probabilities = (logits.float() / calibration.temperature).softmax(1)
     scores = raps_scores(probabilities, u, penalty, k_reg)
@@ -148,7 +148,7 @@ def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
 def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
     """Return eta [N] of Eq. 8 from the proxy's sets S and the private model's sets L, [N, C].
 
-    |S and L| / |S or L| where S is at least as large as L, else |S and L| / |S|.
+    |S and L| / |S or L| if S is at least as large as L, else |S and L| / |S|.
     """
     common = (proxy_sets & private_sets).sum(1)
     either = (proxy_sets | private_sets).sum(1)
@@ -157,7 +157,7 @@ def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
 
 
 def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor) -> Tensor:
-    """Return FedType's backward loss, Eq. 3, the mean over samples, with the minus that it needs.
+    """Return FedType's backward loss, the mean of Eq. 3 over samples, with a minus sign (ours).
 
     - eta sum_{k in S} log softmax(logits)_k, for logits [N, C], sets S [N, C] of bool, eta [N]. As
     printed, without the minus, minimising it would push the confident labels down.

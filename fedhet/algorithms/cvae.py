@@ -1,11 +1,11 @@
 """The conditional variational auto-encoder of Velo's server.
 
-Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2;
-Sohn et al., Learning Structured Output Representation using Deep Conditional Generative Models.
-Features s are [N, D], their classes y [N], latent variables z [N, Z].
+Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2; Sohn
+et al., Learning Structured Output Representation using Deep Conditional Generative Models. Features
+s are [N, D], their classes y [N], latent variables z [N, Z].
 
-Ours: Eq. 2 is taken as printed, on standardised features. The paper says nothing of their scale;
-as they come, large ones, or a single client's, make the training diverge.
+Ours: Eq. 2 is used as printed, but on standardised features. The paper does not mention their
+scale; with raw features, large ones, even of a single client, make the training diverge.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fedhet.devices import CPU
 from fedhet.training import Optimization, train_epochs
 
 LIMIT = 5.0
-"""Spreads from the centre: a feature further away is moved to there, in its direction."""
+"""Maximum distance from the centre, in spreads: features further away are scaled back to it."""
 
 
 class Cvae(nn.Module):
-    """Four dense layers, two that encode and two that decode; the class enters both as one-hot.
+    """A two-layer encoder and a two-layer decoder; both get the class as one-hot input.
 
-    Both work on standardised features; `centre` [D] and `spread`, a scalar, lead there and back.
+    Both work on standardised features; `centre` [D] and `spread`, a scalar, define the scaling.
     """
 
     centre: Tensor
@@ -41,9 +41,9 @@ class Cvae(nn.Module):
         self.register_buffer("spread", torch.ones(()))
 
     def measure(self, features: Tensor) -> None:
-        """Set centre and spread by features [N, D]: medians, which a few outliers hardly move.
+        """Set centre and spread from features [N, D]: medians, which are robust to outliers.
 
-        One spread for all components: by its own, one that is 0 but for a class would be cut off.
+        One spread for all components: one per component would cut off those that are mostly 0.
         """
         self.centre.copy_(features.median(0).values)
         distances = _distance(features.double() - self.centre)
@@ -51,12 +51,12 @@ class Cvae(nn.Module):
         self.spread.fill_(apart.median() if len(apart) else 1)
 
     def standardise(self, features: Tensor) -> Tensor:
-        """Return features [N, D] in spreads from the centre, at a distance of LIMIT at most."""
+        """Return features [N, D] in spreads from the centre, with a distance of at most LIMIT."""
         scaled = (features.double() - self.centre) / self.spread
         return (scaled * (LIMIT / _distance(scaled)).clamp(max=1)).float()
 
     def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance, both [N, Z], of q(z | s, y); s is standardised."""
+        """Return the mean and log variance, both [N, Z], of q(z | s, y); s is standardised."""
         mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
         return mean, log_variance
 
@@ -79,7 +79,7 @@ def _distance(offsets: Tensor) -> Tensor:
 
 
 def reparameterise(mean: Tensor, log_variance: Tensor, noise: Tensor) -> Tensor:
-    """Return z = g(s, y, noise) of Eq. 2: mean and log variance [N, Z], noise N(0, I) like them."""
+    """Return z = g(s, y, noise) of Eq. 2; mean, log variance and noise ~ N(0, I) are [N, Z]."""
     return mean + noise * torch.exp(log_variance / 2)
 
 
@@ -89,7 +89,7 @@ def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
 
 
 def log_likelihood(features: Tensor, decoded: Tensor, deviation: float) -> Tensor:
-    """Return log p(s | z, y) per feature, [N]: a Gaussian of that standard deviation (ours)."""
+    """Return log p(s | z, y) per feature, [N]: a Gaussian with this standard deviation (ours)."""
     error = ((features - decoded) / deviation).square().sum(1)
     return -0.5 * error - features.shape[1] * (math.log(deviation) + 0.5 * math.log(2 * math.pi))
 
@@ -97,10 +97,10 @@ def log_likelihood(features: Tensor, decoded: Tensor, deviation: float) -> Tenso
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2, a scalar, the mean over features, which are standardised.
+    """Return the negative of Eq. 2, a scalar: the mean over standardised features.
 
-    Printed is the lower bound of log p(s | y), which training raises. `noise` [N, Z] is one draw a
-    feature: L = 1.
+    Eq. 2 is the lower bound of log p(s | y), which training maximises. `noise` [N, Z] is one draw
+    per feature: L = 1.
     """
     mean, log_variance = model.encode(features, labels)
     decoded = model.decode(reparameterise(mean, log_variance, noise), labels)
@@ -119,10 +119,10 @@ def train_cvae(
     deviation: float,
     generator: torch.Generator,
 ) -> float:
-    """Train by Adam on the negative of Eq. 2; return its mean over the last epoch.
+    """Train with Adam on the negative of Eq. 2; return its mean over the last epoch.
 
-    The features are as they come, and are standardised by themselves; `deviation` is in spreads.
-    Order and noise come from `generator` alone. Raises DataError for a single feature.
+    `features` are raw and are standardised here; `deviation` is in spreads. Order and noise depend
+    on `generator` only. Raises DataError for a single feature.
     """
     model.measure(features)
     standardised = model.standardise(features)
@@ -147,9 +147,9 @@ def train_cvae(
 
 @torch.no_grad()
 def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` synthetic features of each class in `labels` [P], [P, count, D].
+    """Return `count` synthetic features for each class in `labels` [P], [P, count, D].
 
-    Means of the decoder p(s | z, y) for z drawn from N(0, I), in the features' own scale.
+    They are the means of the decoder p(s | z, y) for z ~ N(0, I), in the features' own scale.
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)

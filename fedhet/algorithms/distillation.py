@@ -1,4 +1,4 @@
-"""Distillation of one model's logits into another. Logits are [N, C]."""
+"""Knowledge distillation between logits [N, C]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def distillation_loss(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(teacher || student) of logits [N, C], the mean over samples: FedType's Eq. 1.
+    """Return KL(teacher || student) of logits [N, C], averaged over samples: FedType's Eq. 1.
 
     No gradient flows into the teacher.
     """

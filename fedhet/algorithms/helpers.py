@@ -1,7 +1,7 @@
 """A client's list of helpers: UM-pFSSL's Algorithms 2 and 3.
 
-Models are numbered as the server's pool numbers them; the client itself is in its own list and
-never leaves it. Ranks go by Corr (Eq. 13), equal ones by number.
+Models have the numbers of the server's pool; the client itself is in its own list and is never
+removed. Ranks are by Corr (Eq. 13), ties by number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedhet.arrays import Array
 Key = tuple[int, int]
 """A model's number in the pool and its version, the round in which it was uploaded."""
 CANDIDATE, FILL, REFRESH = range(3)
-"""What a model is sent for: to be compared (Algorithm 3), to fill the list (Algorithm 1, line 16),
+"""Roles of the models sent: to be compared (Algorithm 3), to fill the list (Algorithm 1, line 16),
 to replace an older version of a helper (Algorithm 2)."""
 
 
@@ -25,7 +25,7 @@ class Helper:
     """A model in a client's list."""
 
     number: int
-    """In the server's pool."""
+    """The model's number in the server's pool."""
     version: int
     """The round in which the model was uploaded."""
     relation: float
@@ -34,7 +34,7 @@ class Helper:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one client is asked in a round; models by number and version."""
+    """The plan for one client in a round; models by number and version."""
 
     train: bool
     warm_up: bool
@@ -49,18 +49,18 @@ class Plan:
 
     @property
     def roles(self) -> list[int]:
-        """Return what each is sent for."""
+        """Return the role of each model sent."""
         counts = len(self.candidates), len(self.fill), len(self.refresh)
         return np.repeat([CANDIDATE, FILL, REFRESH], counts).tolist()
 
     @property
     def idle(self) -> bool:
-        """Is there nothing to ask?"""
+        """Tell whether there is nothing to ask of the client."""
         return not (self.train or self.warm_up or self.models)
 
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:
-    """Return the helpers, the least related first."""
+    """Return the helpers by rank, the least related first."""
     return sorted(helpers, key=_rank)
 
 
@@ -69,12 +69,12 @@ def _rank(helper: Helper) -> tuple[float, int]:
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return Re of Algorithm 3: those of the `replace` lowest ranks that are not the client."""
+    """Return Re of Algorithm 3: the helpers of the `replace` lowest ranks, without the client."""
     return [helper for helper in ranked(helpers)[:replace] if helper.number != own]
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return those of Up of Algorithm 2 that may be downloaded: all above the `replace` lowest."""
+    """Return Up of Algorithm 2: helpers above the `replace` lowest ranks, without the client."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 
@@ -83,8 +83,8 @@ def replaced(
 ) -> list[Helper]:
     """Return the list after Algorithm 3, ranked.
 
-    Each candidate is compared with the least related helper that may go, and takes its place if
-    it is more related. A candidate that is in the list already is passed over.
+    Each candidate is compared with the least related replaceable helper, and replaces it if more
+    related. Candidates that are already in the list are skipped.
     """
     places = replaceable(helpers, own, replace)
     known = {helper.number for helper in helpers}
@@ -100,7 +100,7 @@ def replaced(
 
 
 def refreshed(helpers: Iterable[Helper], newer: Mapping[int, Helper]) -> list[Helper]:
-    """Return the list after Algorithm 2, lines 7 to 11, ranked: newer versions in place of old."""
+    """Return the list after Algorithm 2, lines 7 to 11, ranked: with newer versions of helpers."""
     return ranked(
         newer[h.number] if h.number in newer and newer[h.number].version > h.version else h
         for h in helpers
@@ -108,7 +108,7 @@ def refreshed(helpers: Iterable[Helper], newer: Mapping[int, Helper]) -> list[He
 
 
 def filled(helpers: Sequence[Helper], more: Iterable[Helper], size: int) -> list[Helper]:
-    """Return the list with as many of `more` as it has room for (Algorithm 1, line 16), ranked."""
+    """Return the list, filled up from `more` to at most `size` (Algorithm 1, line 16), ranked."""
     full = {helper.number: helper for helper in helpers}
     for helper in more:
         if len(full) < size:
@@ -117,7 +117,7 @@ def filled(helpers: Sequence[Helper], more: Iterable[Helper], size: int) -> list
 
 
 def to_arrays(helpers: Sequence[Helper]) -> dict[str, Array]:
-    """Return a list as arrays [helpers]; `from_arrays` takes them back."""
+    """Return a list as arrays [helpers]; `from_arrays` is the inverse."""
     return {
         "numbers": np.array([helper.number for helper in helpers], np.int64),
         "versions": np.array([helper.version for helper in helpers], np.int64),
@@ -126,6 +126,6 @@ def to_arrays(helpers: Sequence[Helper]) -> dict[str, Array]:
 
 
 def from_arrays(arrays: Mapping[str, Array]) -> list[Helper]:
-    """Return the list that `to_arrays` wrote."""
+    """Return the list from the arrays that `to_arrays` returned."""
     columns = (arrays[name].tolist() for name in ("numbers", "versions", "relations"))
     return [Helper(*row) for row in zip(*columns, strict=True)]

@@ -1,7 +1,7 @@
-"""How a proxy is trained so that its kind of average means something: four ways, one face.
+"""Four ways to train a proxy, one for each way of averaging proxies, with one interface.
 
 FedAvg (McMahan et al.), FedProx (Li et al., Eq. 2), pFedMe (T. Dinh et al., Algorithm 1) and
-pFedBayes (Zhang et al., Algorithm 1). FedType takes any of them for its proxies (Section 3.3).
+pFedBayes (Zhang et al., Algorithm 1). FedType accepts any of them for its proxies (Section 3.3).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Weights = Mapping[str, Tensor]
 START_SCALE = 0.01
 """Standard deviation of every weight of a new variational proxy."""
 LEAST_SCALE = 1e-6
-"""No weight becomes more certain than this; the divergence divides by it."""
+"""Lower bound of a weight's standard deviation, since the KL divergence divides by it."""
 
 
 class Proxy:
-    """A proxy that is averaged as it is: FedAvg.
+    """FedAvg: a proxy that is averaged as it is.
 
-    `model` is the client's proxy; `anchor` are the server's weights by name, as they came.
+    `model` is the client's proxy; `anchor` holds the server's weights by name, as received.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights) -> None:
@@ -32,7 +32,7 @@ class Proxy:
         self.anchor = {name: anchor[name] for name, _ in model.named_parameters()}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimiser moves."""
+        """Return the parameters to optimise."""
         return list(self.model.parameters())
 
     def logits(self, x: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ class Proxy:
         return logits
 
     def regulariser(self) -> Tensor | float:
-        """Return what the proxy's loss has besides the forward loss; a scalar."""
+        """Return the term added to the proxy's forward loss; a scalar."""
         return 0.0
 
     def stepped(self) -> None:
-        """Do what follows an optimiser's step."""
+        """Called after each optimiser step."""
 
     def upload(self) -> dict[str, Tensor]:
-        """Return the tensors that go to the server, by the names of the state dict."""
+        """Return the tensors to send to the server, by their names in the state dict."""
         return dict(self.model.state_dict())
 
 
@@ -67,8 +67,8 @@ class ProximalProxy(Proxy):
 class MoreauProxy(Proxy):
     """pFedMe: the proxy is the personal model of a Moreau envelope around a local copy w.
 
-    The proxy minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it,
-    w <- w - rate lambda (w - p). The copy, not the proxy, is averaged.
+    The proxy minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it, w <-
+    w - rate lambda (w - p). The server averages the copies w, not the proxies.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights, strength: float, rate: float) -> None:
@@ -77,7 +77,7 @@ class MoreauProxy(Proxy):
         self.local = {name: tensor.clone() for name, tensor in self.anchor.items()}
 
     def regulariser(self) -> Tensor:
-        """Return the envelope's term."""
+        """Return the term of the Moreau envelope."""
         return self.strength / 2 * squared_distance(self.model, self.local)
 
     @torch.no_grad()
@@ -92,10 +92,10 @@ class MoreauProxy(Proxy):
 
 
 class VariationalProxy(Proxy):
-    """pFedBayes: every weight is a Gaussian; its mean and scale are trained, and averaged.
+    """pFedBayes: every weight is a Gaussian, with its mean and scale trained and averaged.
 
-    The model's own parameters are the means. The loss is of one draw of the weights a batch,
-    plus zeta KL(q || server's q).
+    The model's own parameters are the means. The loss of a batch uses one draw of the weights, plus
+    zeta KL(q || server's q).
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class VariationalProxy(Proxy):
         self._noise = torch.Generator(device).manual_seed(seed)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return means and raw scales."""
+        """Return the means and the unconstrained scales (before softplus)."""
         return [*self.model.parameters(), *self.raw.values()]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits of one draw of the weights."""
+        """Return the logits for one draw of the weights."""
         drawn = {}
         for name, mean in self.model.named_parameters():
             noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)

@@ -1,4 +1,4 @@
-"""Selective knowledge fusion on tensors: what a server learns of each public sample, and whence.
+"""Selective knowledge fusion: from which teacher a server learns each public sample.
 
 Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge Fusion,
 Sections 3.3 and 3.4. Logits are [N, C], labels [N]; K clients' logits are [K, N, C].
@@ -13,30 +13,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEAST_ENTROPY = 1e-6
-"""Below it one client is as sure as another; 1/H of Eq. 4 has no bound otherwise."""
+"""Lower bound of an entropy: 1/H of Eq. 4 is unbounded otherwise."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Logits to learn from, [N, C], and for which samples there are any, bool [N]."""
+    """Teacher logits [N, C], and a mask of the samples that have them, bool [N]."""
 
     logits: Tensor
     known: Tensor
 
     @classmethod
     def none(cls, samples: int, classes: int, device: torch.device) -> Targets:
-        """Return targets for no sample."""
+        """Return targets with no known samples."""
         known = torch.zeros(samples, dtype=torch.bool, device=device)
         return cls(torch.zeros(samples, classes, device=device), known)
 
     def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
-        """Take in, for those of the samples `rows` [B] with `where` [B], their logits [B, C]."""
+        """Store logits [B, C] for those of the samples `rows` [B] where `where` [B] is true."""
         self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
         self.known[rows] |= where
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return H(p) of the predictions p = softmax of logits [..., C], Eq. 3, as [...]."""
+    """Return H(p), Eq. 3, of the predictions p = softmax(logits), [..., C] -> [...]."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
@@ -44,8 +44,8 @@ def entropy(logits: Tensor) -> Tensor:
 def reliability(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's target.
 
-    Softmax of 1/H over the clients that predict the sample right, 0 for the others; all 0 where
-    nobody does. In float64 and in log space, H not below LEAST_ENTROPY.
+    Softmax of 1/H over the clients that predict the sample correctly, 0 for the others; all 0 if no
+    client does. In float64 and log space, with H at least LEAST_ENTROPY.
     """
     exact = logits.double()
     confidence = entropy(exact).clamp_min(LEAST_ENTROPY).reciprocal()
@@ -58,23 +58,23 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
 def fuse(logits: Tensor, labels: Tensor) -> Targets:
     """Return the targets of Eq. 5 from K clients' logits: sum_j alpha_j l_j.
 
-    Nothing of a sample that no client predicts right.
+    Samples that no client predicts correctly have no target.
     """
     alpha = reliability(logits, labels)
     return Targets((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
 
 
 def fuse_all(logits: Tensor) -> Targets:
-    """Return the targets from K clients' logits without selection, as FedGEM does: their mean."""
-    mean = (logits / len(logits)).sum(0)  # of finite logits; their sum may be infinite
+    """Return the targets from K clients' logits without selection, as in FedGEM: their mean."""
+    mean = (logits / len(logits)).sum(0)  # divided first, as the sum of finite logits may overflow
     return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
 def split(logits: Tensor, labels: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which samples are in S1, S2 and S3 of Section 3.3, each bool [N].
+    """Return the masks of S1, S2 and S3 of Section 3.3, each bool [N].
 
-    S1: predicted right. S2: wrong, but the pool of global logits has them (`pooled`, bool [N]).
-    S3: wrong, and not in the pool.
+    S1: predicted correctly. S2: wrong, but in the pool of global logits (`pooled`, bool [N]). S3:
+    wrong, and not in the pool.
     """
     right = logits.argmax(1) == labels
     return right, ~right & pooled, ~right & ~pooled
@@ -85,12 +85,12 @@ def taught_loss(
 ) -> Tensor:
     """Return the mean over samples of Eq. 1, 2, 5 and 6, a scalar.
 
-    epsilon CE + (1 - epsilon) KL(teacher || own) for the samples `taught`, bool [N], by the
-    logits `teacher` [N, C] (Eq. 2, 5, 6); CE for the others (Eq. 1). No gradient flows into the
-    teacher.
+    epsilon CE + (1 - epsilon) KL(teacher || own) for the samples in `taught`, bool [N], with
+    teacher logits `teacher` [N, C] (Eq. 2, 5, 6); CE for the others (Eq. 1). No gradient flows into
+    the teacher.
     """
     own = logits.float().log_softmax(1)
-    # Finite logits may lie so far apart that a log is -inf: its share of the divergence is 0.
+    # Finite logits can still give a log of -inf, whose share of the divergence is 0.
     target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
     classified = F.nll_loss(own, labels, reduction="none")
     distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)

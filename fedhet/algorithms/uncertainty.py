@@ -1,4 +1,4 @@
-"""How sure a model is of samples it has no label for, and what follows: UM-pFSSL's Eqs. 9 to 14.
+"""Uncertainty of predictions for unlabelled samples: UM-pFSSL's Eqs. 1, 5 and 9 to 14.
 
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
 Semi-Supervised Learning. N unlabelled samples, C classes, M helpers, T passes.
@@ -19,7 +19,7 @@ from fedhet.devices import CPU, Compute
 from fedhet.training import EVALUATION_BATCH, evaluating
 
 RelationKind = Literal["en+ta", "en", "ta"]
-"""Which terms of Eq. 13 count: entropy and test accuracy, or one alone (Table III)."""
+"""The terms of Eq. 13 that count: entropy and test accuracy, or one of them (Table III)."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -32,13 +32,13 @@ DROPOUTS = (
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Tell whether any layer of `module` drops anything out."""
+    """Tell whether `module` has any dropout layer."""
     return any(isinstance(part, DROPOUTS) and part.p > 0 for part in module.modules())
 
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Turn on dropout, and nothing else: batch normalisation neither uses nor updates a batch's."""
+    """Turn on dropout only: batch normalisation keeps using its running statistics."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -54,11 +54,11 @@ def predictive(
     compute: Compute = CPU,
     batch_size: int = EVALUATION_BATCH,
 ) -> Tensor:
-    """Return the mean prediction of T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
+    """Return the mean prediction over T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
 
-    The passes are rows of one batch, as many samples at once as `batch_size` rows allow. Layers
-    before the first dropout give the same in every pass and are computed once. The masks are drawn
-    from torch's global generator.
+    The passes are rows of one batch of at most `batch_size` rows. Layers before the first dropout
+    layer give the same output in every pass and run once. The masks are drawn from torch's global
+    generator.
     """
     steady, noisy = split_at_dropout(model)
     with dropping(model), compute.autocast():
@@ -75,32 +75,32 @@ def _mean_of_passes(noisy: nn.Module, x: Tensor, passes: int) -> Tensor:
 
 
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the layers before the first that drops out, and the rest: together `model`."""
+    """Split `model` into the layers before its first dropout layer, and the rest."""
     layers = _layers(model)
     first = next((i for i, layer in enumerate(layers) if has_dropout(layer)), 0)
     return nn.Sequential(*layers[:first]), nn.Sequential(*layers[first:])
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that run one after the other; what else calls them stays one module."""
+    """Return the modules that run in sequence; any module but a Sequential stays whole."""
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         return [layer for part in module for layer in _layers(part)]
     return [module]
 
 
 def entropy(predictions: Tensor) -> Tensor:
-    """Return H of Eq. 10 of each row of `predictions` [..., C]: [...], from 0 to log C.
+    """Return H of Eq. 10 for each row of `predictions` [..., C]: [...], from 0 to log C.
 
-    Infinity for a row of NaN, as of a model whose finite weights overflow: it is sure of nothing.
+    A row of NaN (from a model whose outputs overflow) has infinite entropy: no certainty at all.
     """
     each: Tensor = torch.special.entr(predictions)
     return each.sum(-1).nan_to_num(nan=math.inf)
 
 
 def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pseudo-labels of Eq. 11, [N, C], and which helper gave each, [N].
+    """Return the pseudo-labels of Eq. 11, [N, C], and the helper that gave each, [N].
 
-    Of `predictions` [M, N, C], each sample takes that of the helper of least entropy on it.
+    Each sample gets, of `predictions` [M, N, C], that of the helper with the lowest entropy on it.
     """
     helper = entropy(predictions).argmin(0)
     rows = torch.arange(predictions.shape[1], device=predictions.device)
@@ -108,10 +108,10 @@ def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def certainty(entropies: Tensor, classes: int) -> float:
-    """Return H-bar of Eq. 14, from 0 to 1, of the entropies [N] of one model.
+    """Return H-bar of Eq. 14, from 0 to 1, for the entropies [N] of one model.
 
-    The mean stands for the sum of Eq. 12, which alone makes the paper's 0 <= H-bar <= 1 true.
-    0 where there is no sample.
+    Uses the mean instead of the sum in Eq. 12: only then does the paper's 0 <= H-bar <= 1 hold. 0
+    if there are no samples.
     """
     if len(entropies) == 0:
         return 0.0
@@ -122,7 +122,7 @@ def relation(certainty: float, accuracy: float, labelled: float, kind: RelationK
     """Return Corr(k|j) of Eq. 13, from 0 to 1; `labelled` is mu_k, the labelled share (Eq. 2).
 
     `en` is the certainty alone, `ta` the accuracy alone: a factor that all helpers of a client
-    share changes neither their order nor their weights.
+    share affects neither their order nor their weights.
     """
     if kind == "en":
         return certainty
@@ -134,7 +134,7 @@ def relation(certainty: float, accuracy: float, labelled: float, kind: RelationK
 def aggregation_weights(relations: Tensor) -> Tensor:
     """Return each helper's weight in Algorithm 1, line 18: Corr over the sum of Corr, [M].
 
-    Equal weights where no helper is related at all.
+    The weights are equal if no helper is related at all.
     """
     total = relations.sum()
     if total <= 0:
@@ -143,13 +143,13 @@ def aggregation_weights(relations: Tensor) -> Tensor:
 
 
 LEAST_PSEUDO = 1e-7
-"""No class of a pseudo-label is less likely than this; the divergence takes its logarithm."""
+"""Lower bound of a pseudo-label's class probabilities, since the divergence takes their log."""
 
 
 def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
     """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C].
 
-    The gradient reaches the logits alone.
+    The gradient flows into the logits only.
     """
     own = logits.float().log_softmax(1)
     return (own.exp() * (own - pseudo.detach().clamp(min=LEAST_PSEUDO).log())).sum(1)
@@ -158,11 +158,11 @@ def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
 def semi_supervised_loss(
     logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor
 ) -> Tensor:
-    """Return UM-pFSSL's Eq. 1 of a batch, a scalar; `labels` [N], `pseudo` [N, C] where needed.
+    """Return UM-pFSSL's Eq. 1 for a batch, a scalar; `labels` [N], `pseudo` [N, C].
 
-    mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 is the mean over all samples, each with
-    its own term: cross-entropy where `labelled` [N], else the divergence. That is also, but for
-    the factor, what lines 22 and 23 of Algorithm 1 sum.
+    mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 equals the mean over all samples of their
+    own term: cross-entropy if `labelled` [N], else the divergence. Up to a factor, this is also the
+    sum of lines 22 and 23 of Algorithm 1.
     """
     supervised = F.cross_entropy(logits.float(), labels, reduction="none")
     return torch.where(labelled, supervised, pseudo_label_loss(logits, pseudo)).mean()

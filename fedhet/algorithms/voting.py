@@ -1,7 +1,7 @@
-"""Pseudolabels by vote: CoFED's Algorithm 1, and what of its outcome suits a participant.
+"""Pseudolabels by vote: CoFED's Algorithm 1, and the selection for a participant's label space.
 
-Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model Federated Multitask Learning,
-Sections 4.3 and 4.6.
+Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model Federated Multitask Learning, Sections
+4.3 and 4.6.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from fedhet.arrays import Array
 
 CELLS = 2**17
-"""Counts of a block of instances, which stay in the processor's cache."""
+"""Size of a block of counts (classes x instances), chosen to fit the processor's cache."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What one participant says: predictions [N], each in its label space [P], and its weight."""
+    """One participant's vote: predictions [N] within its label space [P], and its weight."""
 
     predictions: Array
     space: Array
@@ -27,12 +27,12 @@ class Vote:
 
 
 def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
-    """Return who joins which pseudolabelled set, [C, N] bool: row k is P_k (Algorithm 1).
+    """Return the pseudolabelled sets, [C, N] bool: row k is P_k (Algorithm 1).
 
-    Instance x joins P_k if, of the weight of those whose label space holds c_k, a share strictly
-    above `threshold` predicts c_k for x (Eq. 18; the weights are Section 4.6's). Several sets may
-    take one instance. Sums run in the order of `votes`; weights that are whole numbers, or equal,
-    give the same in any order.
+    Instance x joins P_k if a share strictly above `threshold` of the participants whose label space
+    holds c_k, by weight, predicts c_k for x (Eq. 18; the weights are Section 4.6's). An instance
+    may join several sets. Sums run in the order of `votes`; with integer or equal weights, the
+    order does not affect the result.
     """
     instances = len(votes[0].predictions) if votes else 0
     total = holding(votes, classes)[:, None]
@@ -46,7 +46,7 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
 
 
 def holding(votes: Sequence[Vote], classes: int) -> Array:
-    """Return TOTAL [C]: the weight of those whose label space holds each class (line 5)."""
+    """Return TOTAL [C]: the weight of participants by class of their label space (line 5)."""
     total = np.zeros(classes)
     for vote in votes:
         total[vote.space] += vote.weight
@@ -54,12 +54,12 @@ def holding(votes: Sequence[Vote], classes: int) -> Array:
 
 
 def _counts(votes: Sequence[Vote], classes: int, block: slice) -> Array:
-    """Return COUNT [C, block]: the weight of those who predict each class (lines 8 to 10)."""
+    """Return COUNT [C, block]: the weight of those that predict each class (lines 8 to 10)."""
     width = block.stop - block.start
     count = np.zeros(classes * width)
     place = np.arange(width)
     for vote in votes:
-        # No place appears twice, as each instance has one prediction: += adds each.
+        # Each instance has one prediction, so no index appears twice and += adds correctly.
         count[vote.predictions[block].astype(np.intp) * width + place] += vote.weight
     return count.reshape(classes, width)
 
@@ -67,7 +67,7 @@ def _counts(votes: Sequence[Vote], classes: int, block: slice) -> Array:
 def for_space(joined: Array, space: Array) -> tuple[Array, Array]:
     """Return R_i for a label space [P]: instances [M], ascending, and their classes [M] (Eq. 19).
 
-    An instance that is in more than one of these P_k is removed (Section 4.3, last paragraph).
+    Instances in more than one of these P_k are removed (Section 4.3, last paragraph).
     """
     own = joined[space]
     kept = np.flatnonzero(own.sum(0) == 1)
@@ -75,5 +75,5 @@ def for_space(joined: Array, space: Array) -> tuple[Array, Array]:
 
 
 def conflicts(joined: Array, space: Array) -> int:
-    """Return how many instances are in more than one P_k of a label space [P]."""
+    """Return the number of instances in more than one P_k of a label space [P]."""
     return int((joined[space].sum(0) > 1).sum())

@@ -1,4 +1,4 @@
-"""The command line: `fedhet run METHOD`, and what lists, compares and shows."""
+"""The command line: `fedhet run METHOD`, and commands that list, compare and show."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends it with one line and status 2."""
+    """Run the command line; a user error ends it with a one-line message and status 2."""
     try:
         app()
     except (FedhetError, OSError) as error:

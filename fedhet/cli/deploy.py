@@ -1,4 +1,4 @@
-"""The commands for a federation on machines of its own: keys, nodes, and runs on them."""
+"""Commands for deployments: keys, nodes, and runs on them."""
 
 from __future__ import annotations
 

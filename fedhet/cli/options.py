@@ -1,4 +1,4 @@
-"""What the commands share: the console, and the options by which settings are given."""
+"""Shared by the commands: the console, and the options that give settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ errors = Console(stderr=True)
 
 
 def _of_setting(name: str, metavar: str = "TEXT") -> Any:
-    """Return the option for a setting that has its own flag; its help is the setting's."""
+    """Return the option for a setting with its own flag; its help is the setting's description."""
     help_text = RunSettings.fields()[name].description
     return Annotated[str | None, typer.Option(help=help_text, metavar=metavar)]
 
@@ -38,7 +38,7 @@ FLAGS = {
     "backend": ("engine.backend", "TEXT"),
     "out": ("out", "DIR"),
 }
-"""Settings that have a flag of their own: the setting, and how its value is called in the help."""
+"""Settings with a flag of their own: the setting, and the name of its value in the help."""
 SOURCES: dict[str, Any] = {
     "method": Annotated[
         str | None, typer.Argument(help="The method; `fedhet methods` lists them.")
@@ -61,11 +61,11 @@ SOURCES: dict[str, Any] = {
     ],
     **{flag: _of_setting(*where) for flag, where in FLAGS.items()},
 }
-"""The options from which a command's settings are gathered."""
+"""The options from which a command's settings are read."""
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options `names` of SOURCES; it is called with the `values` they give."""
+    """Give a command the options `names` of SOURCES; it receives their settings as `values`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -77,7 +77,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         shared = [
             inspect.Parameter(name, kind, default=None, annotation=SOURCES[name]) for name in names
         ]
-        if "resume" not in names:  # then nothing else can name the method
+        if "resume" not in names:  # the method must then be given
             shared = [p.replace(default=p.empty) if p.name == "method" else p for p in shared]
         own = inspect.signature(command, eval_str=True).parameters.values()
         parameters = [*shared, *(p.replace(kind=kind) for p in own if p.name != "values")]
@@ -96,9 +96,9 @@ def gather(
     resume: Path | None = None,
     **flags: str | None,
 ) -> dict[str, object]:
-    """Return the settings of a preset, a file, `--set` and flags; the later ones win.
+    """Return the settings of a preset, a file, `--set` and flags; later ones override earlier.
 
-    With `resume` those of the run in that directory come first. Raises SettingsError.
+    With `resume`, the settings of the run in that directory come first. Raises SettingsError.
     """
     if resume is not None:
         if preset or config or flags.get("out"):
@@ -131,10 +131,10 @@ def _config_of(directory: Path) -> Path:
 
 
 def say(line: str) -> None:
-    """Print a line as it is."""
+    """Print a line without formatting."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def say_where(page: Path) -> None:
-    """Print where the report is."""
+    """Print the path of the report."""
     say(f"report: {page}")

@@ -1,4 +1,4 @@
-"""The commands that show what runs came to: `compare` and `report`."""
+"""Commands that show the results of runs: `compare` and `report`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def report_command(
 
 
 def show_run(run: report.Run) -> None:
-    """Print the table of a run and say where its page is."""
+    """Print the table of a run and the path of its page."""
     console.print(report.final_table(run))
     say_where(run.path / "report.html")

@@ -1,4 +1,4 @@
-"""The commands that train on this machine: `run` and `sweep`."""
+"""Commands that train on this machine: `run` and `sweep`."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def _run(config: Config, directory: Path) -> report.Run:
 
 @contextlib.contextmanager
 def _ending_at_once_on_interrupt(directory: Path) -> Iterator[None]:
-    """End the process on Ctrl-C: Flower's threads would wait for their clients to the end.
+    """End the process on Ctrl-C at once: Flower's threads would wait for their clients.
 
-    A thread of our own reads the signals: Python calls handlers in the main thread alone, which
-    may be waiting where no signal wakes it.
+    A separate thread reads the signals: Python runs handlers only in the main thread, which may be
+    blocked where no signal wakes it.
     """
     heard, sender = socket.socketpair()
     sender.setblocking(False)
@@ -91,7 +91,7 @@ def _ending_at_once_on_interrupt(directory: Path) -> Iterator[None]:
 
 
 def _end_on_interrupt(heard: socket.socket, directory: Path) -> None:
-    """Read the numbers of signals as they come, to the end; end the process on Ctrl-C's."""
+    """Read signal numbers as they arrive; end the process on SIGINT."""
     with heard:
         while number := heard.recv(1):
             if number[0] == signal.SIGINT:
@@ -136,7 +136,7 @@ def sweep_command(
         }
         for value in swept
     }
-    # All of them are checked before the first is run.
+    # All configs are checked before the first run starts.
     configs = {
         directory: resolve({**chosen, "out": str(directory.resolve())})
         for runs in plan.values()

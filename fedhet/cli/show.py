@@ -1,4 +1,4 @@
-"""The commands that list what there is: methods, models, presets, settings, partitions."""
+"""Commands that list methods, models, presets, settings and partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that `fedhet sweep` gives a setting."""
+"""Parses the values that `fedhet sweep` gives to a setting."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_VALUES = 1000
 
 
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
-    """Return the setting and its values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends in.
+    """Return setting and values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends included.
 
-    Raises SettingsError for what is neither, for an unknown setting, or a value given twice.
+    Raises SettingsError for another form, an unknown setting, or a repeated value.
     """
     name, sign, spelled = text.partition("=")
     known = RunSettings.fields() | find_method(method).settings()
@@ -33,13 +33,13 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 
 
 def folder_name(value: object) -> str:
-    """Return a value as a folder's name."""
+    """Return a value as a valid folder name."""
     kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in str(value))
     return kept.lstrip("._-")[:60] or "empty"
 
 
 def _steps(text: str, ends: list[str]) -> list[str]:
-    """Return START, START + STEP, ... up to STOP, in decimals: 0.3 is 0.3."""
+    """Return START, START + STEP, ... up to STOP, in decimal arithmetic: 0.3 is exactly 0.3."""
     try:
         start, stop, step = (Decimal(end.strip()) for end in ends)
     except (ValueError, InvalidOperation):

@@ -1,1 +1,1 @@
-"""The engine's client half: what a node is, what it keeps, clients kept open."""
+"""The engine's client half: a node's settings, its state, and a cache of open clients."""

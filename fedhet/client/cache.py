@@ -1,4 +1,4 @@
-"""Clients kept open: a worker process that has trained a client keeps its data and models."""
+"""Cache of open clients: a worker process keeps the data and models of clients it has trained."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fedhet.client.node import Node
 from fedhet.config.resolve import Config
 
 MOST_BYTES = 2 * 2**30
-"""Of the tensors of clients that are kept open in one process, besides the one in use."""
+"""Limit on the tensors of cached clients in one process, besides the client in use."""
 
 
 class OpenClient(Protocol):
-    """A method's client half, as its worker process sees it."""
+    """A method's client half, as its worker process uses it."""
 
     def held_bytes(self) -> int:
-        """Return the bytes of the tensors that it holds in memory."""
+        """Return the bytes of the tensors that the client holds in memory."""
 
     def to_client(self) -> Client:
-        """Return it as Flower calls it."""
+        """Return the client as Flower's `Client`."""
 
 
 _open: OrderedDict[tuple[Config, Node], OpenClient] = OrderedDict()
 
 
 def open_client(config: Config, node: Node) -> OpenClient:
-    """Return the client of `node`, the one from before if this process still has it.
+    """Return the client of `node`, from the cache if this process still has it.
 
-    What it holds in memory is checked against its state on disk before each use, since another
-    process may have trained it meanwhile.
+    Its state in memory is checked against its state on disk before each use, since another process
+    may have trained the client meanwhile.
     """
     torch.set_num_threads(config.run.engine.threads)
     key = (config, node)

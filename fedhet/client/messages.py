@@ -1,4 +1,4 @@
-"""What a client reads of the server's messages, and what it says of its own measurements."""
+"""Reads the server's instructions, and writes a client's measurements."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, expect
 
 Scores = dict[tuple[str, str], Score]
-"""What models reach, by protocol ("personal", "common") and kind ("private", "proxy", ...)."""
+"""Scores by protocol ("personal", "common") and kind of model ("private", "proxy", ...)."""
 
 
 def read_instruction(
     arrays: NDArrays, method: Method, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
 ) -> tuple[Envelope, Knowledge]:
-    """Return the server's message. Raises KnowledgeError unless it keeps the method's contract.
+    """Return the server's message. Raises KnowledgeError if it violates the method's contract.
 
-    `may_be_empty`: an instruction to evaluate may hold nothing at all.
+    `may_be_empty`: an instruction to evaluate may be empty.
     """
     envelope, knowledge = decode(arrays, SERVER)
     expect(envelope, run=None, method=method.name, round=None, sender=SERVER)
@@ -34,7 +34,7 @@ def read_instruction(
 
 
 def own_loss(scores: Scores) -> float:
-    """Return the private model's loss on the client's own test split; 0 where there is none."""
+    """Return the private model's loss on the client's own test split; 0 if there is none."""
     own = scores.get(("personal", "private"))
     return own.loss if own is not None and math.isfinite(own.loss) else 0.0
 
@@ -42,7 +42,7 @@ def own_loss(scores: Scores) -> float:
 def measures(
     scores: Scores, loss: float | None, train_seconds: float, eval_seconds: float
 ) -> dict[str, Scalar]:
-    """Return what a client has measured, as it travels beside a message; `loss` is training's."""
+    """Return a client's measurements as Flower metrics; `loss` is the training loss."""
     accuracy = {key: score.accuracy for key, score in scores.items()}
     memory = peak_memory_mb()
     return dict(write_measures(Measured(accuracy, loss, train_seconds, eval_seconds, memory)))

@@ -1,4 +1,4 @@
-"""What a node knows of itself, from Flower's command line or its place in a simulation."""
+"""A node's settings, from Flower's command line or from its place in a simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 
 
 class NodeSettings(Schema):
-    """What `--node-config` may say. Flower's own two keys are the first two."""
+    """The settings in `--node-config`. The first two are Flower's own."""
 
     partition_id: int = Field(-1, ge=-1, description="which client of the partition this node is")
     num_partitions: CountOrNone = Field(0, description="number of nodes, as Flower tells it")
@@ -34,7 +34,7 @@ class NodeSettings(Schema):
 
 @dataclass(frozen=True)
 class Node:
-    """A client's identity, model, device and place for private state."""
+    """A client's identity, model, device and state directory."""
 
     name: str
     partition: int
@@ -44,9 +44,9 @@ class Node:
     state_dir: Path
 
     def load_data(self, config: Config) -> ClientData:
-        """Return the client's data: its own folder's, or its part of the run's dataset.
+        """Return the client's data: from its own folder, or its partition of the run's dataset.
 
-        Raises DataError for a folder that cannot be read, or a client with too few samples.
+        Raises DataError if the folder cannot be read, or the client has too few samples.
         """
         spec = DataSpec.of(config.run)
         if self.folder:

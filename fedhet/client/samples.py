@@ -1,4 +1,4 @@
-"""A client's samples on its device, and the public ones that it may use beside them."""
+"""A client's samples on its device, and the public samples that it may use."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
 
 LOG = logging.getLogger("fedhet")
-"""Of a node: what it logs stands in the log of Flower's node."""
+"""The node's logger: its messages appear in the log of Flower's node."""
 
 
 @dataclass
 class ClientSamples:
-    """What a client trains and is tested on."""
+    """A client's training and test data."""
 
     info: ClientInfo
     own: Split
     """The labelled training samples, on the device."""
     unlabelled: Split
-    """Samples, on the device, whose labels, UNKNOWN at a real site, are there to measure by, never
-    to train on; often none."""
+    """Unlabelled samples, on the device; often none. Their labels (UNKNOWN at a real site) are used
+    for measurements only, never for training."""
     tests: dict[str, Split]
-    """The test splits by protocol: "personal", and "common" where there is one."""
+    """The test splits by protocol: "personal", and "common" if there is one."""
     space: Tensor
-    """The classes [P], ascending, that this client tells apart."""
+    """The client's label space: its classes [P], ascending."""
     left_aside: int
-    """Samples without a label that the method has no use for."""
+    """Number of samples without a label that the method cannot use."""
 
     def within_space(self, model: nn.Module) -> nn.Module:
-        """Return `model` as it tells the client's own classes apart, and no others."""
+        """Return `model` with its predictions restricted to the client's own classes."""
         if len(self.space) == self.info.classes:
             return model
         outside = torch.ones(self.info.classes, dtype=torch.bool, device=self.space.device)
@@ -46,7 +46,7 @@ class ClientSamples:
         return Within(model, outside)
 
     def warn_of_left_aside(self, method: str) -> None:
-        """Log how many samples without a label a method leaves aside, if there are any."""
+        """Log the number of unlabelled samples that the method does not use, if any."""
         if self.left_aside:
             LOG.warning(
                 "%s: %d images without a class are left aside: %s learns from labelled ones alone",
@@ -56,12 +56,12 @@ class ClientSamples:
             )
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the samples that are this client's alone."""
+        """Yield the tensors of samples that only this client holds."""
         yield from (self.own.x, self.unlabelled.x, self.tests["personal"].x)
 
 
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
-    """Return a node's samples. Raises DataError where they cannot be read, or are too few."""
+    """Return a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
     own, rest = labelled_parts(data, run.data.labelled_alpha, run.seed, node.name)
     count, order = len(own) + len(rest), order_of(data.classes)
@@ -77,14 +77,14 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 
 
 def public_samples(config: Config, node: Node, samples: ClientSamples, *, labelled: bool) -> Split:
-    """Return the data that no client owns, scaled; `labelled` if its labels are to be used.
+    """Return the public set, scaled; set `labelled` if its labels are used.
 
-    Raises DataError if any sample of this client is in it.
+    Raises DataError if it contains any sample of this client.
     """
     info, named = samples.info, config.run.data.public_dataset
     classes = info.classes if labelled else None
     public = public_set(DataSpec.of(config.run), info.shape, classes)
-    # A share of the run's dataset is apart from the others' by its rows, not from a site's own.
+    # A public share of the run's dataset cannot overlap its partitions, only a site's own data.
     if named != GENERATED and (named or node.folder):
         for split in (samples.own, samples.unlabelled, samples.tests["personal"]):
             refuse_overlap(public, split, info.name)

@@ -1,4 +1,4 @@
-"""What a client keeps from round to round: its models, and what a method keeps beside them."""
+"""A client's state across rounds: its models, and what a method keeps besides them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedhet.models import Refitted
 from fedhet.storage import ClientStore
 
 BESIDE_MODELS = "kept"
-"""The group of a state's tensors that are of no model; no model has this name."""
+"""The group of the state's tensors that belong to no model; no model has this name."""
 UNSAVED = -1
 
 
 class ClientState:
     """A client's private state: in memory while the client is open, on disk after each round.
 
-    What is in memory is used again only if it is what is on disk, since another process may have
-    trained the client meanwhile. Saves are counted over a run, from 1: a state's version.
+    The state in memory is reused only if it is the one on disk, since another process may have
+    trained the client meanwhile. A state's version is the number of saves in the run, from 1.
     """
 
     def __init__(
@@ -36,33 +36,33 @@ class ClientState:
         setup: Callable[[], dict[str, nn.Module]],
         training_set: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        """Start empty; `restore` comes first.
+        """Start empty; call `restore` first.
 
-        `identity` is what a saved state must agree with, `setup` makes new models, and
-        `training_set` returns x and y that a model without gradients was last fitted on.
+        A saved state must match `identity`; `setup` makes new models, and `training_set` returns
+        the x and y on which a model without gradients was last fitted.
         """
         self.models: dict[str, nn.Module] = {}
         """The client's models by kind, on the device."""
         self.tensors: dict[str, Tensor] = {}
-        """What a method keeps beside its models, on the device."""
+        """Tensors that a method keeps besides its models, on the device."""
         self.facts: dict[str, int | float | str] = {}
-        """Small things that a method keeps."""
+        """Scalars and texts that a method keeps."""
         self._root, self._client, self._identity = root, client, identity
         self._compute, self._setup, self._training_set = compute, setup, training_set
         self._store: ClientStore | None = None
         self._version = UNSAVED
-        """Of the state in memory; 0 is new models."""
+        """The version of the state in memory; 0 means new models."""
         self._newest = 0
         """The newest version on disk when the state was restored; 0: none."""
 
     @property
     def participations(self) -> int:
-        """Return in how many rounds the client has answered an instruction to train."""
+        """Return the number of rounds in which the client has trained."""
         return int(self.facts.get("participations", 0))
 
     @property
     def folder(self) -> Path:
-        """Return where the client's private files of this run lie."""
+        """Return the folder of the client's private files of this run."""
         return self._opened.folder
 
     def held_tensors(self) -> Iterator[Tensor]:
@@ -72,10 +72,10 @@ class ClientState:
         yield from self.tensors.values()
 
     def restore(self, run: str, before: int) -> None:
-        """Take up the state that the last round `before` another one left, or a new one.
+        """Restore the state of the last round before round `before`, or start a new one.
 
-        A server that resumes may ask again for a round that this client has been through. Raises
-        StateError for a state that cannot be read, or is of another method, model or task.
+        A server that resumes may ask again for a round that this client has completed. Raises
+        StateError if a state cannot be read, or belongs to another method, model or task.
         """
         store = ClientStore(self._root, run, self._client)
         last = max((known for known in store.rounds() if known < before), default=None)
@@ -94,13 +94,13 @@ class ClientState:
         self._store, self._version = store, version
 
     def begin_round(self) -> None:
-        """Note that the state is about to change: unless it is saved, it is read anew next time."""
+        """Mark the state as changing: unless it is saved, it is read from disk the next time."""
         self._version = UNSAVED
 
     def save(self, round: int) -> None:
-        """Write the state as that at the end of `round`.
+        """Save the state as of the end of `round`.
 
-        Raises StateError where another process has saved a newer one since `restore`.
+        Raises StateError if another process has saved a newer state since `restore`.
         """
         store = self._opened
         if _newest_version(store) != self._newest:

@@ -1,1 +1,1 @@
-"""A run's settings, from where they are given to what the run gets; and methods, found by name."""
+"""Settings of a run: reading, validation and completion; and finding methods by name."""

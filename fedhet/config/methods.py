@@ -1,8 +1,8 @@
-"""Finds methods: the two halves of each by class, wherever they live.
+"""Finds methods by name: the classes of their server and client halves.
 
-A method that ships is strategies/<m>.py and clients/<m>.py. One from outside is a module that holds
-both halves, named by where it is, `package.module`, or by an entry point of the group
-`fedhet.methods`. This room imports methods by name and knows none of them.
+A built-in method is strategies/<m>.py and clients/<m>.py. An external method is a module that holds
+both halves, named by its import path, `package.module`, or by an entry point of the group
+`fedhet.methods`. This package imports methods by name and depends on none of them.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 
 GROUP = "fedhet.methods"
-"""The entry points by which a package adds methods: name = "package.module"."""
+"""The entry-point group by which a package adds methods: name = "package.module"."""
 PACKAGES = ("strategies", "clients")
-"""Where the halves of the methods that ship are."""
+"""The packages that hold the halves of the built-in methods."""
 HALVES = {"HetStrategy": "strategies.base", "HetClient": "clients.base"}
-"""The base of each half, and where it is."""
+"""The base class of each half, and its module."""
 
 
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
-    """Return the sizes of messages that hold neither features nor weights: C, the classes."""
+    """Return the sizes of messages without features or weights: C, the number of classes."""
     return Sizes({"C": client.classes})
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a method declares of itself."""
+    """A method's declaration."""
 
     title: str
-    """One line on what it does."""
+    """One line on what the method does."""
     paper: str
     headline: Literal["personal", "common"]
-    """The protocol of its headline number."""
+    """The protocol of the method's headline number."""
     settings: type[MethodSettings] = MethodSettings
-    """What it lets a user choose; both halves read it."""
+    """The method's settings; both halves read them."""
     sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
-    """From its settings and a client: the sizes of messages, as far as these fix them."""
+    """Returns the sizes of messages that follow from the method's settings and a client."""
     kinds: tuple[str, ...] = ("private",)
-    """The kinds of model that its clients evaluate."""
+    """The kinds of model that the method's clients evaluate."""
     needs_public: bool = False
-    """Does it work on data that no client owns?"""
+    """Whether the method needs public data."""
     needs_unlabelled: bool = False
-    """Does it work on samples of the clients' own that have no label?"""
+    """Whether the method needs unlabelled samples of the clients' own."""
     one_model: bool = False
-    """Must all of its clients have the same model?"""
+    """Whether all clients must have the same architecture."""
     default_model: str = ""
-    """The model of all clients where the user chooses none; empty: the usual pool."""
+    """The default model of all clients; empty: the usual pool."""
     any_model: bool = False
-    """Does it train a client's model by `fit_private` alone, so that it needs no gradients?"""
+    """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
     large_messages: bool = False
-    """Is each client sent, and does it send, something large of its own, such as models?
+    """Whether each client's messages are large and its own, such as models.
 
-    Then instructions are made when a client's turn has come, and replies wait on disk.
+    If so, an instruction is made just before it is sent, and replies are stored on disk.
     """
 
 
@@ -80,22 +80,22 @@ class Method:
 
     @property
     def spec(self) -> MethodSpec:
-        """Return what the method declares of itself."""
+        """Return the method's declaration."""
         return self.strategy.spec  # type: ignore[no-any-return]
 
     @property
     def table(self) -> str:
-        """Return the name of the table of its settings."""
+        """Return the name of the method's settings table."""
         return _table_of(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
-        """Return its settings under their full names, e.g. `felo.alpha`."""
+        """Return the method's settings by their full names, e.g. `felo.alpha`."""
         return {f"{self.table}.{name}": info for name, info in self.spec.settings.fields().items()}
 
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Return the names of all methods: those that ship, and those of installed packages."""
+    """Return the names of all methods: built-in, and of installed packages."""
     return tuple(sorted({*_shipped(), *_installed()}))
 
 
@@ -113,7 +113,7 @@ def _installed() -> dict[str, str]:
 
 @cache
 def find_method(name: str) -> Method:
-    """Return the method of that name. Raises SettingsError for one that cannot be had."""
+    """Return the method of that name. Raises SettingsError if it cannot be found or loaded."""
     module, table = name.replace("-", "_"), _table_of(name)
     if table in {full.partition(".")[0] for full in RunSettings.fields()}:
         rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
@@ -134,21 +134,21 @@ def find_method(name: str) -> Method:
 
 
 def _table_of(name: str) -> str:
-    """Return the name of the table of a method's settings: its own, without its package's."""
+    """Return the name of a method's settings table: the method's name without its package."""
     return name.rpartition(".")[2].replace("_", "-")
 
 
 def _imported(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(path)
-    except Exception as error:  # whatever a module of somebody else's raises
+    except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
         ) from error
 
 
 def _half(name: str, modules: list[ModuleType], base: str) -> type:
-    """Return the class of the modules that extends `base` and that no other of them extends."""
+    """Return the one class in the modules that extends `base` and has no subclass among them."""
     found = {
         half
         for module in modules

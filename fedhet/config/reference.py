@@ -1,7 +1,7 @@
-"""What the declarations in the code say, written where it has to stand a second time.
+"""Generates files from the declarations in the code.
 
-docs/reference.md: every setting and every field that travels. pyproject.toml: the run config that
-`flwr run` starts from. `python -m fedhet.config.reference`, in the project's root, writes both.
+docs/reference.md: every setting and every field of a message. pyproject.toml: the default run
+config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIELD_COLUMNS = ("field", "type", "what it is")
 
 
 def reference() -> str:
-    """Return the page as Markdown."""
+    """Return the reference page as Markdown."""
     parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
     parts += [_method(find_method(name)) for name in method_names()]
     return "\n".join(parts)
@@ -59,7 +59,7 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
 
 
 def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
-    """Return each setting's name, default, what it takes, and what it is."""
+    """Return each setting's name, default, allowed values and description."""
     return [
         (name, _literal(info.default), allowed(info), info.description or "")
         for name, info in settings.items()
@@ -80,7 +80,7 @@ def _contract(title: str, contract: Contract) -> str:
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
-    """Return each field's name, type, and what it is."""
+    """Return each field's name, type and description."""
     return [
         (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
         for field in contract.fields
@@ -93,7 +93,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def with_run_config(pyproject: str) -> str:
-    """Return the text of pyproject.toml with every setting at its default as the run config."""
+    """Return the text of pyproject.toml with every setting's default as the run config."""
     before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
     after = rest[rest.index("[tool.ruff]") :]
     settings = re.sub(r"^\[", "[tool.flwr.app.config.", defaults_toml(), flags=re.MULTILINE)

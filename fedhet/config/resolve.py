@@ -1,4 +1,4 @@
-"""A run's settings, resolved: validated together, with what follows from the method filled in."""
+"""Resolves a run's settings: validates them together and adds the method's defaults."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from fedhet.settings.tables import PLACE, RENAMED, RunSettings
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2
-"""Of the training set, for a method that needs public data where the user names none."""
+"""Default share of the training set that is public, if the method needs public data."""
 LABELLED_ALPHA = 0.5
-"""For a method that needs unlabelled data where the user says nothing (UM-pFSSL, section VI-A)."""
+"""Default if the method needs unlabelled data (UM-pFSSL, section VI-A)."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of one run: what every run has, and its method's own."""
+    """The settings of one run: those shared by all methods, and its method's own."""
 
     run: RunSettings
     method: Method
     own: MethodSettings
 
     def flat(self) -> dict[str, Scalar]:
-        """Return every setting that the run reads by its full name; `resolve` takes it back."""
+        """Return every setting of the run by its full name; the inverse of `resolve`."""
         own = {f"{self.method.table}.{name}": value for name, value in self.own.flat().items()}
         return {**self.run.flat(), **own}
 
     def to_toml(self) -> str:
-        """Return the settings as a TOML file that `--config` takes: all but the run's place."""
+        """Return the settings as TOML for `--config`, without `out` and `resume`."""
         return tomli_w.dumps(nest({k: v for k, v in self.flat().items() if k not in PLACE}))
 
     def replacing(self, **changes: Any) -> Config:
-        """Return this config with other values, or tables, of what every run has."""
+        """Return this config with some of the shared settings, or tables, replaced."""
         return replace(self, run=self.run.model_copy(update=changes))
 
 
 def resolve(values: Mapping[str, object]) -> Config:
-    """Validate settings by their full names. Raises SettingsError: one line that helps.
+    """Validate settings by their full names. Raises SettingsError with a one-line message.
 
-    A setting of another method may be present only at its default, as in Flower's run config,
-    where every setting of every method is listed.
+    A setting of another method is allowed only at its default, because Flower's run config lists
+    the settings of every method.
     """
     method = find_method(_text("method", values.get("method", RunSettings().method)))
     own: dict[str, object] = {}
@@ -72,14 +72,14 @@ def resolve(values: Mapping[str, object]) -> Config:
 
 @lru_cache(maxsize=8)
 def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
-    """Return `resolve(dict(items))`, once a process for the same items."""
+    """Return `resolve(dict(items))`, computed once per process for the same items."""
     return resolve(dict(items))
 
 
 def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSettings:
-    """Return the settings with what follows from the method, where the user says nothing of it.
+    """Fill in the method's defaults for settings that the user has not changed.
 
-    A default says nothing, since Flower's run config lists every setting.
+    A value equal to the default counts as unset, since Flower's run config lists every setting.
     """
     spec, default = method.spec, RunSettings()
     changes: dict[str, Any] = {"rounds": _rounds(run, own.fixed_rounds())}
@@ -95,7 +95,7 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
 
 
 def _rounds(run: RunSettings, fixed: int | None) -> int:
-    """Return the run's rounds. Raises SettingsError where the method fixes another number."""
+    """Return the number of rounds. Raises SettingsError if the method requires another number."""
     if fixed is None or run.rounds == fixed:
         return run.rounds
     if run.rounds != RunSettings().rounds:
@@ -125,7 +125,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _check_names(config: Config) -> None:
-    """Raise SettingsError for a model, a dataset or an attack that the method cannot have."""
+    """Raise SettingsError for a model, dataset or attack that the method does not support."""
     run, method = config.run, config.method
     try:
         models.deal(run.models.names, run.clients, run.seed, run.models.deal)
@@ -175,7 +175,7 @@ def check(config: Config) -> None:
 
 
 def absolute(config: Config) -> Config:
-    """Return `config` with the paths of its data absolute, for workers that start elsewhere."""
+    """Return `config` with absolute data paths, for workers with another working directory."""
     table = config.run.data
     changes = {
         "data_dir": str(Path(table.data_dir).expanduser().resolve()),

@@ -1,4 +1,4 @@
-"""Where settings come from: `KEY=VALUE` on a command line, TOML files, named presets."""
+"""Sources of settings: `KEY=VALUE` on a command line, TOML files, named presets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESETS = resources.files("fedhet") / "presets"
 
 
 def all_settings() -> dict[str, FieldInfo]:
-    """Return every setting there is, of every method, by its full name."""
+    """Return the settings of every run and of every method, by full name."""
     found = RunSettings.fields()
     for name in method_names():
         found |= find_method(name).settings()
@@ -34,8 +34,8 @@ def defaults_toml() -> str:
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
     """Return settings from `KEY=VALUE` texts, by their full names. Raises SettingsError.
 
-    KEY is a full name, or its last part where that is of one setting alone among those of every
-    run and of `method`.
+    KEY is a full name, or its last part if that is unique among the shared settings and those of
+    `method`.
     """
     known = RunSettings.fields() | (find_method(method).settings() if method else {})
     values: dict[str, object] = {}
@@ -51,9 +51,9 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
 
 
 def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """Return the full name of a setting that may be named by its last part alone.
+    """Return the full name of a setting that may be given by its last part alone.
 
-    Raises SettingsError where several end so, naming them, and for the name of a table.
+    Raises SettingsError if several match, naming them, and if it is the name of a table.
     """
     if key in known:
         return key
@@ -82,7 +82,7 @@ def preset_names() -> dict[str, str]:
 
 
 def read_preset(name: str) -> dict[str, object]:
-    """Return the settings of a preset. Raises SettingsError naming the nearest that exists."""
+    """Return the settings of a preset. Raises SettingsError that suggests the nearest name."""
     if name not in preset_names():
         raise SettingsError(
             f"preset '{name}' does not exist; `fedhet presets` lists all"

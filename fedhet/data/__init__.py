@@ -1,4 +1,4 @@
-"""Data: the datasets by name, their division over clients, and a real site's own folder."""
+"""Data: datasets by name, their partition among clients, and a site's own data folder."""
 
 from fedhet.data.datasets import common_test, dataset_names, load
 from fedhet.data.labelled import labelled_parts, split_labels

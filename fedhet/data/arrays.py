@@ -1,4 +1,4 @@
-"""Samples in .npz files: reading with pickling off, validation, one client per file."""
+"""Samples in .npz files, one client per file: reading without pickle, and validation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.errors import DataError, SettingsError
 
-MAX_CLASSES = 65_536  # labels count classes up to the largest: a stray number must not cost memory
+MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
 _PARTS = ("train", "test")
 _ALLOWED_X = (
     "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
@@ -22,7 +22,7 @@ _ALLOWED_X = (
 
 
 def read_npz(path: Path) -> Split:
-    """Read arrays x and y of one file. [N, H, W] gets a channel; all but uint8 becomes float32."""
+    """Read a file's arrays x and y. [N, H, W] gets a channel; all but uint8 becomes float32."""
     x, y = _arrays(path)
     labels = _labels(y, path)
     samples = _samples(x, path)
@@ -32,7 +32,7 @@ def read_npz(path: Path) -> Split:
 
 
 def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
-    """Raise DataError unless the samples of `path` have the shape and type of those of `where`."""
+    """Raise DataError unless `path`'s samples have the same shape and type as those of `where`."""
     for what, left, right in (
         ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
         ("type", first.x.dtype, other.x.dtype),
@@ -42,9 +42,9 @@ def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
 
 
 def read_clients(folder: str, spec: DataSpec) -> Dataset:
-    """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if there, DIR/common.npz as one dataset.
+    """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if present, DIR/common.npz as one dataset.
 
-    The rows of a client, training then test, lie together; `Dataset.parts` counts them.
+    Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
     """
     if spec.max_samples:
         raise SettingsError(
@@ -69,7 +69,7 @@ def read_clients(folder: str, spec: DataSpec) -> Dataset:
 
 
 def _count(root: Path) -> int:
-    """Return the number K of clients in `root`, whose two parts must hold 0.npz to K-1.npz."""
+    """Return the number K of clients in `root`; both parts must hold 0.npz to K-1.npz."""
     names = {part: {path.name for path in (root / part).glob("*.npz")} for part in _PARTS}
     for part, found in names.items():
         if not found:
@@ -88,7 +88,7 @@ def _count(root: Path) -> int:
 
 
 def _arrays(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the file's arrays x and y as they are; a pickled one is refused unread."""
+    """Return the file's arrays x and y unchanged; pickled arrays are refused, not loaded."""
     try:
         with np.load(path, allow_pickle=False) as file:
             keys = sorted(file.files)
@@ -121,7 +121,7 @@ def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
     shape = list(x.shape)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
         raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")
-    with np.errstate(over="ignore"):  # what overflows float32 is refused below
+    with np.errstate(over="ignore"):  # overflow is refused below
         samples = np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32))
     if not np.isfinite(samples).all():
         raise DataError(f"{path}: x holds NaN or infinite values; {_ALLOWED_X}")

@@ -1,4 +1,4 @@
-"""The datasets by name. Heavy libraries are imported where they are used, not on import."""
+"""Datasets by name. Heavy libraries are imported on first use, not with this module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedhet.data.tables import read_adult, read_breast_cancer
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
 
-LOCK = threading.RLock()  # in-process clients ask from several threads; load once all the same
-_FIXED_SEED = 0  # of what must not depend on the run: the common test sets
+LOCK = threading.RLock()  # clients in one process load from several threads; load only once
+_FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
 _DIGITS_TEST_FRACTION = 0.2
 _TORCHVISION = {
     "mnist": "MNIST",
@@ -39,18 +39,18 @@ _READ = (
     "public_fraction",
     "superclasses",
 )
-"""The settings that say what is read; how it is dealt makes no other dataset."""
+"""The settings that determine what is read; those of the partition do not change the dataset."""
 
 
 def dataset_names() -> list[str]:
-    """Return what `dataset` may be; PATH and DIR stand for a folder of the user's."""
+    """Return the allowed values of `dataset`; PATH and DIR stand for a folder of the user's."""
     return [*_BY_NAME, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
 
 
 def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
-    """Return the dataset that `spec` names, decoded; kept for the next call of this process.
+    """Return the dataset that `spec` names, decoded; cached in this process.
 
-    Raises DataError where it has fewer classes than `least_classes`.
+    Raises DataError if it has fewer classes than `least_classes`.
     """
     drawn = spec.max_samples or spec.public_fraction
     unused = DataSpec(seed=spec.seed if drawn else 0)
@@ -64,7 +64,7 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
 
 
 def common_test(spec: DataSpec) -> Split | None:
-    """Return the common test set, scaled, or None where the data has none; one copy a process."""
+    """Return the common test set, scaled, or None if there is none; one copy per process."""
     with LOCK:
         return _scaled_test(load(spec))
 
@@ -85,7 +85,7 @@ def _load(spec: DataSpec) -> Dataset:
 
 
 def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
-    """Take the public share out of the training set, of each class alike."""
+    """Move the public share out of the training set, stratified by class."""
     if not spec.public_fraction:
         return dataset
     if dataset.parts is not None:
@@ -126,7 +126,7 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
 
 
 def _digits(spec: DataSpec) -> Dataset:
-    """The 1,797 digits that ship inside scikit-learn: [N, 1, 8, 8] float32 in [-1, 1]."""
+    """Load the 1,797 digits that come with scikit-learn: [N, 1, 8, 8] float32 in [-1, 1]."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -140,7 +140,7 @@ def _digits(spec: DataSpec) -> Dataset:
 
 
 def _torchvision(spec: DataSpec) -> Dataset:
-    """MNIST and CIFAR as torchvision lays them out in `data_dir`: [N, C, H, W] uint8."""
+    """Load MNIST or CIFAR from torchvision's files in `data_dir`: [N, C, H, W] uint8."""
     import torchvision.datasets
 
     root = os.path.abspath(os.path.expanduser(spec.data_dir))
@@ -166,7 +166,7 @@ def _absent(spec: DataSpec, root: str, error: Exception) -> str:
 
 
 def _images(source: object) -> Split:
-    """Turn torchvision's [N, H, W] tensor or [N, H, W, C] array into [N, C, H, W] uint8."""
+    """Convert torchvision's [N, H, W] tensor or [N, H, W, C] array to [N, C, H, W] uint8."""
     x = torch.as_tensor(source.data)  # type: ignore[attr-defined]
     y = torch.as_tensor(source.targets, dtype=torch.int64)  # type: ignore[attr-defined]
     return Split(x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous(), y)

@@ -1,8 +1,8 @@
-"""Folders of image files, one folder a class, decoded once into an array kept on disk.
+"""Folders of image files, one folder per class, decoded once into an array cached on disk.
 
-The decoded array [N, C, H, W] uint8 is a .npy file in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
-named by what it was made from, and opened as a memory map: the processes of one machine share
-its pages. It is written under another name and renamed when whole. It may be deleted any time.
+The decoded array [N, C, H, W] uint8 is a .npy file in FEDHET_CACHE_DIR (or ~/.cache/fedhet), named
+by a hash of its sources and opened as a memory map: all processes of a machine share its pages. It
+is written under a temporary name, then renamed. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fedhet.seeding import numpy_rng
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMAT = 1  # part of the cache's key: raise it when decoding changes
+_FORMAT = 1  # part of the cache key: increase it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
 _CHANNELS = {"L": 1, "RGB": 3}
 
 UNLABELLED = "unlabelled"
-"""Beside a site's class folders: the folder of its images that have no class."""
+"""A site's folder for images without a class, next to its class folders."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -62,7 +62,7 @@ def read_tree(path: str, spec: DataSpec) -> Dataset:
 
 
 def parts(root: Path) -> tuple[Path, Path | None]:
-    """Return the folders of the training and (or None) the test images below `root`."""
+    """Return the folders of the training images and of the test images (or None) below `root`."""
     if not root.is_dir():
         raise DataError(f"{root}: no such folder")
     if not (root / "train").is_dir():
@@ -73,7 +73,7 @@ def parts(root: Path) -> tuple[Path, Path | None]:
 def class_folders(root: Path) -> tuple[str, ...]:
     """Return the names of the folders in `root`, sorted: the classes, in the order of labels.
 
-    UNLABELLED is none of them.
+    The folder UNLABELLED is not a class.
     """
     folders = (entry.name for entry in os.scandir(root) if entry.is_dir())
     classes = tuple(sorted(name for name in folders if name != UNLABELLED))
@@ -85,7 +85,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
 def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
     """List the image files of `root`'s class folders: their paths, and their labels [N].
 
-    A folder that is no class, or has no image, is an error; a class without a folder is not.
+    A folder that is not a class or has no image is an error; a class without a folder is not.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
@@ -103,7 +103,7 @@ def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[
 
 
 def unlabelled_files(root: Path) -> list[str]:
-    """List the image files of `root`'s folder UNLABELLED, sorted; none where it is not there."""
+    """List the image files of `root`'s folder UNLABELLED, sorted; empty if there is none."""
     if not (root / UNLABELLED).is_dir():
         return []
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
@@ -113,16 +113,16 @@ def unlabelled_files(root: Path) -> list[str]:
 
 
 def refuse_unlabelled(root: Path, rule: str) -> None:
-    """Raise DataError with `rule` where `root` has a folder UNLABELLED."""
+    """Raise DataError with `rule` if `root` has a folder UNLABELLED."""
     if (root / UNLABELLED).is_dir():
         raise DataError(f"{root / UNLABELLED}: is not allowed here: {rule}")
 
 
 def decode(files: Sequence[str], image_size: int, like: tuple[int, ...] | None = None) -> Tensor:
-    """Return the images [N, C, H, W] uint8, from the cache or into it.
+    """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
 
     They are resized to `image_size`, or (0) must all have the size of the first. They become
-    grey (C = 1) if every file is, else RGB. `like` (C, H, W) asks for another array's form.
+    greyscale (C = 1) if every file is, else RGB. `like` (C, H, W) sets channels and size instead.
     """
     target = _cache_file(files, image_size, like)
     try:
@@ -139,7 +139,7 @@ def decode(files: Sequence[str], image_size: int, like: tuple[int, ...] | None =
 
 def _cache_file(files: Sequence[str], image_size: int, like: tuple[int, ...] | None) -> Path:
     key = hashlib.blake2b(repr((_FORMAT, image_size, like)).encode(), digest_size=16)
-    resolve = cache(os.path.realpath)  # once a folder: a tree may hold a million files
+    resolve = cache(os.path.realpath)  # once per folder: a tree may hold a million files
     for path in files:
         folder, name = os.path.split(path)
         try:
@@ -153,9 +153,9 @@ def _cache_file(files: Sequence[str], image_size: int, like: tuple[int, ...] | N
 
 
 def _open(target: Path, count: int) -> Pixels | None:
-    """Map the cached array, or return None if it is absent or not whole.
+    """Map the cached array, or return None if it is absent or incomplete.
 
-    Mapped copy-on-write, so that torch takes it without a warning and no write reaches the file.
+    Mapped copy-on-write: torch accepts it without a warning, and writes never reach the file.
     """
     try:
         pixels = np.load(target, mmap_mode="c", allow_pickle=False)
@@ -168,7 +168,7 @@ def _open(target: Path, count: int) -> Pixels | None:
 def _build(
     target: Path, files: Sequence[str], image_size: int, like: tuple[int, ...] | None
 ) -> Pixels:
-    """Decode into `target`. Others who want the same array wait for it and find it made."""
+    """Decode into `target`; other processes that need the same array wait and then use it."""
     from filelock import FileLock
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _build(
 def _form(
     files: Sequence[str], image_size: int, like: tuple[int, ...] | None
 ) -> tuple[str, tuple[int, int]]:
-    """Return the mode and the (width, height) that the decoded images have."""
+    """Return the mode and the (width, height) of the decoded images."""
     if like is not None:
         channels, height, width = like
         return ("L" if channels == 1 else "RGB"), (width, height)
@@ -205,7 +205,7 @@ def _is_grey(path: str) -> bool:
 
 
 def _image(path: str) -> Image:
-    """Open an image file (the header is read, not the pixels)."""
+    """Open an image file (reads the header, not the pixels)."""
     import PIL.Image
 
     try:
@@ -234,7 +234,7 @@ def _write(
 def _decoded(
     files: Sequence[str], mode: str, size: tuple[int, int], resize: bool
 ) -> Iterator[Pixels]:
-    """Yield the images [at most _ROWS, C, H, W], block after block."""
+    """Yield the images in blocks [at most _ROWS, C, H, W]."""
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(

@@ -1,4 +1,4 @@
-"""Which of a client's training samples are labelled, where a run says that not all are."""
+"""Splits a client's training samples into a labelled and an unlabelled part."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 
 LEAST = 2
-"""Samples that a client has at least with labels, and at least without: batch norm needs two."""
+"""Minimum size of a client's labelled and unlabelled parts: batch norm needs two samples."""
 
 
 def labelled_parts(data: ClientData, alpha: float, seed: int, client: str) -> tuple[Split, Split]:
     """Return the labelled and the unlabelled part of a client's training samples.
 
-    A site that has samples without a label beside its labelled ones has these two parts, whatever
-    `alpha`; of another client's samples `split_labels` hides labels.
+    A site with unlabelled samples of its own already has both parts, whatever `alpha`; for other
+    clients, `split_labels` hides labels.
     """
     if data.unlabelled is not None:
         return data.train, data.unlabelled
@@ -28,9 +28,9 @@ def split_labels(train: Split, alpha: float, seed: int, client: str) -> tuple[Sp
     """Return the labelled and the unlabelled part of a client's training samples.
 
     The labelled share is drawn from Dir_2(`alpha`) by seed and client (UM-pFSSL, section VI-A),
-    and at least `LEAST` samples fall to either part; which ones is drawn too. An `alpha` of 0
-    leaves everything labelled. The unlabelled part keeps its labels, to measure by, never to train
-    on. Raises DataError for a client with too few samples.
+    with at least `LEAST` samples in each part; the samples are drawn too. With `alpha` 0, all are
+    labelled. The unlabelled part keeps its labels for measurements only, never for training. Raises
+    DataError for a client with too few samples.
     """
     if alpha == 0:
         return train, train.take(np.arange(0))

@@ -1,4 +1,4 @@
-"""Who holds which rows of the training set: flwr-datasets' partitioners, and the personal split."""
+"""Partitions the training set by flwr-datasets' partitioners, and splits off test splits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng
 
 _LOCK = threading.RLock()
-_DRAWS = 20  # a partition that fails its conditions is drawn again, from the next seed
+_DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _LEAST_TRAIN = 2
 
 
 def client_name(index: int, clients: int) -> str:
-    """Return "client-07": the index, padded to the width of the last client's."""
+    """Return "client-07": the index, zero-padded to the width of the last client's."""
     return f"client-{index:0{len(str(clients - 1))}d}"
 
 
 def partition(spec: DataSpec) -> tuple[Index, ...]:
-    """Return each client's row numbers in `load(spec).train`, sorted; no row is in two.
+    """Return each client's row numbers in `load(spec).train`, sorted and disjoint.
 
-    Every row has a client, but for what `shards` leaves over (fewer rows than there are
-    shards, which are all of one size) and, under `classes`, the classes that nobody drew:
-    none, unless clients x classes-per-client is scarcely as large as the number of classes.
+    All rows are assigned, except the remainder of `shards` (fewer rows than there are shards, all
+    of one size) and, under `classes`, classes that no client drew; that happens only if clients x
+    classes-per-client is barely as large as the number of classes.
     """
     with _LOCK:
         return _partition(spec)
 
 
 def label_space(spec: DataSpec, index: int) -> tuple[int, ...]:
-    """Return the classes that client `index` tells apart, ascending: all, or those it drew."""
+    """Return the label space of client `index`, ascending: all classes, or those it drew."""
     if spec.partition == "superclasses" and load(spec).parts is None:
         with _LOCK:
             return _deal(spec).spaces[index]
@@ -57,7 +57,7 @@ def split_rows(spec: DataSpec, index: int) -> tuple[Index, Index]:
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
-    """Draw the test part of `count` rows of client `name`: (training, test) places, sorted."""
+    """Draw the test split of `count` rows of client `name`: (training, test) positions, sorted."""
     test = max(1, round(spec.test_fraction * count))
     if count - test < _LEAST_TRAIN:
         raise DataError(
@@ -70,7 +70,7 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
 
 
 def label_counts(spec: DataSpec) -> dict[str, list[int]]:
-    """Return for each client's name how many of its rows each class has, in the classes' order."""
+    """Return, by client name, the number of rows of each class, in the order of classes."""
     dataset = load(spec)
     labels, classes = dataset.train.y.numpy(), len(dataset.classes)
     return {
@@ -100,7 +100,7 @@ def _deal(spec: DataSpec) -> Deal:
 def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     """Return the first draw that gives every client enough and, under `classes`, every class.
 
-    If no draw gives every class that the clients could hold between them: the most classes.
+    If no draw covers every class that the clients could hold, the one with the most classes.
     """
     wanted = len(np.unique(labels))
     if spec.partition == "classes":
@@ -128,7 +128,7 @@ def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
 
 
 def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, ...]:
-    """Return the rows of clients that come as files: one stretch each."""
+    """Return the rows of clients given as files: one contiguous range each."""
     if spec.clients != len(parts):
         raise DataError(
             f"clients = {spec.clients}: must be {len(parts)}, as {spec.dataset} holds "
@@ -139,22 +139,22 @@ def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, .
 
 
 def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:
-    """Run the partitioner over the rows in a drawn order (IidPartitioner itself does not mix)."""
+    """Run the partitioner over shuffled rows (IidPartitioner itself does not shuffle)."""
     order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(len(labels))
     partitioner = _partitioner(spec, derive(spec.seed, "partition", attempt))
     partitioner.dataset = _table(label=labels[order], index=order)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about draws repeated; what matters is checked here
+        warnings.simplefilter("ignore")  # about repeated draws; the conditions are checked here
         drawn = [partitioner.load_partition(k) for k in range(spec.clients)]
     return tuple(np.sort(part.with_format("numpy")["index"][:]) for part in drawn)
 
 
 def _table(**columns: Index) -> Any:
-    """Return a Hugging Face dataset of these columns, which exists in memory alone."""
+    """Return an in-memory Hugging Face dataset of these columns."""
     import datasets
 
     class Table(datasets.Dataset):  # type: ignore[misc]
-        """Gives a column as a list, as the partitioners expect: a lazy one costs a second."""
+        """Returns columns as lists, as the partitioners expect: a lazy column costs a second."""
 
         def __getitem__(self, key: Any) -> Any:
             """Return a column or rows."""
@@ -165,7 +165,7 @@ def _table(**columns: Index) -> Any:
 
 
 def _partitioner(spec: DataSpec, seed: int) -> Any:
-    """Return the flwr-datasets partitioner (its import costs a second: only where needed)."""
+    """Return the flwr-datasets partitioner (imported only here, as the import takes a second)."""
     from flwr_datasets import partitioner as flwr
 
     common: dict[str, Any] = {"partition_by": "label", "shuffle": False, "seed": seed}
@@ -190,7 +190,7 @@ def _partitioner(spec: DataSpec, seed: int) -> Any:
 
 
 def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
-    """Raise for what no draw can satisfy."""
+    """Raise an error for conditions that no draw can satisfy."""
     if spec.clients * spec.min_samples > rows:
         raise DataError(
             f"clients = {spec.clients} with data.min-samples = {spec.min_samples} need "

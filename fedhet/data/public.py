@@ -1,4 +1,4 @@
-"""The public set: data that no client owns, known to the server and to every client."""
+"""The public set: data that no client owns, available to the server and to every client."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
-"""The `public-dataset` whose rows are drawn column by column from the training set's values."""
+"""The `public-dataset` that is generated: each column is drawn from the training set's values."""
 
 
 def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
-    """Return the public samples, scaled: `public-dataset`, or the share of the training set.
+    """Return the public samples, scaled: `public-dataset`, or a share of the training set.
 
-    One copy a process. Raises DataError unless its samples have `shape` and, where the labels are
-    to be used, it has as many `classes` (None: its labels mean nothing), and SettingsError where
-    they are to be used and it has none.
+    One copy per process. Raises DataError unless its samples have `shape` and, if its labels are
+    used, it has `classes` classes (None: labels are not used), and SettingsError if its labels are
+    used and it has none.
     """
     if classes is not None and spec.public_dataset == GENERATED:
         raise SettingsError(
@@ -44,7 +44,7 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
 
 
 def refuse_overlap(public: Split, own: Split, owner: str) -> None:
-    """Raise DataError if any sample of `own` is in the public set too; both scaled."""
+    """Raise DataError if the public set contains any sample of `own`; both are scaled."""
     seen = {_digest(public, row) for row in range(len(public))}
     shared = sum(_digest(own, row) in seen for row in range(len(own)))
     if shared:
@@ -70,7 +70,7 @@ def _public(spec: DataSpec) -> Dataset:
         return replace(dataset, train=rows, test=None, subclasses=None)
     if spec.public_dataset:
         dataset = load(_of_public(spec), least_classes=1)
-        # Where reading has cut it already, this changes nothing.
+        # No effect if the reader has already applied the limit.
         rng = numpy_rng(spec.seed, "public-samples")
         cut = dataset.train.subset(spec.public_samples, rng)
         return replace(dataset, train=cut.scaled(), test=None)
@@ -82,8 +82,8 @@ def _public(spec: DataSpec) -> Dataset:
 
 
 def _of_public(spec: DataSpec) -> DataSpec:
-    """Return what `public-dataset` names, as a spec of its own."""
-    whole = spec.public_dataset.startswith("npz:")  # files are read whole, and cut afterwards
+    """Return a spec of the dataset that `public-dataset` names."""
+    whole = spec.public_dataset.startswith("npz:")  # files are read whole, subsampled later
     return DataSpec(
         dataset=spec.public_dataset,
         data_dir=spec.data_dir,

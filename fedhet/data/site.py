@@ -1,4 +1,4 @@
-"""One client's data, decoded: a part of a shared dataset, or a real site's own folder."""
+"""One client's data, decoded: a partition of a shared dataset, or a site's own folder."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fedhet.data.public import GENERATED, public_set, refuse_overlap
 from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept
 from fedhet.errors import DataError
 
-_KEPT_CLIENTS = 32  # decoded clients that one process keeps
+_KEPT_CLIENTS = 32  # decoded clients cached per process
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's data as the models take it: x float32, images in [-1, 1].
+    """A client's data, ready for models: x float32, images in [-1, 1].
 
-    `test` is the client's own (protocol "personal"), `common` the shared test set, if any: its
-    rows of the client's label space. `space` is that: the classes, ascending, that it tells apart.
+    `test` is the client's own test split (protocol "personal"), `common` the rows of the common
+    test set, if any, in the client's label space. `space` is that label space: classes, ascending.
     """
 
     name: str
@@ -41,9 +41,9 @@ class ClientData:
     classes: tuple[str, ...]
     space: tuple[int, ...]
     unlabelled: Split | None = None
-    """Samples that have no label, each of class UNKNOWN; None: the client has none set apart."""
+    """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
     left_aside: int = 0
-    """Samples without a label that were not asked for: `unlabelled` is empty then."""
+    """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class ClientData:
 
 @lru_cache(maxsize=_KEPT_CLIENTS)
 def client_data(spec: DataSpec, index: int) -> ClientData:
-    """Return the data of client `index`; the last few are kept."""
+    """Return the data of client `index`; the most recent clients are cached."""
     dataset = load(spec)
     train, test = (dataset.train.take(rows).scaled() for rows in split_rows(spec, index))
     name = client_name(index, spec.clients)
@@ -63,7 +63,7 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
 
 
 def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:
-    """Return the rows of the label space: the set itself where that is all classes."""
+    """Return the rows in the label space; the set itself if that is all classes."""
     if test is None or len(space) == classes:
         return test
     rows = torch.isin(test.y, torch.tensor(space)).nonzero().flatten()
@@ -71,7 +71,7 @@ def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> S
 
 
 def validate(spec: DataSpec) -> None:
-    """Raise a one-line error for whatever would stop a run on this data, before it starts."""
+    """Raise a one-line error, before a run starts, for any fault of its data."""
     load(spec)
     for index in range(spec.clients):
         split_rows(spec, index)
@@ -86,12 +86,12 @@ def validate(spec: DataSpec) -> None:
 def site_data(
     folder: str, *, spec: DataSpec, classes: int, name: str, unlabelled: bool = False
 ) -> ClientData:
-    """Return the data of a real site, which lies in its own folder.
+    """Return the data of a site, from its own folder.
 
-    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images. Without
-    a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (a name a line)
-    gives the run's classes in order; image folders need it only where they lack some of them.
-    Images without a class lie in FOLDER/train/unlabelled; they are read if `unlabelled`.
+    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images. Without a
+    test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name per line)
+    lists the run's classes in order; image folders need it only if they lack some of the classes.
+    Images without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
@@ -121,7 +121,7 @@ def site_data(
             "are needed"
         )
     names = names or tuple(map(str, range(classes)))
-    # A site's task is what it has samples of; the run's classes may be more.
+    # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     return ClientData(name, train.scaled(), test.scaled(), None, names, space, rest, left_aside)
 
@@ -129,10 +129,10 @@ def site_data(
 def _without_labels(
     root: Path, train: Split, spec: DataSpec, wanted: bool
 ) -> tuple[Split | None, int]:
-    """Return a site's images without a class, if it has such; and how many are left aside.
+    """Return a site's unlabelled images, if any, and the number of those that are not used.
 
-    They get the form of the training images, and are scaled. Raises DataError for a folder that
-    is wanted and has none.
+    They are decoded in the form of the training images, and scaled. Raises DataError if the folder
+    is needed and holds no images.
     """
     refuse_unlabelled(root, f"it lies beside the class folders, in {root / 'train'}")
     folder = root / "train" / UNLABELLED
@@ -148,7 +148,7 @@ def _without_labels(
 
 
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
-    """Return the names in classes.txt, or () if there is none."""
+    """Return the names in classes.txt, or () if there is no such file."""
     path = root / "classes.txt"
     if not path.exists():
         return ()
@@ -202,7 +202,7 @@ def _site_arrays(root: Path, classes: int) -> tuple[Split, Split | None]:
 
 
 def _within(path: Path, classes: int) -> Split:
-    """Read a file whose labels must be those of the run."""
+    """Read a file, with labels among the run's classes."""
     split = read_npz(path)
     if len(split) and int(split.y.max()) >= classes:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What the other modules of this package pass around: samples, a dataset, and the settings."""
+"""The types that this package shares: samples, datasets, and data settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedhet.settings.tables import DataSettings, RunSettings
 Index = npt.NDArray[np.int64]
 
 UNKNOWN = -1
-"""The label of a sample whose class nobody knows."""
+"""The label of a sample of unknown class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,27 +33,27 @@ class Split:
         return len(self.y)
 
     def take(self, index: Index | Tensor) -> Split:
-        """Return a copy of the rows that `index` [M] names, in its order."""
+        """Return a copy of the rows in `index` [M], in its order."""
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
     def subset(self, size: int, rng: np.random.Generator) -> Split:
-        """Return `size` rows, of each class its share; all where `size` is 0 or not fewer."""
+        """Return `size` rows, stratified by class; all if `size` is 0 or not smaller than N."""
         if not 0 < size < len(self):
             return self
         return self.take(stratified(self.y.numpy(), size, rng))
 
     def scaled(self) -> Split:
-        """Return the split with `x` as the models take it (see `scaled`)."""
+        """Return the split with `x` as models expect it (see `scaled`)."""
         return Split(scaled(self.x), self.y)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A training set to divide over clients and, if there is one, the common test set.
+    """A training set to partition among clients and, if there is one, the common test set.
 
-    `parts` is there only for data that comes already divided: (training rows, test rows) of
-    each client, which lie one after the other in `train`.
+    `parts` is set only for data that comes already partitioned: (training rows, test rows) of each
+    client, which are contiguous in `train`.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Dataset:
     classes: tuple[str, ...]
     parts: tuple[tuple[int, int], ...] | None = None
     public: Split | None = None
-    """The share of the training set that was kept from the clients, if any was."""
+    """The share of the training set that was taken out as public data, if any."""
     columns: tuple[int, ...] = ()
-    """Of a table: how many features each of its columns is, in order; (): one each."""
+    """For tables: the number of features of each column, in order; (): one each."""
     subclasses: Index | None = None
-    """The training set's own labels [N], where `superclasses` has replaced them."""
+    """The training set's original labels [N], if `superclasses` replaced them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,24 +75,24 @@ class Dataset:
 
 
 class DataSpec(DataSettings):
-    """What data a run uses: its table of settings, and who it is dealt to by which seed."""
+    """A run's data settings, with its number of clients and its seed."""
 
     clients: Count = 10
     seed: CountOrNone = 0
 
     @classmethod
     def of(cls, run: RunSettings) -> DataSpec:
-        """Return what a run says of its data."""
+        """Return the data settings of a run."""
         return cls.model_construct(**dict(run.data), clients=run.clients, seed=run.seed)
 
     def but(self, **changes: object) -> DataSpec:
-        """Return this with other values."""
+        """Return a copy with other values."""
         return self.model_copy(update=changes)
 
 
 @contextmanager
 def global_random_kept() -> Iterator[None]:
-    """Give `random`'s and numpy's global state back as it was: imports alone draw from it."""
+    """Restore the global state of `random` and numpy afterwards: some imports draw from it."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -102,14 +102,14 @@ def global_random_kept() -> Iterator[None]:
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Return `x` as the models take it: uint8 becomes x/127.5 - 1 in float32, float32 is kept."""
+    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, float32 is kept."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
-    """Return `size` sorted row numbers, of each class its share of `labels` [N] (to one row).
+    """Return `size` sorted row numbers, stratified by `labels` [N] (up to one row per class).
 
-    Every class's shuffled rows are spread evenly over (0, 1); the `size` lowest places win.
+    Every class's shuffled rows are spread evenly over (0, 1); the `size` lowest are selected.
     """
     rows = rng.permutation(len(labels))
     place = np.empty(len(labels))

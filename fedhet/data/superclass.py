@@ -1,7 +1,7 @@
-"""Tasks that differ: classes joined into superclasses, and clients that hold some of these.
+"""Heterogeneous tasks: classes joined into superclasses, and clients that hold some of them.
 
-CoFED, Sections 4.7 and 5.2: a participant's label space is a few superclasses. IID, it holds
-samples of all subclasses of each; non-IID, of one or two, and is tested on all.
+CoFED, Sections 4.7 and 5.2: a participant's label space is a few superclasses. In the IID case, it
+holds samples of all their subclasses; non-IID, of one or two, and is tested on all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CIFAR100_NAMES = tuple(
 )
 GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
 _DRAWS = 50
-_TASKS = 5  # label spaces for which the data does not suffice are drawn again
+_TASKS = 5  # label spaces for which the data is insufficient are redrawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Deal:
 
 
 def parse(superclasses: str) -> dict[str, tuple[str, ...]]:
-    """Return each superclass's classes: of a known grouping, or of "a+b,c+d" as it stands."""
+    """Return each superclass's classes, for a known grouping's name or a text "a+b,c+d"."""
     text, names = GROUPINGS.get(superclasses, (superclasses, ()))
     groups = [tuple(n.strip() for n in part.split("+")) for part in text.split(",") if part.strip()]
     return dict(zip(names or ("+".join(group) for group in groups), groups, strict=True))
@@ -61,7 +61,7 @@ def parse(superclasses: str) -> dict[str, tuple[str, ...]]:
 def joined(dataset: Dataset, superclasses: str) -> Dataset:
     """Return the dataset with superclasses as its classes; `subclasses` keeps its own labels.
 
-    Raises SettingsError unless every class of the dataset is in one superclass.
+    Raises SettingsError unless every class of the dataset is in exactly one superclass.
     """
     groups = parse(superclasses)
     listed = [name for group in groups.values() for name in group]
@@ -92,9 +92,9 @@ def joined(dataset: Dataset, superclasses: str) -> Dataset:
 
 
 def deal(dataset: Dataset, spec: DataSpec) -> Deal:
-    """Return who holds what: of each drawn class so many samples; no row has two owners.
+    """Assign rows: samples-per-class rows of each of a client's classes, disjoint among clients.
 
-    Raises DataError where the training set is too small for it.
+    Raises DataError if the training set is too small.
     """
     for attempt in range(_TASKS - 1):
         with contextlib.suppress(DataError):
@@ -103,7 +103,7 @@ def deal(dataset: Dataset, spec: DataSpec) -> Deal:
 
 
 def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]) -> Deal:
-    """Return the deal for these label spaces. Raises DataError where there is too little."""
+    """Return the deal for these label spaces. Raises DataError if there are too few rows."""
     labels = dataset.train.y.numpy()
     kinds = dataset.subclasses if dataset.subclasses is not None else labels
     owned: list[list[Index]] = [[] for _ in spaces]
@@ -117,7 +117,7 @@ def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]
 
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return each client's label space: `label-space` of the classes, drawn without order."""
+    """Return each client's label space: `label-space` classes, drawn at random."""
     low, high = span(spec.label_space)
     if high > classes:
         raise DataError(
@@ -134,10 +134,10 @@ def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[
 
 
 def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) -> list[Index]:
-    """Return each holder's rows of one class, evenly of the subclasses it is given.
+    """Return each holder's rows of one class, divided evenly among the subclasses it is given.
 
-    Draws that run out of a subclass are thrown away. If none succeeds, as where the holders need
-    nearly all there is, later holders are given subclasses that still have enough.
+    A draw that runs out of a subclass is discarded. If none succeeds, for example because the
+    holders need nearly all rows, later holders are given subclasses that still have enough.
     """
     present = np.unique(kinds)
     for attempt in range(2 * _DRAWS):
@@ -164,7 +164,7 @@ def _subclasses(
 ) -> Index:
     """Return a holder's subclasses of a class: all (IID), or `subclasses` of them.
 
-    `with_room`: of those that have enough left, another number of them if need be.
+    `with_room`: only subclasses with enough rows left, if necessary in another number.
     """
     present = np.array(sorted(left))
     low, high = span(spec.subclasses)
@@ -182,7 +182,7 @@ def _subclasses(
 
 
 def _take(left: dict[int, Index], kinds: Index, count: int) -> Index | None:
-    """Take `count` rows, evenly of `kinds`, out of what is left; None where there are too few."""
+    """Take `count` of the remaining rows, evenly among `kinds`; None if there are too few."""
     if not len(kinds):
         return None
     sizes = [len(part) for part in np.array_split(np.arange(count), len(kinds))]

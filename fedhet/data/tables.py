@@ -1,8 +1,8 @@
-"""Tabular data: breast cancer, which ships in scikit-learn, Adult from its files, generated rows.
+"""Tabular data: breast cancer from scikit-learn, Adult from its files, and generated rows.
 
-A table becomes numbers by scikit-learn's own encoders, fitted on the whole training set: a
-categorical column a feature per category, a number centred and scaled. `Dataset.columns` says
-which features are one column.
+Tables are encoded by scikit-learn's encoders, fitted on the whole training set: categorical columns
+are one-hot, numeric columns centred and scaled. `Dataset.columns` tells which features belong to
+one column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
 
-_FIXED_SEED = 0  # of what must not depend on the run: the common test sets
+_FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
 _BREAST_TEST_FRACTION = 0.2
 _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
@@ -32,7 +32,7 @@ Rows = npt.NDArray[np.str_]
 
 
 def read_breast_cancer(spec: DataSpec) -> Dataset:
-    """Return the 569 rows of 30 numbers that ship in scikit-learn; a fixed fifth is for tests."""
+    """Return the 569 rows of 30 numbers from scikit-learn; a fixed fifth is the test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
@@ -47,9 +47,9 @@ def read_breast_cancer(spec: DataSpec) -> Dataset:
 
 
 def read_adult(folder: str, spec: DataSpec) -> Dataset:
-    """Read UCI's Adult: DIR/adult.data and adult.test, plain or .gz, as they are published.
+    """Read UCI's Adult: DIR/adult.data and adult.test, plain or .gz, as published.
 
-    Where they are not there and `download` allows it, OpenML's copy, kept in DIR; a fixed third
+    If they are missing and `download` is set, OpenML's copy is used and kept in DIR; a fixed third
     of it is the common test set.
     """
     root = Path(folder).expanduser()
@@ -68,10 +68,10 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
 
 
 def generated(dataset: Dataset, size: int, seed: int) -> Split:
-    """Return rows [size, F], scaled, whose every column holds one of that column's values.
+    """Return rows [size, F], scaled, in which each column has values drawn from the training set.
 
-    As in Section 5.7 of CoFED: each value is valid and as frequent as in the training set, columns
-    are drawn apart from each other. The labels mean nothing. Raises SettingsError for images.
+    As in Section 5.7 of CoFED: each value is valid and as frequent as in the training set, and
+    columns are independent. The labels have no meaning. Raises SettingsError for images.
     """
     if len(dataset.shape) != 1:
         raise SettingsError(
@@ -89,7 +89,7 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
 
 
 def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:
-    """Return training and test rows, the same whatever the run's seed."""
+    """Return training and test rows, independent of the run's seed."""
     test = stratified(labels, round(share * len(labels)), numpy_rng(_FIXED_SEED, use, "common"))
     return [np.setdiff1d(np.arange(len(labels)), test), test]
 
@@ -104,14 +104,14 @@ def _file(root: Path, name: str) -> Path | None:
 
 
 def _read_rows(path: Path) -> Rows:
-    """Return the rows of one file as text [N, 15]; a '?' is a category of its own."""
+    """Return the rows of one file as text [N, 15]; '?' is treated as a category."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8", newline="") as file:
             lines = list(csv.reader(file, skipinitialspace=True))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a readable table ({error})") from error
-    # adult.test opens with a line of one field; both files end in an empty one.
+    # adult.test starts with a line of one field; both files end with an empty line.
     rows = [line for line in lines if len(line) > 1]
     for number, row in enumerate(rows, 1):
         if len(row) != _ADULT_COLUMNS:
@@ -124,7 +124,7 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _openml_rows(root: Path) -> Rows:
-    """Return OpenML's copy of Adult, all rows as text; scikit-learn keeps it in `root`."""
+    """Return all rows of OpenML's copy of Adult as text; scikit-learn caches it in `root`."""
     from sklearn.datasets import fetch_openml
 
     try:
@@ -139,7 +139,7 @@ def _openml_rows(root: Path) -> Rows:
 
 
 def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
-    """Return the rows as float32: numbers first, then a feature for every category."""
+    """Return the rows as float32: numeric columns first, then one feature per category."""
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
     numbers = list(_ADULT_NUMBERS)

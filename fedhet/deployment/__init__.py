@@ -1,1 +1,1 @@
-"""A federation over gRPC: keys, Flower's command line, a whole deployment on this machine."""
+"""Deployment over gRPC: keys, Flower's command line, and a whole deployment on this machine."""

@@ -1,6 +1,6 @@
 """Keys and certificates for a deployment: a development CA, a server certificate, node keys.
 
-A deployment with an authority of its own needs the node keys alone.
+A deployment with its own certificate authority needs only the node keys.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NODES = "nodes"
 
 
 def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
-    """Write what is missing of a CA, a server certificate and a key pair a node; name the files.
+    """Create a CA, a server certificate and a key pair per node, if missing; return new files.
 
     `hosts` are the names and addresses by which nodes reach the server; loopback is always
-    among them. What is there already is kept. Raises FedhetError where it does not go together.
+    included. Existing files are kept. Raises FedhetError if they do not match.
     """
     _check_names(nodes)
     written: list[Path] = []
@@ -61,9 +61,9 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
 
 
 def make_node_key(path: Path) -> list[Path]:
-    """Write a node's private key (ECDSA P-384, OpenSSH) to `path` and the public one to path.pub.
+    """Write a node's private key (ECDSA P-384, OpenSSH) to `path`, the public one to path.pub.
 
-    The private key stays at the site; only the public one is registered at the server.
+    The private key stays at the site; only the public key is registered at the server.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -124,7 +124,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # An hour of grace for clocks that are not quite alike.
+        # One hour of tolerance for clocks that differ.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
     )
@@ -176,7 +176,7 @@ def _write_pair(
 
 
 def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a new file; one that is there is never replaced."""
+    """Write a new file; never overwrite an existing one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""The connection to a server: Flower's command line, with its address and certificate."""
+"""The connection to a server, by Flower's command line with its address and certificate."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Connection:
     address: str
     """HOST:PORT of the server's control API."""
     authority: Path
-    """The certificate of the CA that signed the server's."""
+    """The certificate of the CA that signed the server's certificate."""
 
     def prepare(self) -> None:
-        """Write the connection where Flower's command line looks for it."""
+        """Write the connection to the configuration of Flower's command line."""
         if not self.authority.is_file():
             raise FedhetError(f"{self.authority}: no such file; it takes the CA's certificate")
         connection = {"address": self.address, "root-certificates": str(self.authority.resolve())}
@@ -51,7 +51,7 @@ class Connection:
         )
 
     def register(self, public_key: Path) -> bool:
-        """Make a node known to the server; False if it is already. The file's stem is its name."""
+        """Register a node at the server, named by the file's stem; False if already registered."""
         name = public_key.name.removesuffix(".pub")
         try:
             self.flwr("supernode", "register", public_key, CONNECTION, "--name", name)
@@ -62,7 +62,7 @@ class Connection:
         return True
 
     def submit(self, config: Config) -> str:
-        """Start a run; return its id. The app has no code: that of every site is installed."""
+        """Start a run; return its id. The app has no code: each site uses its own installation."""
         app = self.home / "app"
         shutil.rmtree(app, ignore_errors=True)
         _write_toml(app / "pyproject.toml", app_of(config))
@@ -70,12 +70,12 @@ class Connection:
         return str(started["run-id"])
 
     def status(self, run_id: str) -> str:
-        """Return Flower's word for how a run is: running, finished:completed, …"""
+        """Return Flower's status of a run: running, finished:completed, …"""
         runs = json.loads(self.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json"))
         return str(runs["runs"][0]["status"])
 
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
-        """Pass on, line by line, what the run's server says, until the run is over."""
+        """Pass on the log lines of the run's server until the run is over."""
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
         with subprocess.Popen(
             command,
@@ -91,7 +91,7 @@ class Connection:
                 stream.terminate()
 
     def flwr(self, *words: object) -> str:
-        """Return what Flower's command line prints. Raises FedhetError where it fails."""
+        """Return the output of Flower's command line. Raises FedhetError if it fails."""
         command = [program("flwr"), *map(str, words)]
         done = subprocess.run(
             command, env=self.environment(), capture_output=True, text=True, check=False
@@ -102,7 +102,7 @@ class Connection:
         return done.stdout
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of every program of Flower's that is started here."""
+        """Return the environment for all of Flower's programs that are started here."""
         return {
             **os.environ,
             "FLWR_HOME": str(self.home),
@@ -112,9 +112,9 @@ class Connection:
 
 
 def readable(lines: Iterable[str]) -> Iterator[str]:
-    """Yield what a run's server says: no line of Flower's own, and of our errors their message.
+    """Yield a server's log without Flower's own lines, and of our errors only the message.
 
-    The traceback of any other error stays whole.
+    The traceback of any other error is kept in full.
     """
     trace: list[str] = []
     for line in lines:
@@ -133,9 +133,9 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
 
 
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
-    """Run `config` on the deployment at `connection` to its end.
+    """Run `config` on the deployment at `connection` until it ends.
 
-    Raises FedhetError where the run does not end well.
+    Raises FedhetError if the run fails.
     """
     run_id = connection.submit(config)
     say(f"run {run_id} on {connection.address}")
@@ -146,7 +146,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
 
 
 def app_of(config: Config) -> dict[str, object]:
-    """Return the pyproject.toml of a Flower app that is nothing but the settings of a run."""
+    """Return the pyproject.toml of a Flower app that contains only the settings of a run."""
     app = {
         "publisher": "fedhet",
         "components": {
@@ -160,7 +160,7 @@ def app_of(config: Config) -> dict[str, object]:
 
 
 def program(name: str) -> str:
-    """Return where one of Flower's commands is: beside this Python, or on the path."""
+    """Return the path of one of Flower's commands: next to this Python, or on the PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:

@@ -1,7 +1,7 @@
 """A deployment on this machine: Flower's SuperLink and SuperNodes as processes, over gRPC.
 
-What separate machines do (docs/deploy.md), with throw-away keys: TLS, authenticated nodes, every
-node with its own place for private state. The only room that starts processes.
+The same as on separate machines (docs/deploy.md), with temporary keys: TLS, authenticated nodes,
+and a separate state directory per node. This is the only module that starts processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedhet.errors import FedhetError
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_768)
-"""Below those that Linux and macOS give to outgoing connections."""
+"""Below the ephemeral ports of Linux and macOS."""
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
@@ -40,16 +40,16 @@ def site_name(index: int) -> str:
 
 @dataclass
 class LocalDeployment:
-    """A SuperLink and `nodes` SuperNodes on loopback; everything they write is below `root`.
+    """A SuperLink and `nodes` SuperNodes on loopback; all their files are below `root`.
 
-    Leaving the context ends every process that was started, and all that those started.
+    Leaving the context stops every started process and its descendants.
     """
 
     root: Path
     nodes: int
     host: str = LOOPBACK
     within: Callable[[str], Sequence[str]] = lambda name: ()
-    """The words before the command of a process, by its name: `ip netns exec …`, `nice`."""
+    """Command prefix of a process, by its name: `ip netns exec …`, `nice`."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -83,13 +83,13 @@ class LocalDeployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Make keys and certificates, and tell Flower's command line where the server is."""
+        """Make keys and certificates, and configure Flower's command line with the server."""
         certs.make(self.certs, [self.host], [site_name(k) for k in range(self.nodes)], days=30)
         self.connection.prepare()
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink and wait until it listens; its database outlives it."""
+        """Start the SuperLink and wait until it listens; its database persists after a stop."""
         self._start(
             "server",
             "flower-superlink",
@@ -106,11 +106,11 @@ class LocalDeployment:
             self._wait_for(port)
 
     def register(self, index: int) -> None:
-        """Make node `index` known to the server by its public key."""
+        """Register node `index` at the server with its public key."""
         self.connection.register(self.certs / certs.NODES / f"{site_name(index)}.pub")
 
     def start_node(self, index: int, **options: object) -> None:
-        """Start SuperNode `index`; `options` stand in for those that it needs by default."""
+        """Start SuperNode `index`; `options` override its default options."""
         given = {
             "root-certificates": self.certs / certs.CA_CERTIFICATE,
             "superlink": f"{self.host}:{self.fleet_port}",
@@ -128,7 +128,7 @@ class LocalDeployment:
         return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def stop(self, *names: str) -> None:
-        """End processes by name, or all, with everything that they have started."""
+        """Stop processes by name, or all, including their descendants."""
         ended = [self.processes.pop(name) for name in names or list(self.processes)]
         end_trees(ended)
 
@@ -151,7 +151,7 @@ class LocalDeployment:
             )
 
     def _wait_for(self, port: int) -> None:
-        """Wait until the server listens. Raises FedhetError with its last words if it ends."""
+        """Wait until the server listens. Raises FedhetError with its last log lines if it exits."""
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self.processes["server"].poll() is None:
             with contextlib.suppress(OSError), socket.create_connection((self.host, port), 1.0):
@@ -163,10 +163,10 @@ class LocalDeployment:
 def deploy_local(
     config: Config, directory: Path, keep: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Run `config` on a deployment of this machine to its end; what it leaves is in `directory`.
+    """Run `config` on a deployment on this machine until it ends; results are in `directory`.
 
-    Keys, logs and the sites' state go to a folder that is thrown away, or to `keep`. Raises
-    FedhetError where the run fails; the folder is then kept.
+    Keys, logs and the sites' state go to a temporary folder, or to `keep`. Raises FedhetError if
+    the run fails; the folder is then kept.
     """
     check(config)
     placed = absolute(config).replacing(out=str(directory))
@@ -192,7 +192,7 @@ def _root(keep: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _interrupted_by_terminate() -> Iterator[None]:
-    """Let a SIGTERM end the block as Ctrl-C does, so that nothing that was started stays."""
+    """Let SIGTERM end the block as Ctrl-C does, so that no started process is left running."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -205,9 +205,9 @@ def _interrupted_by_terminate() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port on loopback that nobody listens on. Raises FedhetError if none is found.
+    """Return an unused port on loopback. Raises FedhetError if none is found.
 
-    Not one that the system would give to an outgoing connection: it might, before it is used.
+    Not an ephemeral port: the system might give it to an outgoing connection before its use.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ def free_port() -> int:
 
 
 def end_trees(roots: Sequence[psutil.Popen]) -> None:
-    """End processes and all their descendants: asked first, killed if they stay."""
+    """Stop processes and all their descendants: terminate first, kill if still running."""
     trees = [process for root in roots for process in _tree(root)]
     for process in trees:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -236,7 +236,7 @@ def _tree(root: psutil.Popen) -> Iterator[psutil.Process]:
 
 
 def _option(name: str, value: object) -> list[str]:
-    """Return the words of an option; an empty value is a switch, None leaves the option out."""
+    """Return an option's arguments; an empty value makes a switch, None omits the option."""
     if value is None:
         return []
     return [f"--{name}", str(value)] if str(value) else [f"--{name}"]

@@ -1,7 +1,7 @@
-"""Classifiers without gradients behind one small interface, `fit` and `predict`.
+"""Classifiers without gradients behind a small interface, `fit` and `predict`.
 
-scikit-learn's own, by name, and a user's: any object with these two methods, named by the function
-that returns it. They are fitted anew each time; nothing of them is ever pickled.
+scikit-learn's by name, or a user's own: any object with these two methods, named by the function
+that returns it. They are fitted anew each time and never pickled.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fedhet.seeding import seeded
 
 @runtime_checkable
 class Classifier(Protocol):
-    """What a model must do to take part without gradients; scikit-learn's classifiers do."""
+    """The interface of a model without gradients; scikit-learn's classifiers implement it."""
 
     def fit(self, x: Array, y: Array) -> object:
-        """Learn from samples x [N, F] float32, flattened, and labels y [N] int64."""
+        """Fit to samples x [N, F] float32, flattened, and labels y [N] int64."""
 
     def predict(self, x: Array) -> Array:
-        """Return the label [N] of each sample of x [N, F], one of those that `fit` saw."""
+        """Return the label [N] of each sample of x [N, F], among the labels seen by `fit`."""
 
 
 @dataclass(frozen=True)
 class ClassicalInfo:
-    """A registered classifier: `make(seed)` returns a new one, not fitted."""
+    """A registered classifier: `make(seed)` returns a new, unfitted one."""
 
     name: str
     family: str
@@ -47,10 +47,10 @@ class ClassicalInfo:
 
 
 class Refitted(nn.Module):
-    """A classifier as the methods see it, to be fitted anew on each training set.
+    """A classifier without gradients as a module, fitted anew on each training set.
 
-    As a module it gives the predicted class as one-hot logits [N, C], to be evaluated as any
-    model is. It has no parameters, and no state: who wants it back fits it on the same data.
+    Its forward pass returns the predicted class as one-hot logits [N, C], so that it is evaluated
+    like any model. It has no parameters or state: to restore it, fit it on the same data.
     """
 
     def __init__(self, name: str, make: Callable[[], Classifier], classes: int, seed: int) -> None:
@@ -63,11 +63,11 @@ class Refitted(nn.Module):
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def fit(self, x: Tensor, y: Tensor) -> None:
-        """Fit a new classifier on x [N, ...] and y [N]. Raises ModelError where it fails."""
+        """Fit a new classifier on x [N, ...] and y [N]. Raises ModelError if that fails."""
         self._pending = None
         labels = y.cpu().numpy()
         if len(np.unique(labels)) == 1:
-            # scikit-learn refuses a single class; there is nothing to tell apart.
+            # scikit-learn refuses a single class: predict it always.
             self._fitted = int(labels[0])
             return
         with _calm(self._seed):
@@ -79,15 +79,15 @@ class Refitted(nn.Module):
         self._fitted = classifier
 
     def fit_later(self, x: Tensor, y: Tensor) -> None:
-        """Take note of what it was fitted on, and fit it when it is next asked."""
+        """Defer fitting on x and y until the next prediction."""
         self._pending = (x, y)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Return the classes [N] of x [N, ...]. Raises ModelError for what is no class."""
+        """Return the classes [N] of x [N, ...]. Raises ModelError for an invalid class."""
         if self._pending is not None:
             self.fit(*self._pending)
         if self._fitted is None:
-            # As a network before its first round: it knows nothing yet.
+            # Untrained, like a network before its first round.
             return torch.zeros(len(x), dtype=torch.int64, device=x.device)
         if isinstance(self._fitted, int):
             return torch.full((len(x),), self._fitted, device=x.device)
@@ -123,7 +123,7 @@ def _flat(x: Tensor) -> npt.NDArray[np.float32]:
 
 @contextlib.contextmanager
 def _calm(seed: int) -> Iterator[None]:
-    """One thread, global random state seeded inside, no word on an optimiser that stopped early."""
+    """Use one thread, seed global random state, and silence warnings about early stopping."""
     from threadpoolctl import threadpool_limits
 
     with (
@@ -153,7 +153,7 @@ def _svm(seed: int) -> Classifier:
 
 
 def _gam(seed: int) -> Classifier:
-    """A sum of cubic splines, one a feature: linear in what SplineTransformer makes of it."""
+    """Return cubic splines, one per feature, summed: logistic regression on SplineTransformer."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import SplineTransformer, StandardScaler

@@ -1,7 +1,7 @@
-"""The one face of every torch model: an extractor, to the flatten before the head, + a classifier.
+"""The common interface of torch models: an extractor (up to the head) and a classifier.
 
-Methods that exchange features (Felo, Velo) need the two apart and of one width; the adapter
-gives every architecture that width.
+Methods that exchange features (Felo, Velo) need the two parts separate and with one feature width;
+the adapter gives every architecture that width.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 
 class HetModel(nn.Sequential):
-    """An extractor [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C], one after the other."""
+    """An extractor [N, *shape] -> [N, D] followed by a classifier [N, D] -> [N, C]."""
 
     extractor: nn.Module
     classifier: nn.Module
 
     def __init__(self, extractor: nn.Module, classifier: nn.Module, feature_dim: int) -> None:
-        """Join the two; `feature_dim` is D, the width that passes between them."""
+        """Combine the two parts; `feature_dim` is D, the width of the features between them."""
         super().__init__(OrderedDict(extractor=extractor, classifier=classifier))
         self.feature_dim = feature_dim
 
@@ -33,7 +33,7 @@ class HetModel(nn.Sequential):
 def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | None) -> HetModel:
     """Return the extractor with a linear classifier.
 
-    Where `feature_dim` asks for another width than `native`, a linear adapter ends the extractor.
+    If `feature_dim` differs from `native`, a linear adapter is appended to the extractor.
     """
     width = native if feature_dim is None else feature_dim
     if width != native:
@@ -43,7 +43,7 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
 
 
 def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that `module`, in evaluation mode, gives a batch of two samples of `shape`.
+    """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
 
     On torch's default device: inside `torch.device("meta")` nothing is computed.
     """
@@ -58,19 +58,19 @@ def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Within(nn.Module):
-    """A network whose logits [N, C] are those of its own classes; the others can never be chosen.
+    """A network with its logits [N, C] restricted to its own classes; others are never predicted.
 
-    Trained through this face, a network learns to tell its own classes apart and nothing else:
-    the outputs of the others get no gradient.
+    A network trained through this wrapper learns to distinguish its own classes only: the outputs
+    of the other classes get no gradient.
     """
 
     def __init__(self, network: nn.Module, outside: Tensor) -> None:
-        """Hold the network, and which classes [C], as truths, are not the client's."""
+        """Wrap `network`; `outside` [C], bool, marks the classes that are not the client's."""
         super().__init__()
         self.network = network
         self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C], minus infinity for a class outside."""
+        """Return the logits [N, C], minus infinity for classes outside the label space."""
         logits: Tensor = self.network(x)
         return logits.masked_fill(self.outside, float("-inf"))

@@ -1,4 +1,4 @@
-"""What the registry knows of a model before it builds one."""
+"""Information about a registered model, known before it is built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A registered model: `extractor(shape)` builds [N, *shape] -> [N, D], of its native width D.
+    """A registered model: `extractor(shape)` builds [N, *shape] -> [N, D], D its native width.
 
-    `min_side` is the smallest image side it takes; None: it takes any shape, flat vectors too.
+    `min_side` is the minimum image side; None: any shape is accepted, also flat vectors.
     """
 
     name: str
@@ -28,7 +28,7 @@ class ModelInfo:
     extractor: Callable[[Shape], nn.Module] = field(repr=False, compare=False)
 
     def check(self, shape: Shape) -> None:
-        """Raise ModelError, with what is allowed, where a sample of this shape does not fit."""
+        """Raise ModelError, with the allowed shapes, if samples of this shape do not fit."""
         if self.min_side is None:
             fits, allowed = len(shape) > 0, "samples of any shape"
         else:

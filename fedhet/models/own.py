@@ -1,8 +1,8 @@
-"""A user's own model, named by where it is: "package.module:function".
+"""A user's own model, named by its import path: "package.module:function".
 
 The function is called with (shape, classes) and returns a HetModel, or two modules: an extractor
-[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]; or, for a method that takes any model, an
-object with `fit` and `predict`.
+[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]; or, for a method that supports any model,
+an object with `fit` and `predict`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fedhet.models.info import Shape
 
 
 def is_own(name: str) -> bool:
-    """Say whether `name` is a place to import from rather than a registered name."""
+    """Tell whether `name` is an import path rather than a registered name."""
     return ":" in name
 
 
 def find_own(name: str) -> Callable[..., Any]:
-    """Import and return the function that `name` spells out."""
+    """Import and return the function named by `name`."""
     path, _, attribute = name.partition(":")
     if not path or not attribute or path.startswith("."):
         raise ModelError(f"model '{name}' is not of the form 'package.module:function'")
@@ -43,7 +43,7 @@ def find_own(name: str) -> Callable[..., Any]:
 
 
 def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
-    """Call the user's function, check what it returns, and adapt its width."""
+    """Call the user's function, check its result, and adapt the feature width."""
     made = make_own(name, shape, classes)
     if is_classifier(made):
         raise ModelError(no_gradients(name))
@@ -75,17 +75,17 @@ def make_own(name: str, shape: Shape, classes: int) -> Any:
 
 
 def is_classifier(made: object) -> bool:
-    """Tell whether what a function returned is to be fitted, not trained by gradients."""
+    """Tell whether a function's result is a classifier to fit rather than to train by gradients."""
     return isinstance(made, Classifier) and not isinstance(made, nn.Module)
 
 
 def no_gradients(name: str) -> str:
-    """Return what to say of a model that a method cannot train."""
+    """Return the error message for a model that a gradient-based method cannot train."""
     return f"model '{name}' has no gradients, which this method trains by"
 
 
 def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the extractor and the classifier of what the user's function returned."""
+    """Return the extractor and the classifier from the result of the user's function."""
     match made:
         case HetModel():
             return made.extractor, made.classifier
@@ -100,7 +100,7 @@ def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
 def _checked_width(
     name: str, extractor: nn.Module, classifier: nn.Module, shape: Shape, classes: int
 ) -> int:
-    """Run both halves once and return the width D between them."""
+    """Run both parts once and return the width D between them."""
     try:
         features = output_shape(extractor, shape)
         logits = output_shape(classifier, features[1:])
@@ -120,6 +120,6 @@ def _kind(thing: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's kind and the first line of what it says."""
+    """Return the error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

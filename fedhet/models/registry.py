@@ -1,4 +1,4 @@
-"""Models by name: what there is, and building one for a run's shape and classes."""
+"""The registry of models by name, and building a model for a run's shape and classes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 
 
 def names() -> list[str]:
-    """Return every registered network's name, family by family."""
+    """Return every registered network's name, grouped by family."""
     return list(MODELS)
 
 
 def is_registered(name: str) -> bool:
-    """Tell whether `name` is a registered model, a network or not."""
+    """Tell whether `name` is a registered model, with or without gradients."""
     return name in MODELS or name in WITHOUT_GRADIENTS
 
 
 def describe() -> list[ModelInfo | ClassicalInfo]:
-    """Return what `fedhet models` prints of every registered model, networks first."""
+    """Return the entries that `fedhet models` lists, networks first."""
     return [*MODELS.values(), *WITHOUT_GRADIENTS.values()]
 
 
@@ -59,7 +59,7 @@ def find(name: str) -> ModelInfo:
 
 
 def check_name(name: str) -> None:
-    """Raise ModelError where `name` is neither registered nor a function that can be imported."""
+    """Raise ModelError if `name` is neither registered nor an importable function."""
     if is_own(name):
         find_own(name)
     elif name not in WITHOUT_GRADIENTS:
@@ -67,14 +67,14 @@ def check_name(name: str) -> None:
 
 
 def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
-    """Raise ModelError unless the model can be built; one without gradients, if `any_model`."""
+    """Raise ModelError unless the model can be built; `any_model` allows non-gradient ones."""
     if any_model and _is_classical(name, tuple(shape), classes):
         return
     shapes(name, shape, classes)
 
 
 def build_any(name: str, shape: Shape, classes: int, *, seed: int) -> HetModel | Refitted:
-    """Return the model of that name, a network or not; its draws depend on seed and name alone."""
+    """Return the named model, of any kind; its random draws depend on seed and name only."""
     shape, own_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed)
@@ -95,9 +95,9 @@ def _is_classical(name: str, shape: Shape, classes: int) -> bool:
 def build(
     name: str, shape: Shape, classes: int, *, seed: int, feature_dim: int | None = None
 ) -> HetModel:
-    """Return the model for samples of `shape`, with weights that depend on seed and name alone.
+    """Return the model for samples of `shape`, with weights that depend on seed and name only.
 
-    `feature_dim` is the width D between extractor and classifier; None keeps the native one.
+    `feature_dim` is the width D between extractor and classifier; None keeps the native width.
     """
     with seeded(seed, "model", name):
         return _assemble(name, tuple(shape), classes, feature_dim)
@@ -108,14 +108,14 @@ def shapes(
 ) -> dict[str, tuple[Shape, str]]:
     """Return each tensor's shape and numpy dtype name in the model's state dict.
 
-    Registered models take no memory for it; a user's own is built and dropped. Cached.
+    For registered models no memory is allocated; a user's own model is built and dropped. Cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim))
 
 
 @lru_cache(maxsize=64)
 def trained_shapes(name: str, shape: Shape, classes: int) -> Mapping[str, tuple[Shape, str]]:
-    """Return `shapes` of those tensors alone that are trained. Cached."""
+    """Return `shapes` for the trained tensors only. Cached."""
     trained = {key for key, _ in build(name, shape, classes, seed=0).named_parameters()}
     return {k: v for k, v in shapes(name, shape, classes).items() if k in trained}
 
@@ -146,7 +146,7 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Return D of a registered extractor, found by a pass that computes nothing."""
+    """Return D of a registered extractor, from a pass on the meta device."""
     with seeded(0, "width", name), torch.device("meta"):
         return output_shape(find(name).extractor(shape), shape)[1]
 
@@ -154,9 +154,9 @@ def _native_width(name: str, shape: Shape) -> int:
 def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
     """Return each client's model name.
 
-    "cycle": client k gets pool[k % len(pool)], so the groups of one architecture are of equal
-    size. "shuffle": the same names, in an order drawn from `seed`. Raises SettingsError for an
-    empty pool, ModelError for a name that does not exist.
+    "cycle": client k gets pool[k % len(pool)], so that all architectures have equally many clients.
+    "shuffle": the same names, in an order drawn from `seed`. Raises SettingsError for an empty
+    pool, ModelError for an unknown name.
     """
     if not pool:
         raise SettingsError("the pool of models is empty; it needs one name or more")

@@ -1,6 +1,6 @@
-"""ResNets: torchvision's, of any depth, and the bottleneck ones of FedGEMS for small images.
+"""ResNets: torchvision's, of any depth, and FedGEMS' bottleneck ResNets for small images.
 
-torchvision is imported where a model is built (see vision.py).
+torchvision is imported only when a model is built (see vision.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Block = Literal["basic", "bottleneck"]
 def vision_resnet(shape: Shape, block: Block, layers: Sequence[int]) -> nn.Module:
     """Return torchvision's ResNet of `block`s without its head: [N, C, H, W] -> [N, 512 or 2048].
 
-    Small images: a first conv of 3x3 with stride 1, and no max-pool.
+    For small images, the first conv is 3x3 with stride 1, and there is no max-pool.
     """
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -77,7 +77,7 @@ def gems_stage(inputs: int, planes: int, blocks: int, stride: int) -> nn.Module:
 
 
 def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:
-    """Return FedGEMS' ResNet of three stages, 64, 128, 256 wide: [N, C, H, W] -> [N, 256]."""
+    """Return FedGEMS' ResNet of three stages, of widths 64, 128, 256: [N, C, H, W] -> [N, 256]."""
     net = nn.Sequential(
         *(nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         gems_stage(16, 16, layers[0], 1),

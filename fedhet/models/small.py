@@ -32,9 +32,9 @@ def cnn(
     features: int,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Return conv layers of `widths`, pooled where `pools` says so, and a linear: -> [N, features].
+    """Return conv layers of `widths`, pooled by `pools`, and a linear layer: -> [N, features].
 
-    `shape` is [C, H, W]. `dropout` follows the last batch norm and the linear.
+    `shape` is [C, H, W]. Dropout follows the last batch norm and the linear layer.
     """
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
     drops = [0.0] * (len(widths) - 1) + [dropout]
@@ -66,10 +66,10 @@ def lenet5(shape: Shape) -> nn.Module:
 
 
 def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Return one of CoFED's networks: conv layers, the first two pooled: [N, C, H, W] -> [N, last].
+    """Return one of CoFED's CNNs, pooled after the first two convs: [N, C, H, W] -> [N, last].
 
-    The paper gives the widths; the batch norms, max-pools and the mean over the image that ends it
-    are those of the authors' published code.
+    The paper gives the widths; batch norms, max-pools and the final global average pooling follow
+    the authors' published code.
     """
     inputs = (shape[0], *widths[:-1])
     layers = [
@@ -80,10 +80,10 @@ def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """x + body(x), of one shape."""
+    """x + body(x), with the same shape."""
 
     def __init__(self, *body: nn.Module) -> None:
-        """Hold the layers of the body."""
+        """Store the layers of the body."""
         super().__init__()
         self.body = nn.Sequential(*body)
 
@@ -94,7 +94,7 @@ class Residual(nn.Module):
 
 
 def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
-    """Return the ResNet-9 of DAVIDNet with dropout, for MC-dropout: [N, C, H, W] -> [N, 256].
+    """Return DAVIDNet's ResNet-9 with dropout, for MC dropout: [N, C, H, W] -> [N, 256].
 
     UM-pFSSL, section VI-A: dropout 0.5 after the last two batch norms and every fully connected
     layer but the output. The hidden one (512 -> 256) is ours: the paper gives no widths.

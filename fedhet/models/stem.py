@@ -1,7 +1,7 @@
-"""Fits the first layers of torchvision's networks to an image's channels and size.
+"""Adapts the first layers of torchvision's networks to an image's channels and size.
 
-Their stems divide a 224-pixel image by 4 before the first stage and by 32 in all, which leaves
-nothing of an 8-pixel one. Small images (smaller side below 64) are divided by 8 in all.
+Their stems reduce a 224-pixel image by 4 before the first stage and by 32 overall, which is too
+much for an 8-pixel image. Small images (smaller side below 64) are reduced by 8 overall.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SMALL_SIDE = 64
 
 
 def is_small(shape: Shape) -> bool:
-    """Say whether an image [C, H, W] needs the stem for small images."""
+    """Tell whether an image [C, H, W] needs the stem for small images."""
     return min(shape[1:]) < SMALL_SIDE
 
 
@@ -28,9 +28,9 @@ def he_init(module: nn.Module) -> None:
 
 
 def first_conv(conv: nn.Conv2d, shape: Shape, *, small_stem: bool = True) -> nn.Conv2d:
-    """Return `conv` as it fits images `shape`: itself, or a new one with the same output channels.
+    """Return `conv` adapted to images `shape`: itself, or a new one with the same output channels.
 
-    Where `small_stem` is on, small images get a 3x3 kernel and stride 1.
+    With `small_stem`, small images get a 3x3 kernel and stride 1.
     """
     small = small_stem and is_small(shape)
     if not small and conv.in_channels == shape[0]:

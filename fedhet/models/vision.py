@@ -1,9 +1,9 @@
-"""torchvision's other families, never with downloaded weights: VGG, ShuffleNet, MobileNet, …
+"""torchvision's other families, without pretrained weights: VGG, ShuffleNet, MobileNet, …
 
-Each loses its last linear layer: what is left, dropout included, is the extractor. For small
-images (`stem.is_small`) the first convolution and the next strided layer keep the image's size.
-torchvision is imported where a model is built: it takes as long as torch, and every message of a
-deployed run starts a process.
+The extractor is the network without its last linear layer, dropout included. For small images
+(`stem.is_small`), the first convolution and the next strided layer keep the image's size.
+torchvision is imported only when a model is built: its import takes as long as torch's, and every
+message of a deployed run starts a process.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def shufflenet(shape: Shape, name: str) -> nn.Module:
 
 
 def inverted(shape: Shape, name: str) -> nn.Module:
-    """Return a MobileNet or EfficientNet without its last linear: [N, C, H, W] -> [N, D].
+    """Return a MobileNet or EfficientNet without its last linear layer: [N, C, H, W] -> [N, D].
 
-    Small images: besides the first conv, the first strided stage keeps its size.
+    For small images, the first conv and the first strided stage keep the size.
     """
     net: Any = _torchvision(name)
     net.features[0][0] = first_conv(net.features[0][0], shape)
@@ -44,9 +44,9 @@ def inverted(shape: Shape, name: str) -> nn.Module:
 
 
 def vgg(shape: Shape, layout: str) -> nn.Module:
-    """Return a VGG with batch norms, without its last linear: [N, C, H, W] -> [N, 4096].
+    """Return a VGG with batch norm, without its last linear layer: [N, C, H, W] -> [N, 4096].
 
-    Small images: no hidden linear layers, [N, 512], and no max-pool that would leave nothing.
+    For small images, without hidden linear layers ([N, 512]) or max-pools of a 1-pixel side.
     """
     from torchvision.models import vgg as tv_vgg
 
@@ -70,7 +70,7 @@ def _torchvision(name: str) -> Any:
 
 
 def _without_late_pools(layers: nn.Sequential, side: int) -> nn.Sequential:
-    """Return `layers` less the max-pools that would halve an image `side` of 1."""
+    """Return `layers` without the max-pools that would halve an image of `side` 1."""
     kept = []
     for layer in layers:
         if isinstance(layer, nn.MaxPool2d):

@@ -1,4 +1,4 @@
-"""Models <-> the named arrays in which their weights travel and are kept."""
+"""Conversion between models and named arrays of their weights, for messages and storage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedhet.arrays import Array, Arrays
 
 
 def to_arrays(model: nn.Module) -> dict[str, Array]:
-    """Return the tensors of a model: name in the state dict -> numpy array."""
+    """Return a model's state dict as numpy arrays by name."""
     return {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
 
 
 def load_weights(model: nn.Module, weights: Arrays) -> None:
-    """Give `model` the `weights` of its names, wherever it is placed."""
+    """Load `weights`, by state-dict names, into `model` on any device."""
     state = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
     model.load_state_dict(state)

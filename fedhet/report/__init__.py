@@ -1,4 +1,4 @@
-"""What a run leaves to look at: tables, figures, a page; and runs side by side."""
+"""Reports of runs: tables, figures and pages; and comparisons of runs."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ __all__ = [
 def write(directory: Path | str) -> Run:
     """Write the figures and the page of a run into its directory and return the run.
 
-    Raises StateError, which names the file, where one is absent, truncated or malformed.
+    Raises StateError, which names the file, if one is absent, truncated or malformed.
     """
     run = load_run(directory)
     write_figures(run)

@@ -1,4 +1,4 @@
-"""The figures of one run that show its clients: their labels and their last accuracies."""
+"""Figures of one run that show its clients: their labels and their last accuracies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedhet.report.run import TEST_SETS, Run
 from fedhet.report.style import Drawing
 
 NAMED = 30
-"""Up to so many clients are drawn each with its name."""
+"""Maximum number of clients that are drawn with their names."""
 
 
 def labels(run: Run) -> Drawing | None:
-    """How many samples of each class each client holds."""
+    """Draw the number of samples of each class at each client."""
     if not run.partition or not run.partition.counts or not run.partition.classes:
         return None
     counts = pd.DataFrame.from_dict(run.partition.counts, orient="index")
@@ -53,12 +53,12 @@ def _cell_counts(ax: Axes, counts: pd.DataFrame, norm: PowerNorm) -> None:
 
 
 def _tall(rows: int) -> float:
-    """Return the height of a figure with a row for each client."""
+    """Return the height of a figure with one row per client."""
     return min(max(2.5, 1.5 + 0.2 * rows), 5.6)
 
 
 def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
-    """Name the ticks of one axis; where there are many, only some of them."""
+    """Label the ticks of one axis; only some of them if there are many."""
     room = NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
     ticks = range(0, len(names), math.ceil(len(names) / room))
     shown = [style.short(names[tick]) for tick in ticks]
@@ -71,7 +71,7 @@ def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
 
 
 def accuracies(run: Run) -> Drawing | None:
-    """The last accuracy of every client, coloured by its model."""
+    """Draw the last accuracy of every client, coloured by its model."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -84,7 +84,7 @@ def accuracies(run: Run) -> Drawing | None:
 
 
 def relative(run: Run) -> Drawing | None:
-    """Each client's accuracy divided by that of its model after training alone."""
+    """Draw each client's accuracy relative to its model after local training alone."""
     if run.relative is None:
         return None
     protocol, ratio = run.relative
@@ -94,14 +94,14 @@ def relative(run: Run) -> Drawing | None:
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
-    """Return the clients that have a value, the lowest first, with their `model` and `value`."""
+    """Return the clients that have a value, lowest first, with their `model` and `value`."""
     frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
     models = [run.models.get(name, "model unknown") for name in frame.index]
     return frame.assign(model=models).sort_values("value", kind="stable")
 
 
 def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
-    """Draw a row for each client."""
+    """Draw one row per client."""
     ax = figure.subplots()
     mean = float(scores["value"].mean())
     ax.axvline(mean, color=style.MUTED, zorder=1, **style.DASHED)
@@ -122,7 +122,7 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
 
 
 def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
-    """Draw a column for each model, a mark in it for each client."""
+    """Draw one column per model, with one mark per client."""
     ax = figure.subplots()
     pool = {str(model): some["value"] for model, some in scores.groupby("model")}
     for column, values in enumerate(pool.values()):
@@ -144,7 +144,7 @@ def _model(ax: Axes, column: int, values: pd.Series) -> None:
 
 
 def _swarm(values: pd.Series, reach: float = 0.3) -> pd.Series:
-    """Return sideways shifts that part values of one bin: the fuller the bin, the wider."""
+    """Return horizontal offsets that separate values of a bin: the fuller the bin, the wider."""
     span = values.max() - values.min() or 1.0
     bins = values.groupby((values - values.min()) // (span / 24))
     number, size = bins.cumcount(), bins.transform("size")

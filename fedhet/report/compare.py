@@ -1,4 +1,4 @@
-"""Runs side by side: grouped over seeds, ordered by the last round's headline accuracy."""
+"""Comparison of runs: grouped over seeds, ordered by the last round's headline accuracy."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def compare(
     kind: str | None = None,
     figures: str = "",
 ) -> Comparison:
-    """Compare runs, given by their directories or by parents of these, up to two levels up.
+    """Compare runs, given by their directories or by parents up to two levels above.
 
-    `kind` is the kind of model by whose accuracy the runs are ordered and the bytes counted; the
-    clients' own, `private`, if it is not given. `target` is the accuracy of "bytes to reach": a
-    fraction, or a percentage if above 1; without it, 90 % of the lowest last accuracy, which all
-    runs reach. `figures` are names of the methods' own figures, comma-separated, to be drawn over
-    rounds too. With `out` the comparison is written there. Raises StateError if there is nothing
-    that can be compared, SettingsError for what these runs do not have.
+    `kind` is the kind of model whose accuracy orders the runs and defines the bytes to reach; by
+    default the clients' own, `private`. `target` is the accuracy of "bytes to reach": a fraction,
+    or a percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
+    `figures` are names of the methods' own metrics, comma-separated, to be drawn over rounds too.
+    With `out` the comparison is written there. Raises StateError if nothing can be compared,
+    SettingsError for a kind or metric that these runs do not have.
     """
     wanted = None if target is None else _fraction(target)
     runs, notes = load_all(find_runs(dirs))
@@ -75,7 +75,7 @@ def _fraction(target: float) -> float:
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json and asked-for figures; return their paths."""
+    """Write compare.png, .html, .md, .json and the requested figures; return their paths."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     page = drawings(comparison)
@@ -89,7 +89,7 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Return the table, and the notes below it, in Markdown."""
+    """Return the table, with the notes below it, in Markdown."""
     basis = f"Last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}."
     notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
@@ -97,7 +97,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
-    """Return a comparison as plain data; what is unknown is NaN."""
+    """Return a comparison as plain data; unknown values are NaN."""
     protocol, kind = comparison.headline
     return {
         "headline": {"protocol": protocol, "kind": kind},
@@ -122,7 +122,7 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
 
 
 def _scores(group: Group, columns: Sequence[Column]) -> dict[str, dict[str, object]]:
-    """Return, by protocol and kind, the last accuracies that the group has."""
+    """Return, by protocol and kind, the group's last accuracies."""
     found: dict[str, dict[str, object]] = {}
     for protocol, kind in columns:
         spread, worst = group.score((protocol, kind)), group.worst((protocol, kind))

@@ -1,4 +1,4 @@
-"""The figures of a comparison: each a function that draws onto a matplotlib Figure."""
+"""Figures of a comparison: each is a function that draws onto a matplotlib Figure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedhet.report.style import Drawing
 from fedhet.runs.units import human_number, percent
 
 SHOWN = 12
-"""So many groups, the best, are drawn as curves."""
+"""Maximum number of groups, the best ones, that are drawn as curves."""
 
 
 def drawings(comparison: Comparison) -> list[Drawing]:
-    """Return the figures of the page, the methods' own that were asked for last."""
+    """Return the page's figures, with the requested metrics of the methods last."""
     return [
         finals(comparison),
         _alone("curves", "accuracy over rounds", _accuracy_by_round, comparison),
@@ -31,13 +31,13 @@ def drawings(comparison: Comparison) -> list[Drawing]:
 
 
 def finals(comparison: Comparison) -> Drawing:
-    """The last round's accuracy: a dot for each seed, a mark for the mean."""
+    """Draw the last round's accuracy: one dot per seed, a mark for the mean."""
     found = _alone("finals", "last accuracy by group", _finals, comparison)
     return replace(found, height=max(2.2, 1.3 + 0.32 * len(comparison.groups)))
 
 
 def overview(comparison: Comparison) -> Drawing:
-    """Accuracy over rounds, and the last round's, side by side."""
+    """Draw accuracy over rounds next to the last round's accuracy."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
@@ -51,7 +51,7 @@ def overview(comparison: Comparison) -> Drawing:
 def _alone(
     name: str, alt: str, draw: Callable[..., None], comparison: Comparison, *more: str
 ) -> Drawing:
-    """Return a figure of one axes, on which `draw` draws, with room for a legend of groups."""
+    """Return a figure with one axes that `draw` fills, with room for a legend of groups."""
     names = [_name(group) for group in comparison.groups[:SHOWN]]
     rows = math.ceil(len(names) / style.legend_columns(names))
     return Drawing(
@@ -109,9 +109,9 @@ def _own(ax: Axes, comparison: Comparison, name: str) -> None:
 def _draw(
     ax: Axes, comparison: Comparison, curve_of: Callable[[Group], pd.DataFrame], x: str = ""
 ) -> list[int]:
-    """Draw a curve for each group, with a band over seeds, over rounds or a column `x`.
+    """Draw one curve per group, with a band over seeds, over rounds or a column `x`.
 
-    Returns the rounds that it covers.
+    Returns the rounds covered.
     """
     rounds = [1]
     for number, group in enumerate(comparison.groups[:SHOWN]):

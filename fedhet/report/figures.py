@@ -1,4 +1,4 @@
-"""The figures of one run over its rounds: accuracy, bytes, time, loss, the method's own."""
+"""Figures of one run over its rounds: accuracy, bytes, time, loss, the method's own metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fedhet.report.style import HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds
 
 GAP = "\N{EN SPACE}"
-"""Between a name and its number: SVG would merge two common spaces into one."""
+"""Separates a name from its number: SVG would merge two ordinary spaces into one."""
 BARS = 50
-"""Longer runs have the mean of several rounds in a bar."""
+"""Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
 STAGE_NAMES = {
     "train": "training", "evaluate": "evaluation", "server": "server", "overhead": "overhead",
 }  # fmt: skip
 PANELS, ACROSS = 12, 3
-"""The most of a method's own figures that are drawn, and how many side by side."""
+"""The maximum number of the method's own metrics that are drawn, and of panels in a row."""
 
 
 def write_figures(run: Run) -> list[Path]:
@@ -50,7 +50,7 @@ def drawings(run: Run) -> list[Drawing]:
 
 
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
-    """Accuracy over rounds: a panel for each protocol, a curve for each kind of model."""
+    """Draw accuracy over rounds: one panel per protocol, one curve per kind of model."""
     draw = partial(_accuracy, run=run, protocols=protocols)
     return Drawing("accuracy", draw, "accuracy over rounds", width=WIDTH * len(protocols))
 
@@ -90,7 +90,7 @@ def _accuracy_limits(ax: Axes) -> None:
 
 
 def _traffic(figure: Figure, run: Run) -> None:
-    """Draw the payload bytes up and down, cumulated over rounds."""
+    """Draw the cumulative payload bytes up and down over rounds."""
     ax = figure.subplots()
     for number, name in enumerate(("up", "down")):
         total = run.costs[f"bytes_{name}"].cumsum()
@@ -103,7 +103,7 @@ def _traffic(figure: Figure, run: Run) -> None:
 
 
 def _time(figure: Figure, run: Run) -> None:
-    """Draw where the time went: the whole run as one bar, and every round."""
+    """Draw the time by stage: the whole run as one bar, and every round."""
     top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
     stages = [stage for stage in STAGES if run.totals[stage] > 0]
     _time_bar(top, run.totals[stages])
@@ -121,7 +121,7 @@ def _time(figure: Figure, run: Run) -> None:
 
 
 def _time_stages(ax: Axes, seconds: pd.DataFrame) -> None:
-    """Draw a bar for each row, its stages stacked."""
+    """Draw a bar for each row, with its stages stacked."""
     rounds = seconds.index
     width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
     bottom = seconds.cumsum(axis="columns") - seconds
@@ -147,7 +147,7 @@ def _time_head(top: Axes, ax: Axes) -> None:
 
 
 def _time_bar(ax: Axes, seconds: pd.Series) -> None:
-    """Draw the shares of the stages as one bar across."""
+    """Draw the shares of the stages as one horizontal bar."""
     shares = seconds / seconds.sum()
     starts = shares.cumsum() - shares
     for stage, share in shares.items():
@@ -162,7 +162,7 @@ def _time_bar(ax: Axes, seconds: pd.Series) -> None:
 
 
 def loss(run: Run) -> Drawing | None:
-    """Training loss over rounds, with the range in which most clients lie."""
+    """Draw the training loss over rounds, with the range of most clients."""
     if frames.mean_loss(run.records).empty:
         return None
     return Drawing("loss", partial(_loss, run=run), "training loss over rounds")
@@ -182,7 +182,7 @@ def _loss(figure: Figure, run: Run) -> None:
 
 
 def method(run: Run) -> Drawing | None:
-    """The method's own figures over rounds, a panel each; the page shows them as small curves."""
+    """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
     shown = run.figures.iloc[:, :PANELS]
     if shown.empty:
         return None

@@ -12,7 +12,7 @@ STATISTICS = ["mean", "std", "worst"]
 
 
 def accuracies(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return the accuracies over the clients, a row for each round, protocol and kind of model."""
+    """Return accuracies over the clients, one row per round, protocol and kind of model."""
     rows = [
         (record.round, protocol, kind, scores.mean, scores.std, scores.worst)
         for record in records
@@ -24,9 +24,9 @@ def accuracies(records: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return bytes and seconds of each round; `bytes` are those sent so far, up and down.
+    """Return bytes and seconds of each round; `bytes` are cumulative, up and down.
 
-    `seconds` is wall-clock time, and a column for each stage; see `fedhet.runs.records.Seconds`.
+    `seconds` is wall-clock time, with one column per stage; see `fedhet.runs.records.Seconds`.
     """
     rows = [
         {"bytes_up": record.bytes_up, "bytes_down": record.bytes_down, **dict(record.seconds)}
@@ -37,7 +37,7 @@ def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def losses(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return the training loss of each round: a column a client; rounds without one are absent."""
+    """Return the training loss of each round that has one, with one column per client."""
     known = [record for record in records if record.loss]
     rows = [record.loss.per_client for record in known if record.loss]
     return pd.DataFrame(rows, index=_rounds(known), dtype=float)
@@ -50,7 +50,7 @@ def mean_loss(records: Sequence[RoundRecord]) -> pd.Series:
 
 
 def figures(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return the method's own figures, a column each, in the order in which they first occur."""
+    """Return the method's own metrics, one column each, in order of first occurrence."""
     rows = [record.method for record in records]
     return pd.DataFrame(rows, index=_rounds(records), dtype=float)
 
@@ -58,7 +58,7 @@ def figures(records: Sequence[RoundRecord]) -> pd.DataFrame:
 def over_seeds(each: Sequence[pd.Series]) -> pd.DataFrame:
     """Return mean and sample standard deviation of several runs' curves, NaN for a single run.
 
-    Only the rounds for which every run has a value are kept.
+    Only rounds for which every run has a value are kept.
     """
     table = pd.concat([curve.dropna() for curve in each], axis=1, join="inner").sort_index()
     return pd.DataFrame({"mean": table.mean(axis=1), "std": table.std(axis=1)})

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed form a group; groups are what a comparison compares."""
+"""Groups of runs that differ only in their seed; a comparison compares groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Column = tuple[str, str]
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over the runs of a group; the sample standard deviation is NaN for a single one."""
+    """A mean over the runs of a group; the sample standard deviation is NaN for a single run."""
 
     mean: float = NAN
     std: float = NAN
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def dataset(self) -> str:
-        """The data set's name."""
+        """The dataset's name."""
         return self.runs[0].dataset
 
     @property
@@ -60,7 +60,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Did all the runs reach their end?"""
+        """Whether all runs are finished."""
         return all(run.finished for run in self.runs)
 
     @property
@@ -69,15 +69,15 @@ class Group:
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the last round's mean over clients, over the runs."""
+        """Return the last round's mean over clients, as a spread over the runs."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the last round's worst client, over the runs."""
+        """Return the last round's worst client accuracy, as a spread over the runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def total(self, cost: str) -> Spread:
-        """Return `bytes_up`, `bytes_down` or wall-clock `seconds`, in all, over the runs."""
+        """Return the total `bytes_up`, `bytes_down` or wall-clock `seconds`, over the runs."""
         return Spread.of(run.totals[cost] for run in self.runs)
 
     def bytes_to(self, column: Column, target: float) -> Spread:
@@ -92,24 +92,24 @@ class Group:
 
     @property
     def figures(self) -> set[str]:
-        """The names of the method's own figures that every run has."""
+        """The names of the method's own metrics that every run has."""
         return set.intersection(*(set(run.figures) for run in self.runs))
 
     def figure(self, name: str) -> pd.DataFrame:
-        """Return mean and std of one of the method's own figures by round."""
+        """Return mean and std of one of the method's own metrics by round."""
         return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups, best first by the headline column, and what a reader must know about them."""
+    """Groups, best first by the headline column, and notes for the reader."""
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
     target: float
     notes: tuple[str, ...]
     figures: tuple[str, ...] = ()
-    """The methods' own figures that are drawn over rounds too."""
+    """The methods' own metrics that are also drawn over rounds."""
 
     @property
     def headline(self) -> Column:
@@ -118,7 +118,7 @@ class Comparison:
 
 
 def bytes_to_target(run: Run, column: Column, target: float) -> float:
-    """Return the bytes sent up and down until the mean accuracy first reached a target, or NaN."""
+    """Return the bytes sent up and down until the mean accuracy reached a target, or NaN."""
     accuracy = run.curve(*column)["mean"]
     reached = accuracy.index[accuracy >= target]
     return float(run.costs["bytes"][reached[0]]) if len(reached) else NAN
@@ -158,7 +158,7 @@ def load_all(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Return the runs in groups with labels that tell them apart, and notes on runs left out."""
+    """Return the runs in groups with distinct labels, and notes on runs left out."""
     place = where_it_ran() | {"seed"}
     found: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -173,7 +173,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 
 
 def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
-    """Return, for each row, the method and those settings in which the method's rows differ."""
+    """Return, for each row, the method and the settings in which that method's rows differ."""
     settings = settings.sort_index(axis="columns")
     varies = settings.groupby(pd.Series(methods)).nunique(dropna=False) > 1
     return [
@@ -184,7 +184,7 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
 
 def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
-    """Leave unfinished runs out of a group that has finished ones."""
+    """Leave out the unfinished runs of a group that has finished ones."""
     whole = [run for run in runs if run.finished]
     for run in runs:
         if not run.finished:
@@ -194,7 +194,7 @@ def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
 
 
 def _one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
-    """Keep the longest, then latest, of the runs that share a seed: it is one sample, not two."""
+    """Keep one run per seed, the longest, then the latest: same-seed runs are one sample."""
     best: dict[int | None, Run] = {}
     for run in sorted(runs, key=lambda run: (run.done, _written(run))):
         if run.seed in best:
@@ -210,8 +210,8 @@ def _written(run: Run) -> float:
 def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[Column, ...]:
     """Return every protocol and kind, the shared headline first.
 
-    That is the protocol that is the headline of most groups; of several, the one that most were
-    evaluated under, then `common`; and of its kinds the one `wanted`, or the first, `private`.
+    That is the protocol that is the headline of most groups; among ties, the one under which most
+    were evaluated, then `common`; and of its kinds `wanted`, or the first one, `private`.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -231,14 +231,14 @@ def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[
 
 
 def _preference(groups: Sequence[Group], protocol: str) -> tuple[object, ...]:
-    """Return a sorting key: the protocol of most groups comes first."""
+    """Return a sort key: the protocol of most groups comes first."""
     headline = sum(group.headline == protocol for group in groups)
     evaluated = sum(any(run.kinds(protocol) for run in group.runs) for group in groups)
     return -headline, -evaluated, position(protocol, list(TEST_SETS))
 
 
 def chosen_figures(names: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in a comma-separated text. Raises SettingsError for one not `known`."""
+    """Split a comma-separated text of names. Raises SettingsError for one not in `known`."""
     wanted = tuple(name.strip() for name in names.split(",") if name.strip())
     for name in wanted:
         if name not in known:
@@ -257,7 +257,7 @@ def default_target(groups: Sequence[Group], column: Column) -> float:
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:
-    """Return what makes rows hard to compare."""
+    """Return notes on what makes rows hard to compare."""
     notes = _differing(groups)
     unjudged = [group.label for group in groups if group.score(column).n == 0]
     if unjudged:

@@ -1,4 +1,4 @@
-"""The pages: one HTML file each, which needs nothing else, and is read on paper as on a phone."""
+"""The HTML pages: one self-contained file each, readable on paper and on a phone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedhet.runs.units import (
 )
 
 SPARKS = 24
-"""So many of a method's own figures get a small curve."""
+"""Maximum number of the method's own metrics that get a small curve."""
 
 
 def write_report(path: Path | str) -> Path:
@@ -79,7 +79,7 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
 
 
 def _environment() -> Environment:
-    """Return the templates' environment; whatever a run says is text, never markup."""
+    """Return the template environment; texts of a run are escaped, never treated as markup."""
     folder = files("fedhet.report")
     environment = Environment(
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
@@ -107,7 +107,7 @@ def _where(protocol: str) -> str:
 
 
 def _hero(run: Run) -> dict[str, object] | None:
-    """Return the headline: the last round's mean, and beside it its spread and the best round."""
+    """Return the headline: the last round's mean with its spread, and the best round."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -122,7 +122,7 @@ def _hero(run: Run) -> dict[str, object] | None:
 
 
 def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
-    """Return a figure's last value, its range, and its course as SVG paths, a gap for a NaN."""
+    """Return a metric's last value, its range, and its curve as SVG paths, with a gap for NaN."""
     known = values.dropna()
     if known.empty:
         return {"name": str(values.name), "last": ABSENT, "span": "", "path": "", "dot": ""}
@@ -141,13 +141,13 @@ def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[st
 
 
 def _unit(values: pd.Series, constant: float) -> pd.Series:
-    """Return values scaled to [0, 1]; where all are equal, `constant`."""
+    """Return values scaled to [0, 1], or `constant` if all are equal."""
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else values * 0 + constant
 
 
 def _lead(comparison: Comparison) -> dict[str, str]:
-    """Return the highest headline accuracy, and how far the others are from it."""
+    """Return the highest headline accuracy, and its distance to the others."""
     means = [(g.label, g.score(comparison.headline)) for g in comparison.groups]
     (label, best), *others = [(name, spread) for name, spread in means if spread.n]
     protocol, kind = comparison.headline

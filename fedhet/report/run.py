@@ -1,8 +1,7 @@
 """A run, read from its directory.
 
-Whatever is absent, truncated or malformed raises a StateError that names the file. Two things are
-accepted, because a run that was interrupted leaves them: a missing `summary.json`, and a last
-line of `metrics.jsonl` that was cut short.
+A file that is absent, truncated or malformed raises a StateError that names it. An interrupted run
+is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` may be truncated.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its directory tells it; `summary` is None while it is unfinished."""
+    """A run as read from its directory; `summary` is None while it is unfinished."""
 
     path: Path
     settings: Mapping[str, object]
-    """By their full names."""
+    """The settings by their full names."""
     records: tuple[RoundRecord, ...]
     summary: Summary | None
     partition: Partition | None
@@ -40,7 +39,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Did the run reach its end?"""
+        """Whether the run is finished."""
         return self.summary is not None
 
     @property
@@ -50,7 +49,7 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        """The data set's name."""
+        """The dataset's name."""
         return self.summary.dataset if self.summary else _dataset(self.settings)
 
     @property
@@ -66,18 +65,18 @@ class Run:
 
     @property
     def planned(self) -> int:
-        """The rounds that the run was to have."""
+        """The planned number of rounds."""
         rounds = self.summary.rounds if self.summary else self.settings.get("rounds")
         return rounds if isinstance(rounds, int) else self.done
 
     @property
     def models(self) -> Mapping[str, str]:
-        """Each client's model, where the summary tells."""
+        """Each client's model, if there is a summary."""
         return self.summary.models if self.summary else {}
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """Every client that the run knows of, in natural order."""
+        """All clients in the run's files, in natural order."""
         names = {*self.models, *self.samples}
         for record in self.records:
             names.update(record.asked, record.answered, record.failed)
@@ -99,7 +98,7 @@ class Run:
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:
-        """The protocols under which the run was evaluated, the headline one first."""
+        """The protocols under which the run was evaluated, the headline protocol first."""
         headline = self.summary.headline if self.summary else self.settings.get("headline")
         found = [name for name, kinds in self.accuracy.items() if kinds]
         return tuple(sorted(found, key=lambda name: position(name, [headline, *TEST_SETS])))
@@ -121,12 +120,12 @@ class Run:
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """The protocol, the headline one if it can be, and the last ratios to training alone."""
+        """The last ratios to local training, and their protocol: the headline one if possible."""
         found = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, found[name]) for name in self.protocols if name in found), None)
 
     def last(self, protocol: str, kind: str) -> Score:
-        """Return the last round's scores; empty ones where there are none."""
+        """Return the last round's scores; empty if there are none."""
         return self.accuracy.get(protocol, {}).get(kind, Score())
 
     @cached_property
@@ -134,7 +133,7 @@ class Run:
         return frames.accuracies(self.records)
 
     def curve(self, protocol: str, kind: str) -> pd.DataFrame:
-        """Return mean, std and worst accuracy of every round that was evaluated so."""
+        """Return mean, std and worst accuracy of every round that has this protocol and kind."""
         every = self._accuracies
         rows = (every["protocol"] == protocol) & (every["kind"] == kind)
         return every.loc[rows, frames.STATISTICS]
@@ -146,12 +145,12 @@ class Run:
 
     @cached_property
     def figures(self) -> pd.DataFrame:
-        """The method's own figures of each round, a column each."""
+        """The method's own metrics of each round, one column each."""
         return frames.figures(self.records)
 
     @cached_property
     def totals(self) -> pd.Series:
-        """The sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage."""
+        """Sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage."""
         if self.summary is None:
             return self.costs.drop(columns="bytes").sum()
         sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
@@ -159,13 +158,13 @@ class Run:
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
-        """Each client's number of samples, where the label counts are known."""
+        """Each client's number of samples, if the label counts are known."""
         counts = self.partition.counts if self.partition else {}
         return {name: sum(row) for name, row in counts.items()}
 
     @cached_property
     def failures(self) -> pd.DataFrame:
-        """The rounds of every failure by client and reason; no answer to a request is one too."""
+        """The rounds of every failure by client and reason, including requests without a reply."""
         rows = [(*lost, record.round) for record in self.records for lost in _lost(record).items()]
         frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
         found = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
@@ -175,7 +174,7 @@ class Run:
 def load_run(path: Path | str) -> Run:
     """Read a run's directory.
 
-    Raises StateError, which names the file, for one that is absent, truncated or malformed.
+    Raises StateError, which names the file, if one is absent, truncated or malformed.
     """
     root = Path(path)
     if not root.is_dir():
@@ -193,18 +192,18 @@ def load_run(path: Path | str) -> Run:
 
 
 def position(name: str, order: Sequence[object]) -> tuple[int, str]:
-    """Return a sorting key: names in the given order come first, then the others by name."""
+    """Return a sort key: names in the given order come first, then the others by name."""
     return (order.index(name) if name in order else len(order)), name
 
 
 def lowest(values: Mapping[str, float]) -> str:
-    """Return the client with the lowest value, the first in natural order of several, or ""."""
+    """Return the client with the lowest value, ties by natural order, or ""."""
     known = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
     return str(known.idxmin()) if len(known) else ""
 
 
 def highest(values: Mapping[str, float]) -> str:
-    """Return the client with the highest value, the first in natural order of several, or ""."""
+    """Return the client with the highest value, ties by natural order, or ""."""
     return lowest({name: -value for name, value in values.items()})
 
 
@@ -213,13 +212,13 @@ def _dataset(settings: Mapping[str, object]) -> str:
 
 
 def _lost(record: RoundRecord) -> dict[str, str]:
-    """Return the clients that were asked in vain, and why."""
+    """Return the clients that did not reply, with the reason."""
     silent = set(record.asked) - set(record.answered) - set(record.failed)
     return {**record.failed, **dict.fromkeys(silent, "no answer")}
 
 
 def _settings(path: Path) -> Mapping[str, object]:
-    """Return the settings of config.toml by their full names: `felo.alpha` for alpha in [felo]."""
+    """Return config.toml's settings by their full names: `felo.alpha` for alpha in [felo]."""
     try:
         tables = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:

@@ -1,8 +1,8 @@
-"""How every figure looks: colours, type, axes; as a PNG on white, or as SVG for the page.
+"""Style of all figures: colours, fonts, axes; as PNG on white, or as SVG for the page.
 
-Figures are made through matplotlib's objects, never pyplot, so nothing global is left behind.
-The series colours are Okabe and Ito's, which stay apart for colour-blind readers. In SVG each
-colour becomes a CSS variable of the page, so that a figure follows its light or dark scheme.
+Figures use matplotlib's object interface, never pyplot, so no global state is changed. The series
+colours are Okabe and Ito's, which colour-blind readers can distinguish. In SVG each colour becomes
+a CSS variable of the page, so that a figure follows its light or dark scheme.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
-"""Of a figure with one axes, in inches."""
+"""Size of a figure with one axes, in inches."""
 RC = mpl.rc_params_from_file(
     Path(__file__).with_name("fedhet.mplstyle"), use_default_template=False
 )
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
-"""For text on a fill that stays as light, or as dark, whatever the page's scheme."""
+"""Colours of text on a fill that stays light, or dark, in both of the page's schemes."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
@@ -67,7 +67,7 @@ class Drawing:
     name: str
     draw: Callable[[Figure], None]
     alt: str = ""
-    """What it shows, for those who cannot see it."""
+    """Text alternative for readers who cannot see the figure."""
     width: float = WIDTH
     height: float = HEIGHT
 
@@ -79,7 +79,7 @@ class Drawing:
         return path
 
     def svg(self) -> str:
-        """Return the figure as SVG to be set into the page."""
+        """Return the figure as SVG to embed in the page."""
         with _styled(self) as figure:
             file = io.StringIO()
             figure.savefig(
@@ -100,7 +100,7 @@ def _styled(drawing: Drawing) -> Iterator[Figure]:
 
 
 def _inline(svg: str, alt: str) -> str:
-    """Strip what only a file needs, and give the colours over to the page."""
+    """Remove what only a standalone file needs, and replace colours by CSS variables."""
     named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -116,14 +116,14 @@ def _variable(match: re.Match[str]) -> str:
 
 
 def legend_columns(labels: Sequence[str], room: int = 72) -> int:
-    """Return how many columns of a legend fit above an axes: all in one row if they may."""
+    """Return the number of legend columns that fit above an axes: all in one row if possible."""
     if sum(len(label) + 5 for label in labels) <= room:
         return max(len(labels), 1)
     return max(1, room // (max(map(len, labels)) + 5))
 
 
 def head(ax: Axes, title: str) -> None:
-    """Set the title of an axes and, between it and the axes, a legend of what was labelled."""
+    """Set the title of an axes and, below it, a legend of the labelled series."""
     handles, labels = ax.get_legend_handles_labels()
     columns = legend_columns(labels)
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
@@ -135,7 +135,7 @@ def head(ax: Axes, title: str) -> None:
 
 
 def over_rounds(ax: Axes, rounds: Sequence[int], margin: float = 0.0, note: str = "") -> None:
-    """Give an axes a horizontal axis of whole rounds, named with a note beside."""
+    """Set up a horizontal axis of integer rounds, with a note in its label."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -144,55 +144,55 @@ def over_rounds(ax: Axes, rounds: Sequence[int], margin: float = 0.0, note: str 
 
 
 def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
-    """Give an axis a few round numbers, set as `text` has it."""
+    """Give an axis a few round ticks, formatted by `text`."""
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     chosen.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
 def in_bytes(value: float) -> str:
-    """Return a tick's number of bytes without needless digits."""
+    """Return a tick's number of bytes without superfluous digits."""
     number, _, unit = human_bytes(value).partition(" ")
     return f"{float(number):g} {unit}"
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the colour and the marker of a series by its number; the pairs repeat late."""
+    """Return the colour and the marker of a series; pairs repeat only after many series."""
     rounds, place = divmod(number, len(SERIES))
     return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
 
 
 def marker(points: int) -> str:
-    """Return a marker for short curves; long ones go without."""
+    """Return a marker for short curves, none for long ones."""
     return "o" if points <= 25 else ""
 
 
 def line(
     ax: Axes, values: pd.Series, colour: str = SERIES[0], size: float = 3.2, **look: Any
 ) -> None:
-    """Draw a series over its index; its points are marked where they are few."""
+    """Draw a series over its index, with markers if it has few points."""
     ax.plot(values.index, values, color=colour, marker=marker(len(values)), markersize=size, **look)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
-    """Draw the mean of a numbered series, and around it a band of one standard deviation."""
+    """Draw the mean of a numbered series with a band of one standard deviation."""
     colour, _ = mark(number)
     line(ax, mean, colour, size=3, linestyle=DASHES[number % len(DASHES)], label=label)
     shade(ax, mean - std, mean + std, colour, alpha=0.15)
 
 
 def shade(ax: Axes, low: pd.Series, high: pd.Series, colour: str, **look: Any) -> None:
-    """Fill the area between two series of the same index."""
+    """Fill the area between two series with the same index."""
     ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
 
 
 def grid(ax: Axes, axis: Literal["x", "y"]) -> None:
-    """Draw grid lines for the ticks of one axis alone."""
+    """Draw grid lines for the ticks of one axis only."""
     ax.grid(visible=False)
     ax.grid(visible=True, axis=axis)
 
 
 def short(name: str, width: int = 16) -> str:
-    """Return a printable name, cut where it is longer than `width`."""
+    """Return a printable name, truncated to `width`."""
     name = printable(name)
     return name if len(name) <= width else name[: width - 1] + "…"

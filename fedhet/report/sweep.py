@@ -1,4 +1,4 @@
-"""One setting over several values: a table and a figure, mean and spread over seeds."""
+"""Sweep of one setting over several values: table and figure, mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fedhet.runs.units import human_number, printable, setting
 
 @dataclass(frozen=True)
 class Sweep:
-    """What each value of a setting gave."""
+    """The results for each value of a setting."""
 
     name: str
     values: tuple[object, ...]
     results: pd.DataFrame
-    """A column for each quantity and a row for each run, indexed by the place of its value."""
+    """One column per quantity and one row per run, indexed by the position of its value."""
 
     def spread(self, quantity: str) -> pd.DataFrame:
-        """Return mean, std and number of a quantity over the seeds of each value."""
+        """Return mean, std and count of a quantity over the seeds of each value."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
 
 
 def sweep(name: str, runs: Mapping[object, Sequence[Path]]) -> Sweep:
-    """Gather the runs of each value; a quantity that no run has is left out."""
+    """Collect the runs of each value; a quantity that no run has is left out."""
     rows = {
         (place, path): _quantities(load_run(path))
         for place, paths in enumerate(runs.values())
@@ -47,7 +47,7 @@ def sweep(name: str, runs: Mapping[object, Sequence[Path]]) -> Sweep:
 
 
 def _quantities(run: Run) -> dict[str, float]:
-    """Return what a run came to: the last round's accuracies, and each figure's last value."""
+    """Return a run's results: the last round's accuracies, and each metric's last value."""
     found: dict[str, float] = {}
     last = run.last_evaluated
     for protocol, ratio in (last.relative if last else {}).items():
@@ -61,8 +61,8 @@ def _quantities(run: Run) -> dict[str, float]:
 def shown(found: Sweep, figures: str) -> list[str]:
     """Return the quantities to draw: the accuracy, relative if there is one, and `figures`.
 
-    `figures` are names of the method's figures, comma-separated; empty: its first. Raises
-    SettingsError for one that there is not.
+    `figures` are names of the method's metrics, comma-separated; if empty, its first. Raises
+    SettingsError for an unknown one.
     """
     own = [name for name in found.results if "accuracy, " not in name]
     return [*found.results.columns[:1], *(chosen_figures(figures, own) or own[:1])]
@@ -80,7 +80,7 @@ def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
 
 
 def sweep_table(found: Sweep, figures: str = "") -> Table:
-    """Return the table for the terminal: what is drawn, a row for each value."""
+    """Return the terminal's table of the drawn quantities, one row per value."""
     cells = _cells(found, shown(found, figures))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for header in cells.headers:
@@ -96,14 +96,14 @@ def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
 
 
 def _column(spread: pd.DataFrame) -> list[Cell]:
-    """Return means over seeds, and the deviations where there are several."""
+    """Return means over seeds, with standard deviations if there are several."""
     means, stds = spread["mean"].map(human_number), spread["std"].map(human_number)
     texts = means.where(spread["std"].isna(), means + " ± " + stds)
     return [Cell(text, value) for text, value in zip(texts, spread["mean"], strict=True)]
 
 
 def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
-    """Return the figure: a panel for each quantity, over the values of the setting."""
+    """Return the figure: one panel per quantity, over the values of the setting."""
     draw = partial(_panels, found=found, names=names)
     return Drawing("sweep", draw, f"{found.name} swept", width=WIDTH * len(names))
 

@@ -1,4 +1,4 @@
-"""Tables for the terminal, and the cells that the page and Markdown share with them."""
+"""Tables for the terminal, and the cells that they share with the page and Markdown."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fedhet.runs.units import (
 )
 
 WHOLE = 30
-"""Up to so many clients are listed all; of more, the best and the worst."""
+"""Maximum number of clients listed in full; beyond, only the best and the worst."""
 ENDS = 5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what it shows, and the number it sorts by where it is one."""
+    """A table's cell: its text, and the number to sort by if it has one."""
 
     text: str
     value: float | None = None
 
     @property
     def key(self) -> float | str:
-        """What a sort goes by: the number, or the text."""
+        """The sort key: the number, or the text."""
         if self.value is None:
             return self.text
         return self.value if math.isfinite(self.value) else ""
@@ -51,7 +51,7 @@ Row = tuple[Cell, ...]
 
 @dataclass(frozen=True)
 class Cells:
-    """A table: its columns by their headers; the first `words` of them are text."""
+    """A table: its columns by their headers; the first `words` columns are text."""
 
     columns: Mapping[str, Sequence[Cell]]
     foot: Sequence[Sequence[str]] = ()
@@ -69,7 +69,7 @@ class Cells:
 
 
 def client_cells(run: Run) -> Cells:
-    """Return a row for each client: model, samples, last accuracy by protocol and kind."""
+    """Return one row per client: model, samples, last accuracy by protocol and kind."""
     about = {"client": [Cell(printable(name)) for name in run.clients]}
     if run.models:
         about["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
@@ -94,9 +94,9 @@ def _count(number: int | None) -> Cell:
 
 
 def final_table(run: Run) -> Table:
-    """Return the last round's accuracy of every client, with mean, std and worst at the foot.
+    """Return the last round's accuracy of every client, with mean, std and worst in the footer.
 
-    Of more than 30 clients the best and the worst five are shown.
+    For more than 30 clients, only the best and the worst five are shown.
     """
     cells = client_cells(run)
     last = run.last_evaluated.round if run.last_evaluated else run.done
@@ -116,7 +116,7 @@ def final_table(run: Run) -> Table:
 
 
 def relative_line(run: Run) -> str:
-    """Return in words what the clients gained over training alone; "" where nothing tells."""
+    """Return a sentence on the clients' gains over local training; "" if not measured."""
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
@@ -127,7 +127,7 @@ def relative_line(run: Run) -> str:
 
 
 def _table(cells: Cells, title: Text) -> Table:
-    """Return an empty table: words may fold, numbers stay whole and stand to the right."""
+    """Return an empty table: text columns may wrap, numbers do not and are right-aligned."""
     table = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
         collapse_padding=True, pad_edge=False,
@@ -149,7 +149,7 @@ def _add(table: Table, rows: Sequence[Sequence[Cell]]) -> None:
 
 
 def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list[Row]]:
-    """Return the rows best in the first of the columns, the number left out, and the worst."""
+    """Return the best rows by the first of the columns, the number left out, and the worst."""
     rows = cells.rows
     if len(rows) <= WHOLE or not columns:
         return rows[:WHOLE], len(rows[WHOLE:]), []
@@ -161,7 +161,7 @@ def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list
 
 
 def comparison_cells(comparison: Comparison) -> Cells:
-    """Return a row for each group, as `Comparison` orders them."""
+    """Return one row per group, in the order of `Comparison`."""
     groups, headline, target = comparison.groups, comparison.headline, comparison.target
     seconds = [group.total("seconds").mean for group in groups]
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
@@ -189,13 +189,13 @@ def _accuracy(spread: Spread) -> Cell:
 
 
 def _sized(spread: Spread, runs: int = 0) -> Cell:
-    """Return a number of bytes, and of how many of the `runs` it is where not of all."""
+    """Return a number of bytes, with the number of `runs` it covers if not all of them."""
     some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(human_bytes(spread.mean) + some, spread.mean)
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a comparison for the terminal, its notes below."""
+    """Return a comparison for the terminal, with its notes below."""
     cells = comparison_cells(comparison)
     title = f"last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}"
     table = _table(cells, Text(title))
@@ -214,6 +214,6 @@ def markdown(cells: Cells) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text that Markdown sets as it is."""
+    """Return text escaped for Markdown."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\|*_`\[])", r"\\\1", escaped)

@@ -1,1 +1,1 @@
-"""A run's directory: its records, its log, and what a person sees while it goes on."""
+"""A run's directory: its records and log, and the display of a run's progress."""

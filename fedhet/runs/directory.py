@@ -1,4 +1,4 @@
-"""A run's directory: made for a new run, or taken up again by the run that began in it."""
+"""A run's directory: created for a new run, or reopened to resume one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedhet.wire.knowledge import is_name
 
 
 def make_empty(directory: Path) -> None:
-    """Make the directory of a new run. Raises StateError where there is anything in it already."""
+    """Create the directory of a new run. Raises StateError if it is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
             f"{directory} holds a run already; give another directory with --out, or go on with "
@@ -32,9 +32,9 @@ def make_empty(directory: Path) -> None:
 
 
 def claimed(directory: Path) -> IO[str]:
-    """Return an open file that makes the directory this process's; the system frees it at its end.
+    """Return an open lock file of the directory; the system releases it when the process ends.
 
-    Raises StateError where another process has the run.
+    Raises StateError if another process has locked the run.
     """
     file = (directory / "run.lock").open("w")
     try:
@@ -46,7 +46,7 @@ def claimed(directory: Path) -> IO[str]:
 
 
 def check_same(config: Config, directory: Path) -> None:
-    """Raise StateError unless `directory` holds an unfinished run of these very settings."""
+    """Raise StateError unless `directory` holds an unfinished run with the same settings."""
     if (directory / "summary.json").exists():
         raise StateError(f"the run in {directory} is complete; there is nothing to resume")
     there = read_toml(directory / "config.toml")
@@ -61,7 +61,7 @@ def check_same(config: Config, directory: Path) -> None:
 
 
 def read_run_name(directory: Path) -> str:
-    """Return the name by which the clients know the run. Raises StateError."""
+    """Return the run's name, as clients know it. Raises StateError."""
     path = directory / "run.json"
     try:
         name = json.loads(path.read_text(encoding="utf-8"))["run"]
@@ -73,7 +73,7 @@ def read_run_name(directory: Path) -> str:
 
 
 def whole_rounds(path: Path, rounds: int) -> list[RoundRecord]:
-    """Return the records of rounds 1 to `rounds`, from which a run goes on. Raises StateError."""
+    """Return the records of rounds 1 to `rounds`, after which a run resumes. Raises StateError."""
     found = read_records(path)[0] if path.exists() else []
     whole = [record for number, record in enumerate(found, 1) if record.round == number]
     if len(whole) < rounds:

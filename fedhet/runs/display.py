@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Display of a run's progress in the terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MOST_NOTICES = 6
 
 
 class LineDisplay(Watcher):
-    """One plain line an event: for logs and pipes."""
+    """One plain line per event: for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._headline = "common"
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
-        """Print what runs and where."""
+        """Print the run's title and directory."""
         self._headline = config.method.spec.headline
         self._print(f"{title(config, models)} -> {directory}")
 
@@ -48,7 +48,7 @@ class LineDisplay(Watcher):
         self._print(f"note: {text}")
 
     def run_finished(self, summary: Summary) -> None:
-        """Print how long it took."""
+        """Print the run's duration."""
         self._print(f"{plural(summary.rounds, 'round')} in {summary.seconds.total:.1f} s")
 
     def _print(self, text: str) -> None:
@@ -56,7 +56,7 @@ class LineDisplay(Watcher):
 
 
 class LiveDisplay(Watcher):
-    """A live picture: the rounds, and every client's model, state and accuracy."""
+    """A live display of the rounds, and of every client's model, state and accuracy."""
 
     def __init__(self, console: Console) -> None:
         self._bar = Progress(
@@ -87,7 +87,7 @@ class LiveDisplay(Watcher):
         self._live.stop()
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
-        """Begin the table of clients."""
+        """Start the table of clients."""
         self._title = f"{title(config, models)} -> {directory}"
         self._protocol = config.method.spec.headline
         self._models = dict(models)
@@ -96,7 +96,7 @@ class LiveDisplay(Watcher):
         self._bar.update(self._task, description=config.method.name, total=config.run.rounds)
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Mark the clients that train."""
+        """Mark the clients that were asked."""
         for name in self._models:
             asked_now = name in asked
             self._state[name] = (
@@ -153,7 +153,7 @@ class LiveDisplay(Watcher):
 
 
 def title(config: Config, models: Mapping[str, str]) -> str:
-    """Return one line that names a run."""
+    """Return a one-line title of a run."""
     counts = [
         plural(len(models), "client"),
         plural(len(set(models.values())), "architecture"),
@@ -164,7 +164,7 @@ def title(config: Config, models: Mapping[str, str]) -> str:
 
 
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
-    """Return the mean accuracy of the private models under `protocol`, and a text of it."""
+    """Return the private models' mean accuracy under `protocol`, and a text that shows it."""
     shown = protocol if protocol in record.accuracy else "personal"
     scores = record.accuracy.get(shown, {}).get("private")
     if scores is None:

@@ -1,4 +1,4 @@
-"""How records, summaries and partitions are written as JSON, and read back."""
+"""Reading and writing of records, summaries and partitions as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record_line(record: RoundRecord) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """Return a summary as the text of summary.json; `relative` is absent where it is empty."""
+    """Return a summary as the text of summary.json; `relative` is left out if empty."""
     content = summary.model_dump(exclude=set() if summary.relative else {"relative"})
     return json.dumps(content, indent=1, allow_nan=False)
 
@@ -29,8 +29,8 @@ def summary_text(summary: Summary) -> str:
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     """Return the rounds of metrics.jsonl in order, and notes on what was left out.
 
-    A last line that was cut short is left out. Of a round that was repeated after a resume, the
-    later record counts. Raises StateError, which names the line, for anything else.
+    A truncated last line is left out. If a round was repeated after a resume, the later record
+    counts. Raises StateError, which names the line, for any other fault.
     """
     lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     records: dict[int, RoundRecord] = {}
@@ -52,12 +52,12 @@ def _in_order(records: dict[int, RoundRecord]) -> list[RoundRecord]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the summary of a run, or None where there is none yet. Raises StateError."""
+    """Return the summary of a run, or None if there is none yet. Raises StateError."""
     return _read_json(path, Summary) if path.exists() else None
 
 
 def read_partition(path: Path) -> Partition | None:
-    """Return how the labels are distributed, or None where it is not known. Raises StateError."""
+    """Return the label distribution, or None if it is not known. Raises StateError."""
     if not path.exists():
         return None
     found = _read_json(path, Partition)

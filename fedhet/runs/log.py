@@ -1,4 +1,4 @@
-"""What a run leaves in its directory while it goes on, and who watches it.
+"""Writes a run's files, and notifies watchers of its events.
 
 config.toml  run.json  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
 checkpoints/ (the server's state after the last rounds, from which a run can be resumed)
@@ -25,29 +25,29 @@ from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 
 
 class Watcher:
-    """Learns what happens in a run; every call is short and must not fail. Here: ignores it."""
+    """Is notified of a run's events; calls must be short and must not fail. By default a no-op."""
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
-        """The clients are known: name to model."""
+        """The run has started; `models` maps client names to models."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """These clients are asked to train."""
+        """A round has started; `asked` are its clients."""
 
     def client_answered(self, client: str, error: str) -> None:
-        """A client's reply is there, or (error not empty) will not come."""
+        """A client has replied or, if `error` is not empty, has failed."""
 
     def round_finished(self, record: RoundRecord) -> None:
-        """The round is aggregated and evaluated."""
+        """The round has been aggregated and evaluated."""
 
     def notice(self, text: str) -> None:
-        """Something that a person should know."""
+        """A message for the user."""
 
     def run_finished(self, summary: Summary) -> None:
-        """The last round is over."""
+        """The last round has ended."""
 
 
 class RunLog:
-    """Writes a run's files and passes its events on to watchers."""
+    """Writes a run's files and passes its events to watchers."""
 
     def __init__(
         self, config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher] = ()
@@ -57,10 +57,10 @@ class RunLog:
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
         self.resumed: Checkpoint | None = None
-        """The state from which the run goes on, where it is not a new one."""
+        """The checkpoint from which the run resumes; None for a new run."""
         self._checkpoints = Checkpoints(directory)
         self.workers = workers
-        """How many clients train at once."""
+        """Number of clients that train at once."""
         self._history: list[RoundRecord] = []
         self._seconds = Seconds()
         self._started = time.perf_counter()
@@ -77,11 +77,11 @@ class RunLog:
 
     @property
     def done(self) -> int:
-        """Return how many rounds are behind the run, before this process took it up."""
+        """Return the number of rounds completed before this process started."""
         return self.resumed.round if self.resumed else 0
 
     def _begin(self) -> None:
-        # One length for all, so that it tells on no byte count. Not a draw that a result hangs on.
+        # Of fixed length, so that it does not affect byte counts. No result depends on this draw.
         self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
         with replacing(self.directory / "run.json") as path:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
@@ -89,7 +89,7 @@ class RunLog:
             path.write_text(self.config.to_toml(), encoding="utf-8")
 
     def _go_on(self) -> None:
-        """Take the run up after its last whole round; what is of a later one is left out."""
+        """Resume the run after its last complete round; records of later rounds are dropped."""
         self.run_name = read_run_name(self.directory)
         self.resumed = self._checkpoints.newest(self.notice)
         self._checkpoints.forget_after(self.done)
@@ -102,32 +102,32 @@ class RunLog:
         self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
 
     def begin(self, models: Mapping[str, str]) -> None:
-        """Note the clients: name to model."""
+        """Record the clients, a mapping of names to models."""
         self.models = dict(sorted(models.items()))
         for watcher in self.watchers:
             watcher.run_started(self.config, self.directory, self.models)
 
     def joined(self, models: Mapping[str, str]) -> None:
-        """Note clients that have come since: name to model."""
+        """Record clients that have joined since, a mapping of names to models."""
         self.models = dict(sorted({**self.models, **models}.items()))
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Pass the start of a round on."""
+        """Notify watchers of the start of a round."""
         for watcher in self.watchers:
             watcher.round_started(number, asked)
 
     def client_answered(self, client: str, error: str = "") -> None:
-        """Pass a client's answer on."""
+        """Notify watchers of a client's reply."""
         for watcher in self.watchers:
             watcher.client_answered(client, error)
 
     def notice(self, text: str) -> None:
-        """Pass a notice on."""
+        """Pass a notice to watchers."""
         for watcher in self.watchers:
             watcher.notice(text)
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Write a round's record and pass it on."""
+        """Write a round's record and notify watchers."""
         self._history.append(record)
         self._seconds.add(record.seconds)
         with self._metrics.open("a", encoding="utf-8") as file:
@@ -137,11 +137,11 @@ class RunLog:
             watcher.round_finished(record)
 
     def checkpoint(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
-        """Keep the server's state after a round, from which the run can be resumed."""
+        """Save the server's state after a round, from which the run can be resumed."""
         self._checkpoints.write(round, tensors, facts)
 
     def finish(self) -> Summary:
-        """Write summary.json and pass the summary on; return it."""
+        """Write summary.json and pass the summary to watchers; return it."""
         self._board.close()
         summary = self._summary()
         with replacing(self.directory / "summary.json") as path:
@@ -174,7 +174,7 @@ class RunLog:
         )
 
     def _headline(self) -> str:
-        """Return the method's headline protocol, or personal where there is no common test set."""
+        """Return the method's headline protocol, or "personal" if there is no common test set."""
         measured = self._history[-1].accuracy if self._history else {}
         headline = self.config.method.spec.headline
         return headline if headline in measured or not measured else "personal"
@@ -185,7 +185,7 @@ class RunLog:
 
 
 def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
-    """Yield a round's numbers under their names in TensorBoard."""
+    """Yield a round's metrics by their TensorBoard names."""
     for protocol, kinds in record.accuracy.items():
         for kind, scores in kinds.items():
             for statistic in ("mean", "std", "worst"):
@@ -204,7 +204,7 @@ def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a run's numbers may depend."""
+    """Return the package versions on which a run's results may depend."""
     found = {"python": platform.python_version()}
     for package in ("fedhet", "flwr", "torch", "torchvision", "numpy", "scikit-learn"):
         try:

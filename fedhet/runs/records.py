@@ -1,7 +1,7 @@
-"""What a run writes: metrics.jsonl, one record a round, and summary.json; and how it is measured.
+"""The schema of a run's files: metrics.jsonl, with a record per round, and summary.json.
 
-These are the only declarations of the two files. Fields that this version does not know are
-ignored when a file is read; null stands for NaN, for which JSON has no number.
+These are the only declarations of the two files. When a file is read, unknown fields are ignored;
+null stands for NaN, which JSON does not support.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Accuracy = dict[str, dict[str, dict[str, float]]]
 PROTOCOLS = ("personal", "common")
 """The test sets: a client's own test split, and one that all clients share."""
 KINDS = ("private", "local", "proxy", "global", "server")
-"""`local`: the private model as it was after training alone, before anything was learned."""
+"""`local`: the private model after local training alone, before any knowledge was exchanged."""
 MOST = 1e15
-"""The largest loss, time or size that a client may report; sums and squares of it are finite."""
+"""The largest loss, time or size that a client may report; keeps sums and squares finite."""
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -38,7 +38,7 @@ def _or_nan(value: object) -> object:
 
 
 def _numbers(values: object) -> object:
-    """Leave out texts and tables, which other versions may have logged beside the numbers."""
+    """Drop strings and tables, which other versions may have logged besides the numbers."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -49,7 +49,7 @@ Figures = Annotated[dict[str, Number], BeforeValidator(_numbers)]
 
 
 class Score(BaseModel):
-    """A quantity of each client, and its mean, standard deviation and lowest value."""
+    """A value per client, with mean, standard deviation and lowest value."""
 
     model_config = READING | ConfigDict(frozen=True)
 
@@ -60,7 +60,7 @@ class Score(BaseModel):
 
 
 class Ratio(Score):
-    """Each client's accuracy divided by that of its model after training alone."""
+    """Each client's accuracy divided by the accuracy of its model after local training alone."""
 
     best: Number = NAN
 
@@ -72,11 +72,11 @@ Loss = Annotated[
     BeforeValidator(lambda loss: loss or None),
     PlainSerializer(lambda loss: loss.model_dump() if loss else {}),
 ]
-"""None, which is written {}: no client reported a loss."""
+"""None, written as {}: no client reported a loss."""
 
 
 class Seconds(BaseModel):
-    """Where time went. `train` and `evaluate` are sums over clients; the others are wall time."""
+    """Seconds by stage. `train` and `evaluate` are sums over clients; the others are wall time."""
 
     model_config = READING
 
@@ -87,18 +87,18 @@ class Seconds(BaseModel):
     overhead: Number = 0.0
 
     def add(self, other: Seconds) -> None:
-        """Add another account to this one."""
+        """Add the times of another record to this one."""
         for name, value in other:
             setattr(self, name, getattr(self, name) + value)
 
     def rounded(self) -> Seconds:
-        """Return the account in milliseconds' precision."""
+        """Return the times rounded to milliseconds."""
         return Seconds(**{name: round(value, 3) for name, value in self})
 
 
 @pydantic.dataclasses.dataclass(config=READING)
 class RoundRecord:
-    """One line of metrics.jsonl; it is filled while the round goes on."""
+    """One line of metrics.jsonl; filled in during the round."""
 
     round: int
     asked: list[str] = field(default_factory=list)
@@ -114,13 +114,13 @@ class RoundRecord:
     bytes_down: int = 0
     seconds: Seconds = field(default_factory=Seconds)
     method: Figures = field(default_factory=dict)
-    """The method's own figures of the round."""
+    """The method's own metrics of the round."""
     peak_memory_mb: Number = 0.0
-    """The most memory that a client's process has reported so far, in MB."""
+    """The highest memory use that a client's process has reported so far, in MB."""
 
 
 class PastRound(BaseModel):
-    """A round in the history of a summary: mean accuracies by protocol and kind, and its cost."""
+    """A round in a summary's history: mean accuracies by protocol and kind, and its cost."""
 
     model_config = READING
 
@@ -132,7 +132,7 @@ class PastRound(BaseModel):
 
     @classmethod
     def of(cls, record: RoundRecord) -> PastRound:
-        """Return what the history says of a round."""
+        """Return the history's entry for a round."""
         means = {
             protocol: {kind: scores.mean for kind, scores in kinds.items()}
             for protocol, kinds in record.accuracy.items()
@@ -144,7 +144,7 @@ class PastRound(BaseModel):
 
 
 class Summary(BaseModel):
-    """summary.json: a finished run. The accuracies are those after the last round."""
+    """summary.json: a finished run. The accuracies are those of the last round."""
 
     model_config = READING
 
@@ -164,7 +164,7 @@ class Summary(BaseModel):
     bytes_down: int = 0
     seconds: Seconds = Seconds()
     peak_memory_mb: Number = NAN
-    """The most memory that a process has held, of the server's and the clients'."""
+    """The highest memory use of any process, of the server or of clients."""
     versions: dict[str, str] = {}
 
     @property
@@ -183,12 +183,12 @@ class Partition(BaseModel):
 
 
 def metric_name(protocol: str, kind: str) -> str:
-    """Return the name under which a client reports an accuracy."""
+    """Return the metric name under which a client reports an accuracy."""
     return f"accuracy.{protocol}.{kind}"
 
 
 def spread(per_client: Mapping[str, float]) -> Score:
-    """Return mean, standard deviation, lowest and the values, each client counting once."""
+    """Return mean, standard deviation, minimum and the values; all clients have equal weight."""
     values = np.array([per_client[name] for name in sorted(per_client)])
     return Score(
         mean=float(values.mean()),
@@ -199,7 +199,7 @@ def spread(per_client: Mapping[str, float]) -> Score:
 
 
 def summarise(accuracy: Accuracy, without: Collection[str] = ()) -> Scores:
-    """Return `spread` for each protocol and kind that somebody has, some clients left out."""
+    """Return `spread` for each protocol and kind that has values, without some clients."""
     found: Scores = {}
     for protocol, kinds in sorted(accuracy.items()):
         for kind, per_client in sorted(kinds.items()):
@@ -210,9 +210,9 @@ def summarise(accuracy: Accuracy, without: Collection[str] = ()) -> Scores:
 
 
 def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Ratio]:
-    """Return, by protocol, each client's private over its local accuracy: `spread`, and the best.
+    """Return, by protocol, `spread` and the best of each client's private / local accuracy.
 
-    Of the clients that reported both; one that was never right alone has no ratio.
+    Only for clients that reported both; a client whose local accuracy is 0 has no ratio.
     """
     found: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):
@@ -228,7 +228,7 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Rat
 
 
 def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
-    """Return the mean of each number that clients report, over those who report it."""
+    """Return the mean of each scalar that clients report, over the clients that report it."""
     names = sorted({name for scalars in said for name in scalars})
     return {
         name: float(np.mean([float(scalars[name]) for scalars in said if name in scalars]))
@@ -237,14 +237,14 @@ def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict
 
 
 def peak_memory_mb() -> float:
-    """Return the most memory that this process has held, in MB."""
+    """Return the peak memory of this process, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a client measured of itself in one message."""
+    """A client's measurements in one message."""
 
     accuracy: dict[tuple[str, str], float]
     """(protocol, kind) -> accuracy in [0, 1]."""
@@ -255,7 +255,7 @@ class Measured:
 
 
 def write_measures(measured: Measured) -> dict[str, float]:
-    """Return the measures under the flat names that travel; `read_measures` takes them back."""
+    """Return the measurements by flat metric names; `read_measures` is the inverse."""
     flat = {metric_name(*key): value for key, value in measured.accuracy.items()}
     if measured.loss is not None:
         flat["loss"] = measured.loss
@@ -266,9 +266,9 @@ def write_measures(measured: Measured) -> dict[str, float]:
 
 
 def read_measures(sender: str, metrics: Mapping[str, object], kinds: Sequence[str]) -> Measured:
-    """Return what a client says it measured, of models of the method's `kinds`.
+    """Return a client's measurements of models of the method's `kinds`.
 
-    Raises KnowledgeError naming the sender and the figure.
+    Raises KnowledgeError naming the sender and the metric.
     """
     accuracy = {
         (protocol, kind): _number(sender, metrics, metric_name(protocol, kind), high=1.0)

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them, alike on the page, in the terminal and in Markdown."""
+"""Formatting of numbers and names for users: on the page, in the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_number(value: float) -> str:
-    """Return a figure of unknown size with four significant digits, whole numbers as such."""
+    """Return a number of any magnitude with four significant digits; integers in full."""
     if not math.isfinite(value):
         return ABSENT
     if value == int(value) and abs(value) < 1e7:
@@ -49,19 +49,19 @@ def score(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in percent without needless digits: 0.613 is "61.3 %"."""
+    """Return a fraction as a percentage without superfluous digits: 0.613 is "61.3 %"."""
     return f"{100 * fraction:.4g} %"
 
 
 def plus_minus(mean: float, std: float, digits: int = 4) -> str:
-    """Return "mean ± std", or the mean alone where there is no deviation."""
+    """Return "mean ± std", or the mean alone if there is no standard deviation."""
     if not math.isfinite(mean):
         return ABSENT
     return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if math.isfinite(std) else "")
 
 
 def setting(value: object) -> str:
-    """Return a setting's value as one would type it: true, 0.5, a,b."""
+    """Return a setting's value as it is typed on the command line: true, 0.5, a,b."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -72,18 +72,18 @@ def setting(value: object) -> str:
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sorting key under which client-2 comes before client-10."""
+    """Return a sort key that puts client-2 before client-10."""
     parts = re.split(r"(\d+)", name)
     return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, so that no name can steer a terminal."""
+    """Return text without control characters, so that names cannot control the terminal."""
     return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text)
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return sorted numbers as spans: [1, 2, 3, 7] is "1–3, 7"."""
+    """Return sorted numbers as ranges: [1, 2, 3, 7] is "1–3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,1 +1,1 @@
-"""The engine's server half: members, instructions out, replies in, the round's record."""
+"""The engine's server half: members, instructions, replies, and the record of a round."""

@@ -1,10 +1,10 @@
-"""Poisoning attacks on what clients send: PAF, LIE and OFOM, for every method.
+"""Poisoning attacks on the clients' replies: PAF, LIE and OFOM, for every method.
 
-Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al. (OFOM). The adversary
-of the paper knows the benign updates of the round and disturbs the logits or weights of some
-clients on their way to the server. No client knows the others' updates, so the attack is made
-where the replies meet, just before the method sees them: the same on Ray, in one process and in a
-deployment. The clients themselves are honest, and are evaluated like the others.
+Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al. (OFOM). The paper's
+adversary knows the benign updates of the round and perturbs the logits or weights of some clients
+on their way to the server. No client knows the others' updates, so the server applies the attack,
+just before the method gets the replies: the same on Ray, in one process and in a deployment. The
+clients themselves are honest, and are evaluated like the others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedhet.wire.contract import Contract, Field, TensorField, poisonable
 from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
-"""Clients poisoned a round, Section 4.3."""
+"""Clients poisoned per round, Section 4.3."""
 
 
 @dataclass(frozen=True)
 class Benign:
-    """What is known of the benign updates of one tensor: their number n, mean and deviation.
+    """Statistics of the benign updates of one tensor: their number n, mean and standard deviation.
 
-    `mean` and `std` have the tensor's shape; `std` is of the population.
+    `mean` and `std` have the tensor's shape; `std` is the population's.
     """
 
     n: int
@@ -42,7 +42,7 @@ class Benign:
 def far_vector(mean: Array, scale: float, rng: np.random.Generator) -> Array:
     """Return theta' of Eq. 7: a random direction, `scale` times as long as the mean.
 
-    The paper says "significantly large"; the length is ours.
+    The paper only says "significantly large"; the length is ours.
     """
     direction = rng.standard_normal(mean.shape)
     length = np.linalg.norm(direction)
@@ -52,8 +52,8 @@ def far_vector(mean: Array, scale: float, rng: np.random.Generator) -> Array:
 def z_max(benign: int, malicious: int) -> float:
     """Return z^max of Eq. 8 and 9 for n benign and epsilon n malicious updates.
 
-    The largest z whose share of the normal distribution is below (n - s) / n, where
-    s = floor(n / 2 + 1) - epsilon n. That share is kept from 0 and 1, where z is infinite (ours).
+    The largest z whose cumulative probability is below (n - s) / n, where
+    s = floor(n / 2 + 1) - epsilon n. It is kept from 0 and 1, where z is infinite (ours).
     """
     supporters = benign // 2 + 1 - malicious
     share = (benign - supporters) / benign
@@ -62,32 +62,32 @@ def z_max(benign: int, malicious: int) -> float:
 
 
 def paf(benign: Benign, far: Array) -> Array:
-    """Return Eq. 7: the benign mean and a large vector."""
+    """Return Eq. 7: the benign mean plus a large vector."""
     return benign.mean + far
 
 
 def lie(benign: Benign, malicious: int) -> Array:
-    """Return Eq. 10: the benign mean, moved a little in every coordinate."""
+    """Return Eq. 10: the benign mean, shifted slightly in every coordinate."""
     return benign.mean + z_max(benign.n, malicious) * benign.std
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return Eq. 11: one far from the mean, or, `second`, the mean of it and the benign ones."""
+    """Return Eq. 11: a far update or, if `second`, the mean of it and the benign updates."""
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
 Step = Callable[..., Iterable[Reply]]
-"""A step over a round's replies, between their check and the method."""
+"""A step applied to a round's replies after they are checked and before the method gets them."""
 
 
 def attack_of(settings: AttackSettings, sends: Contract, seed: int) -> Step:
-    """Return the attack of a run on the replies of clients that keep the contract `sends`."""
+    """Return the run's attack on replies that satisfy the contract `sends`."""
     return no_attack if settings.kind == "none" else Attack(settings, sends, seed)
 
 
 def no_attack(round: int, replies: Iterable[Reply], **_: object) -> Iterable[Reply]:
-    """Return the replies as they are, one at a time."""
+    """Return the replies unchanged, one at a time."""
     return replies
 
 
@@ -107,9 +107,9 @@ class Attack:
         state: RoundState,
         check: Callable[[Reply], None],
     ) -> list[Reply]:
-        """Return the replies, some of them poisoned; what then breaks the contract is dropped.
+        """Return the replies, some poisoned; those that then violate the contract are dropped.
 
-        `check` raises KnowledgeError for that. Who does not train sends nothing to be poisoned.
+        `check` raises KnowledgeError for those. Only replies of clients that train are poisoned.
         """
         honest = {reply.client.name: reply for reply in replies}
         targets = self.targets(round, state.selection.training)
@@ -124,16 +124,16 @@ class Attack:
         return kept
 
     def targets(self, round: int, training: Sequence[str]) -> Set[str]:
-        """Return whose answers are poisoned in a round, drawn among those who train."""
+        """Return the clients to poison in a round, drawn among those that train."""
         order = numpy_rng(self.seed, "attack", round).permutation(len(training))
         return {sorted(training)[index] for index in order[: self.count]}
 
     def poison(
         self, round: int, replies: Mapping[str, Knowledge], targets: Set[str]
     ) -> dict[str, Knowledge]:
-        """Return the replies by client, those of `targets` poisoned.
+        """Return the replies by client, with those of `targets` poisoned.
 
-        Where all who answered are targets, what they would have sent counts as benign.
+        If all clients that replied are targets, their original replies count as benign.
         """
         benign = [replies[name] for name in sorted(replies.keys() - targets)]
         struck = sorted(replies.keys() & targets)
@@ -153,16 +153,16 @@ class Attack:
             for name, value in own.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     known = _known(name, own, alike, ids)
-                    # Drawn by the tensor's name: all who attack it in a round move the same way.
+                    # Seeded by the tensor's name: a round's attackers all move in one direction.
                     rng = numpy_rng(self.seed, "attack", round, name)
                     crafted = self._craft(known, malicious, turn, rng)
-                    if name.endswith("running_var"):  # below 0 a model's outputs are NaN
+                    if name.endswith("running_var"):  # a negative variance makes outputs NaN
                         crafted = crafted.clip(min=0)
                     tensors[name] = crafted.astype(value.dtype)
         return Knowledge(tensors, own.scalars)
 
     def _craft(self, benign: Benign, malicious: int, turn: int, rng: np.random.Generator) -> Array:
-        """Return the malicious update of the attacker whose `turn` it is, from 0."""
+        """Return the malicious update of attacker number `turn`, counted from 0."""
         if self.settings.kind == "lie":
             return lie(benign, malicious)
         far = far_vector(benign.mean, self.settings.scale, rng)
@@ -176,9 +176,9 @@ def _is_of(field: Field, name: str) -> bool:
 
 
 def _alike(field: Field, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> list[Knowledge]:
-    """Return the benign replies whose tensors of a field lie over one's own.
+    """Return the benign replies whose tensors of a field can be compared with one's own.
 
-    Of models, those of one architecture; of rows that the field `ids` numbers, all that have any.
+    Models must have one architecture; rows that a field `ids` numbers can always be compared.
     """
     if ids:
         return [reply for reply in benign if ids in reply.tensors]
@@ -191,9 +191,9 @@ def _shapes(field: Field, reply: Knowledge) -> dict[str, tuple[int, ...]]:
 
 
 def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
-    """Return what the benign replies say of the attacker's own tensor, coordinate by coordinate.
+    """Return the statistics of the benign replies for the attacker's tensor, per coordinate.
 
-    Where nobody else says anything, what the attacker would have sent itself.
+    Where no other client has a value, the attacker's own honest value is used.
     """
     honest = own.tensors[name].astype(np.float64)
     seen = np.full((max(len(benign), 1), *honest.shape), np.nan)
@@ -213,7 +213,7 @@ def _ids(sends: Contract, field: Field) -> str:
 
 
 def _aligned(own: Knowledge, other: Knowledge, name: str, ids: str) -> Array:
-    """Return another's tensor in the shape of one's own; NaN where the other has no such row."""
+    """Return another client's tensor in the shape of one's own; NaN for rows that it lacks."""
     mine, theirs = own.tensors[name], other.tensors[name].astype(np.float64)
     if not ids:
         return theirs

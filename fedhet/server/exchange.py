@@ -1,4 +1,4 @@
-"""Instructions out, replies in: encoded once, counted, decoded, checked against the contract."""
+"""Messages of the server: encodes instructions, and decodes replies and checks their contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedhet.wire.knowledge import (
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's answer, checked against the contract."""
+    """A client's reply, checked against the contract."""
 
     client: ClientInfo
     knowledge: Knowledge
@@ -35,11 +35,11 @@ class Reply:
 
     @property
     def samples(self) -> int:
-        """Return the client's training samples, from what it said of itself at the start."""
+        """Return the client's number of training samples, as reported when it joined."""
         return self.client.samples
 
     def saying(self, knowledge: Knowledge) -> Reply:
-        """Return this reply with other knowledge."""
+        """Return this reply with its knowledge replaced."""
         return replace(self, knowledge=knowledge)
 
 
@@ -47,14 +47,14 @@ class Exchange:
     """The messages between a method's server half and its clients in one run."""
 
     def __init__(self, run: str, method: Method, max_bytes: int, state: RoundState) -> None:
-        """A reply has `max_bytes` at most; `state` counts what is sent and received."""
+        """`max_bytes` limits a reply's size; `state` counts the bytes sent and received."""
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._receives: Contract = method.client.sends
         self._max_bytes = max_bytes
         self._state = state
 
     def encode(self, round: int, knowledge: Knowledge) -> Parameters:
-        """Return an instruction as it travels to one client, and count its bytes."""
+        """Return one client's instruction as a payload, and count its bytes."""
         payload = self._encoded(round, knowledge)
         self._state.sent(payload_bytes(payload))
         return payload
@@ -62,7 +62,7 @@ class Exchange:
     def encode_all(
         self, round: int, instructions: Mapping[str, Knowledge]
     ) -> dict[str, Parameters]:
-        """Return what each client is sent; an object that several are sent is encoded once."""
+        """Return each client's payload; an object shared by several clients is encoded once."""
         different = {id(knowledge): knowledge for knowledge in instructions.values()}
         encoded = {key: self._encoded(round, each) for key, each in different.items()}
         payloads = {name: encoded[id(each)] for name, each in instructions.items()}
@@ -74,9 +74,9 @@ class Exchange:
         return ndarrays_to_parameters(encode(envelope, knowledge))
 
     def read(self, round: int, client: ClientInfo, result: FitRes, sizes: Sizes) -> Reply:
-        """Return a client's reply. Raises KnowledgeError for one that breaks the contract."""
+        """Return a client's reply. Raises KnowledgeError if it violates the contract."""
         payload, name = result.parameters, client.name
-        if isinstance(payload, StoredReply):  # not put into `result`, which outlives its turn
+        if isinstance(payload, StoredReply):  # kept out of `result`, which lives longer
             payload = payload.take()
         self._state.received(payload_bytes(payload))
         if result.status.code != Code.OK or "error" in result.metrics:
@@ -89,12 +89,12 @@ class Exchange:
         return reply
 
     def read_evaluation(self, name: str, result: EvaluateRes) -> Measured:
-        """Return what a client measured when it was asked to. Raises KnowledgeError."""
+        """Return a client's measurements from an evaluation. Raises KnowledgeError."""
         if "error" in result.metrics:
             raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
         return read_measures(name, result.metrics, self._kinds)
 
     def check(self, reply: Reply, sizes: Sizes) -> None:
-        """Raise KnowledgeError unless a reply keeps the contract."""
+        """Raise KnowledgeError unless a reply satisfies the contract."""
         said = reply.knowledge
         self._receives.check(reply.client.name, said.tensors, said.scalars, sizes)

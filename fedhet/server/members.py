@@ -1,4 +1,4 @@
-"""Who takes part: Flower's nodes, whose ids are random, by the names that their clients give."""
+"""The members of a federation: maps Flower's random node ids to the clients' own names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedhet.settings.tables import EngineSettings
 from fedhet.wire.identity import ClientInfo, read_properties
 
 Task = tuple[int, tuple[int, ...]]
-"""Classes, and the shape of a sample."""
+"""The number of classes, and the shape of a sample."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A client and the way to it."""
+    """A client's description and its Flower proxy."""
 
     info: ClientInfo
     proxy: ClientProxy
@@ -34,7 +34,7 @@ class Members:
     def __init__(
         self, timeout: float, pool: Collection[str] | None, notice: Callable[[str], None]
     ) -> None:
-        """`pool`: the run's models; None where it does not matter to the server who has which."""
+        """`pool`: the run's models, or None if the server need not know the clients' models."""
         self._timeout = timeout
         self._pool = pool
         self._notice = notice
@@ -42,14 +42,14 @@ class Members:
         self._refused: set[str] = set()
         self._task: Task | None = None
         self._order = ""
-        """The classes' names and order, as `ClientInfo.order`; empty while none has named them."""
+        """The classes' names and order, as `ClientInfo.order`; empty until a client names them."""
 
     def first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings
     ) -> dict[str, Member]:
-        """Return the members that a run starts with, `wanted` if they come in time.
+        """Return the members that a run starts with: `wanted` ones if they join in time.
 
-        Raises FedhetError where there are too few.
+        Raises FedhetError if there are too few.
         """
         self._wait(manager, wanted, engine)
         members, least = self.present(manager), engine.min_clients or wanted
@@ -61,7 +61,7 @@ class Members:
         return members
 
     def _wait(self, manager: ClientManager, wanted: int, engine: EngineSettings) -> None:
-        """Wait until `wanted` clients are there. Raises FedhetError where too few come in time."""
+        """Wait until `wanted` clients have joined. Raises FedhetError if too few join in time."""
         if manager.num_available() >= wanted:
             return
         self._notice(f"waiting for {wanted} clients, {manager.num_available()} are there")
@@ -77,13 +77,13 @@ class Members:
         self._notice(f"{there}; the run starts with them")
 
     def present(self, manager: ClientManager) -> dict[str, Member]:
-        """Return the clients there now by name, sorted; a node not seen before is asked who it is.
+        """Return the connected clients by name, sorted; new nodes are asked for their description.
 
-        The first clients fix the task (classes and shape, the classes' names and order), the
-        commonest of theirs. A node of another task, of a name that is taken, or with a model that
-        the server does not know is left out with a notice.
+        The first clients' most common task (classes and shape, the classes' names and order) is the
+        run's. A node with another task, a taken name, or a model that the server does not know is
+        left out with a notice.
         """
-        # A copy: Flower's thread changes its own as nodes come and go.
+        # A copy, since Flower's thread changes the original as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
         for gone in self._infos.keys() - proxies.keys():
             del self._infos[gone]
@@ -105,7 +105,7 @@ class Members:
             self._order = _commonest_order([i for _, i in known if _task_of(i) == self._task])
         for proxy, info in sorted(known, key=lambda pair: pair[1].name):
             if any(other.name == info.name for other in self._infos.values()):
-                # Perhaps its own former self, which Flower has not missed yet: asked again later.
+                # Perhaps the same client, whose old node Flower still lists: asked again later.
                 self._notice(f"client {info.name} is left out: another node has that name")
             elif fault := self._fault(info):
                 self._refused.add(proxy.cid)
@@ -118,7 +118,7 @@ class Members:
                 self._notice(answer)
 
     def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
-        """Return what the client says of itself, or why it could not be asked."""
+        """Return the client's description, or an error message if it could not be asked."""
         try:
             answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             if answer.status.code != Code.OK:
@@ -128,7 +128,7 @@ class Members:
             self._refused.add(proxy.cid)
             return f"node {proxy.cid} is left out: {error}"
         except Exception as error:
-            # Whatever a transport raises: the node may be well by the next round.
+            # Any error of the transport: the node may be available again by the next round.
             return f"node {proxy.cid} does not say who it is: {words_of(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
@@ -141,13 +141,13 @@ class Members:
         if info.order and self._order and info.order != self._order:
             return "its classes have other names than the others', or another order (classes.txt)"
         if self._pool is not None and not (info.model in self._pool or is_registered(info.model)):
-            # What a client names is never imported here, unless the run's own pool names it too.
+            # Only models in the run's own pool are imported here, never others that a client names.
             return f"its model {info.model!r} is neither registered nor in the run's pool"
         return ""
 
 
 def commonest_task(infos: Sequence[ClientInfo]) -> Task:
-    """Return the task that most clients have; of equally common ones the first client's by name."""
+    """Return the most common task; among equally common ones, that of the first client by name."""
     tasks = [_task_of(info) for info in sorted(infos, key=lambda info: info.name)]
     return Counter(tasks).most_common(1)[0][0]
 
@@ -157,6 +157,6 @@ def _task_of(info: ClientInfo) -> Task:
 
 
 def _commonest_order(infos: Sequence[ClientInfo]) -> str:
-    """Return the order of the classes that most have who name them; empty: nobody does."""
+    """Return the most common class order among clients that name it; empty if none does."""
     orders = [i.order for i in sorted(infos, key=lambda info: info.name) if i.order]
     return Counter(orders).most_common(1)[0][0] if orders else ""

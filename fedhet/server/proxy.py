@@ -1,4 +1,4 @@
-"""One client as the strategy sees it: Flower's proxy, with the client's name and its messages."""
+"""A client as the strategy sees it: Flower's proxy with the client's name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedhet.server.members import Member
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]
-"""Is called with the name of a client that answered, and what went wrong, or nothing."""
+"""Called with the name of a client that replied, and the error message or an empty string."""
 
 
 class NamedProxy(ClientProxy):
-    """A member's proxy under the client's name, which tells when the answer is there.
+    """A member's proxy with the client's name; it reports when the client has replied.
 
-    For large messages: `instruction` makes the payload when the client's `turn` has come, and
-    replies wait in the folder `inbox` until they are read.
+    For large messages: `instruction` makes the payload once the semaphore `turn` is acquired, and
+    replies are stored in the folder `inbox` until they are read.
     """
 
     def __init__(self, member: Member, on_answer: OnAnswer) -> None:
@@ -34,7 +34,7 @@ class NamedProxy(ClientProxy):
         self._on_answer = on_answer
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
-        """Pass the instruction on; an error carries the client's name."""
+        """Forward the instruction; an error carries the client's name."""
         try:
             with self.turn:
                 if self.instruction is not None:
@@ -51,27 +51,27 @@ class NamedProxy(ClientProxy):
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
-        """Pass the instruction on; an error carries the client's name."""
+        """Forward the instruction; an error carries the client's name."""
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
             raise ClientFailureError(self.name, words_of(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
+        """Forward the call."""
         return self._proxy.get_properties(ins, timeout, group_id)
 
     def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
+        """Forward the call."""
         return self._proxy.get_parameters(ins, timeout, group_id)
 
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
-        """Pass on."""
+        """Forward the call."""
         return self._proxy.reconnect(ins, timeout, group_id)
 
 
 class StoredReply(Parameters):
-    """A payload that lies on disk, so that a server does not hold all at once; read back once."""
+    """A payload stored on disk, so that the server does not hold all in memory; read once."""
 
     def __init__(self, path: Path, parameters: Parameters) -> None:
         super().__init__(tensors=[], tensor_type=parameters.tensor_type)
@@ -90,7 +90,7 @@ class StoredReply(Parameters):
 
 
 class ClientFailureError(Exception):
-    """A client did not answer, or answered with an error of Flower's."""
+    """A client did not reply, or Flower reported an error."""
 
     def __init__(self, client: str, reason: str) -> None:
         super().__init__(f"{client}: {reason}")
@@ -98,13 +98,13 @@ class ClientFailureError(Exception):
 
 
 def name_of(proxy: ClientProxy) -> str:
-    """Return the name of the client that a proxy of ours leads to."""
+    """Return the name of the client behind one of our proxies."""
     assert isinstance(proxy, NamedProxy)
     return proxy.name
 
 
 def reasons(failures: Failures) -> dict[str, str]:
-    """Return why each client failed whose failure is known."""
+    """Return the reason of each client's failure, as far as it is known."""
     found: dict[str, str] = {}
     for failure in failures:
         if isinstance(failure, ClientFailureError):

@@ -1,7 +1,7 @@
-"""The round that is going on, as the server records it.
+"""The current round, as the server records it.
 
-Who was asked, who answered, what they measured, what it took: everything is entered here, from
-whichever thread, and nothing else keeps a record of it.
+Which clients were asked and replied, their measurements, bytes and seconds: all of it is recorded
+here, from any thread, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fedhet.runs.records import Accuracy, Measured, RoundRecord, relative, sprea
 
 @dataclass(frozen=True)
 class Selection:
-    """Who takes part in a round: who trains, and who is asked without training."""
+    """The clients of a round: those that train, and those that are asked without training."""
 
     training: tuple[str, ...]
     assisting: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all, sorted."""
+        """Return the names of all selected clients, sorted."""
         return sorted((*self.training, *self.assisting))
 
 
 class RoundState:
-    """A round's record while it goes on, and the clients' latest accuracies over rounds."""
+    """The record of the current round, and the clients' latest accuracies across rounds."""
 
     def __init__(self, workers: int, notice: Callable[[str], None]) -> None:
-        """`workers`: how many clients train at once; `notice` tells a person what went wrong."""
+        """`workers`: number of clients that train at once; `notice` shows a message to the user."""
         self.record = RoundRecord(0)
         self.selection = Selection(())
         self._workers = workers
@@ -42,20 +42,20 @@ class RoundState:
         self._lock = threading.Lock()
         self._accuracy: Accuracy = {}
         self._changed: set[str] = set()
-        """Clients whose models have changed since they were last evaluated."""
+        """Clients whose models have changed since their last evaluation."""
         self._losses: dict[str, float] = {}
         self._absent: set[str] = set()
         self._started = self._waiting_since = self._waiting = 0.0
         self._peak_memory_mb = 0.0
 
     def start(self, number: int) -> None:
-        """Begin a round."""
+        """Start a round."""
         with self._lock:
             self.record, self._losses, self._absent = RoundRecord(number), {}, set()
             self._started, self._waiting = time.perf_counter(), 0.0
 
     def ask(self, selection: Selection) -> None:
-        """Note who takes part."""
+        """Record the selected clients."""
         self.selection, self.record.asked = selection, selection.names
 
     def sent(self, size: int) -> None:
@@ -69,27 +69,27 @@ class RoundState:
             self.record.bytes_up += size
 
     def wait(self) -> None:
-        """Note that the clients are at work, and the server is not."""
+        """Record that the server is now waiting for the clients."""
         self._waiting_since = time.perf_counter()
 
     def go_on(self) -> None:
-        """Note that the answers are there."""
+        """Record that the replies have arrived."""
         self._waiting += time.perf_counter() - self._waiting_since
 
     def changed(self, names: Iterable[str]) -> None:
-        """Note that these clients' models are no longer those that were evaluated last."""
+        """Record that these clients' models have changed since their last evaluation."""
         self._changed |= set(names)
 
     def to_evaluate(self, name: str) -> bool:
-        """Tell whether a client's latest accuracy is not of its present models."""
+        """Tell whether a client's models have changed since its latest accuracy was measured."""
         return name in self._changed
 
     def present(self, names: Collection[str]) -> list[str]:
-        """Return, sorted, those of `names` that have not failed to answer in this round."""
+        """Return, sorted, the clients in `names` that have not failed to reply in this round."""
         return sorted(set(names) - self._absent)
 
     def measured(self, name: str, measured: Measured) -> None:
-        """Enter what a client measured."""
+        """Record a client's measurements."""
         with self._lock:
             for (protocol, kind), accuracy in measured.accuracy.items():
                 self._accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = accuracy
@@ -102,17 +102,17 @@ class RoundState:
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
 
     def figures(self, figures: Mapping[str, float]) -> None:
-        """Enter figures of the method's own, or of an attack."""
+        """Record metrics of the method, or of an attack."""
         self.record.method |= figures
 
     def absent(self, name: str, reason: str) -> None:
-        """Note that a client has not answered."""
+        """Record that a client has not replied."""
         self._absent.add(name)
         self._drop(name, reason)
 
     @contextlib.contextmanager
     def dropping(self, name: str) -> Iterator[None]:
-        """Drop a client from the round for what is found wrong with its reply in the block."""
+        """Drop a client from the round if the block raises an error about its reply."""
         try:
             yield
         except KnowledgeError as error:
@@ -125,9 +125,9 @@ class RoundState:
         self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
     def close(self, *, evaluated: bool) -> RoundRecord:
-        """End the round and return its record; with accuracies if it was evaluated.
+        """End the round and return its record, with accuracies if it was evaluated.
 
-        Statistics leave out clients whose accuracy is not of their present models.
+        Statistics leave out clients whose accuracy is outdated: their models have changed since.
         """
         record = self.record
         if evaluated:
@@ -144,10 +144,10 @@ class RoundState:
         return record
 
     def to_json(self) -> str:
-        """Return what must be known of the clients after the round, for its checkpoint."""
+        """Return the clients' evaluation state after the round, for its checkpoint."""
         return json.dumps({"accuracy": self._accuracy, "changed": sorted(self._changed)})
 
     def load_json(self, text: str) -> None:
-        """Take back what `to_json` returned. Raises ValueError, KeyError or TypeError."""
+        """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         known = json.loads(text)
         self._accuracy, self._changed = known["accuracy"], set(known["changed"])

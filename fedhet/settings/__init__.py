@@ -1,1 +1,1 @@
-"""Settings: what a table of them is, and every one that all runs have, declared once."""
+"""Settings: the schema of a table, and the declarations of all settings that every run has."""

@@ -1,7 +1,7 @@
-"""What a table of settings is: names, types, ranges, help; and the one line a wrong value earns.
+"""The schema of a settings table: names, types, ranges, descriptions, and error messages.
 
-A setting has one kebab-case name, the same on the command line, in a TOML file and in Flower's run
-config: that of its table and its own, `training.lr`. The tables of every run are in `tables`; a
+A setting has one kebab-case name, with its table's, such as `training.lr`: the same on the command
+line, in a TOML file and in Flower's run config. The tables that every run has are in `tables`; a
 method's own is the `MethodSettings` that it declares.
 """
 
@@ -28,9 +28,9 @@ def kebab(name: str) -> str:
 
 
 class Schema(BaseModel):
-    """A frozen set of settings under kebab-case names; unknown names, wrong types are refused.
+    """A frozen set of settings with kebab-case names; rejects unknown names and wrong types.
 
-    A field may be a table, a schema of its own; its settings have dotted names.
+    A field may itself be a schema (a table); its settings then have dotted names.
     """
 
     model_config = ConfigDict(
@@ -55,15 +55,15 @@ class Schema(BaseModel):
 
 
 class MethodSettings(Schema):
-    """What a method lets a user choose; both of its halves read it."""
+    """Base class of a method's settings; both halves of the method read them."""
 
     def fixed_rounds(self) -> int | None:
-        """Return the rounds that follow from the settings; None: as `rounds` says."""
+        """Return the number of rounds that the settings require; None: as set by `rounds`."""
         return None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names: `{"felo": {"alpha": 1}}` has `felo.alpha`."""
+    """Return nested settings by dotted names: `{"felo": {"alpha": 1}}` becomes `felo.alpha`."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= (
@@ -75,7 +75,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names as tables, those without a table first."""
+    """Return settings by dotted names as nested tables, settings without a table first."""
     tree = {name: value for name, value in flat.items() if "." not in name}
     for name, value in flat.items():
         table, dot, own = name.partition(".")
@@ -85,7 +85,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def machine(default: Any, description: str) -> Any:
-    """Return a field that says where and on what a run runs, not what it computes."""
+    """Return a field that sets where and on what a run runs, not what it computes."""
     return Field(default, description=description, json_schema_extra={"machine": True})
 
 
@@ -95,7 +95,7 @@ def is_machine(info: FieldInfo) -> bool:
 
 
 def span(text: str) -> tuple[int, int]:
-    """Return the ends of a range such as "6-8"; of "7", 7 and 7; of "all", 0 and 0."""
+    """Return the ends of a range such as "6-8"; for "7", 7 and 7; for "all", 0 and 0."""
     low, _, high = text.partition("-")
     return (0, 0) if text == "all" else (int(low), int(high or low))
 
@@ -112,7 +112,7 @@ def _is_number_span(text: str) -> str:
     return _is_span("" if text == "all" else text)
 
 
-# The vocabulary: ranges that several settings share.
+# Types and ranges that several settings share.
 Span = Annotated[str, AfterValidator(_is_number_span)]
 SpanOrAll = Annotated[str, AfterValidator(_is_span)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -123,7 +123,7 @@ Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 def allowed(info: FieldInfo) -> str:
-    """Return in words what values a setting takes."""
+    """Describe the values that a setting accepts."""
     kind = info.annotation
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
@@ -151,7 +151,7 @@ def _bound(rule: object) -> str:
 
 
 def parse_text(info: FieldInfo | None, text: str) -> object:
-    """Return the value that `text`, typed on a command line, stands for."""
+    """Return the value of `text` as typed on a command line."""
     if info is None or info.annotation is str or get_origin(info.annotation) is Literal:
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
         return text[1:-1] if quoted and text[0] not in text[1:-1] else text
@@ -165,8 +165,8 @@ def parse_text(info: FieldInfo | None, text: str) -> object:
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
     """Validate `values` (by public names) and return them as a `schema`.
 
-    Raises SettingsError: one line with the setting, its value, what is allowed, and, for a
-    name that does not exist, the nearest that does.
+    Raises SettingsError with a one-line message: the setting, its value, what is allowed and, for
+    an unknown name, the nearest known one.
     """
     fields = schema.fields()
     for name in values:
@@ -185,13 +185,13 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
 
 
 def _places(where: tuple[object, ...]) -> Iterable[str]:
-    """Yield what pydantic's place of an error may be by name: it may say more than the name."""
+    """Yield candidate setting names for pydantic's error location, which may have extra parts."""
     for length in range(1, len(where) + 1):
         yield ".".join(map(str, where[:length]))
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
-    """Return the error for a setting that does not exist, with the full name if it has one."""
+    """Return the error for an unknown setting, with its full name or the nearest known name."""
     known = list(names)
     homes = [full for full in known if full.rpartition(".")[2] == name]
     if homes:

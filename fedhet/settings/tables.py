@@ -1,7 +1,7 @@
-"""Every setting that a run has whatever its method, declared once, in tables.
+"""The settings that every run has, whatever its method, declared once, in tables.
 
-A table is what the part that reads it gets: `DataSettings` goes to the data, `TrainingSettings` to
-the optimiser, `ComputeSettings` to the devices.
+Each part of the library reads its own table: data reads `DataSettings`, the optimiser
+`TrainingSettings`, and devices `ComputeSettings`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedhet.settings.schema import (
 
 
 class DataSettings(Schema):
-    """The data, how it is dealt to the clients, and what of it is public or unlabelled."""
+    """The data, its partition among clients, and its public and unlabelled parts."""
 
     dataset: str = Field(
         "digits",
@@ -114,12 +114,12 @@ class ModelSettings(Schema):
 
     @property
     def names(self) -> list[str]:
-        """Return the names in the pool."""
+        """Return the names of the models in the pool."""
         return [name.strip() for name in self.pool.split(",") if name.strip()]
 
 
 class TrainingSettings(Schema):
-    """The clients' training; a server that trains a model of its own uses it too."""
+    """The clients' training; a server that trains its own model uses the same settings."""
 
     local_epochs: Count = Field(5, description="epochs over a client's data a round")
     batch_size: Count = Field(32, description="samples a minibatch")
@@ -130,7 +130,7 @@ class TrainingSettings(Schema):
 
 
 class ComputeSettings(Schema):
-    """Where and in what precision models compute."""
+    """The device and precision of computations."""
 
     device: str = machine("auto", "auto, cpu, cuda, cuda:N or mps")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -144,7 +144,7 @@ class ComputeSettings(Schema):
 
 
 class EngineSettings(ComputeSettings):
-    """Where a run runs, and how long and for how much it waits."""
+    """How a run is executed: backend, resources, timeouts and limits."""
 
     backend: Literal["ray", "inline"] = machine(
         "ray", "Flower's simulation on Ray, or everything in this process"
@@ -192,7 +192,7 @@ class AttackSettings(Schema):
 
 
 class RunSettings(Schema):
-    """What every run has, whatever its method."""
+    """The settings that every run has, whatever its method."""
 
     method: str = Field("felo", description="the method, as `fedhet methods` lists them")
     rounds: Count = Field(10, description="rounds of the federation")
@@ -236,14 +236,14 @@ class RunSettings(Schema):
 
 
 PLACE = frozenset({"out", "resume"})
-"""Settings that say where a run lies: its config.toml is without them."""
+"""Settings that locate a run; its config.toml leaves them out."""
 RENAMED = MappingProxyType(
     {"models": "models.pool", "attack": "attack.kind", "attack-scale": "attack.scale"}
 )
-"""Settings of version 0.1 that have another name within their table."""
+"""Settings of version 0.1 whose names have changed."""
 
 
 @cache
 def where_it_ran() -> frozenset[str]:
-    """Return the settings that say where and on what a run ran, not what it computes."""
+    """Return the settings that define where and on what a run ran, not what it computes."""
     return frozenset(name for name, info in RunSettings.fields().items() if is_machine(info))

@@ -1,1 +1,1 @@
-"""What travels between server and clients: who sends it, what it may hold, how it is encoded."""
+"""Messages between server and clients: their contracts, their encoding, and a client's identity."""

@@ -1,7 +1,7 @@
-"""What a message may hold: a method's declaration of its fields, and the check against it.
+"""Contracts: a method's declaration of the fields of its messages, and the check against it.
 
-Each half of a method declares the fields of the knowledge it sends. From this one declaration
-come the validation of every message, `fedhet methods NAME` and the reference page.
+Each half of a method declares the fields of the knowledge it sends. This one declaration is used to
+validate every message, by `fedhet methods NAME` and by the reference page.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fedhet.errors import KnowledgeError, nearest
 
 @dataclass(frozen=True)
 class TensorField:
-    """One named tensor.
+    """A named tensor.
 
     An axis is a number or a letter. Letters that the run fixes (C classes, D feature width) must
-    have the run's size; any other letter must have one size throughout the message. The dtype
-    "uint" is the smallest unsigned integer below the size that `ids` or `numbers` names.
+    have the run's size; other letters must have one size throughout a message. The dtype "uint" is
+    the smallest unsigned integer type for values below the size that `ids` or `numbers` names.
     """
 
     name: str
@@ -32,39 +32,39 @@ class TensorField:
     help: str
     required: bool = True
     ids: str = ""
-    """Letter of the axis that the values number: each in [0, size), none twice."""
+    """Letter of the axis that the values index: each value in [0, size), without repetition."""
     numbers: str = ""
-    """Letter of a size that the values stay below; they may repeat."""
+    """Letter of a size that bounds the values: each in [0, size), possibly repeated."""
     low: float | None = None
-    """Least value allowed."""
+    """Minimum value."""
     needs: tuple[str, ...] = ()
-    """Fields that must be there if this one is."""
+    """Fields that must be present if this one is."""
 
     def describe(self) -> str:
-        """Return e.g. `float32 [P, D]`."""
+        """Return the dtype and axes, such as `float32 [P, D]`."""
         return f"{self.dtype} [{', '.join(map(str, self.axes))}]"
 
 
 @dataclass(frozen=True)
 class WeightsField:
-    """A whole model: tensors `name/<name in the state dict>`, all of them or none."""
+    """A whole model: tensors `name/<name in the state dict>`, either all of them or none."""
 
     name: str
     help: str
     required: bool = True
     low: float | None = None
-    """Least value allowed."""
+    """Minimum value."""
     stacked: str = ""
-    """Letter of a first axis that every tensor has: so many models, one after the other."""
+    """Letter of an additional first axis of every tensor: the number of models stacked along it."""
 
     def describe(self) -> str:
-        """Return a short word for the type."""
+        """Return a short name of the type."""
         return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
 
 
 @dataclass(frozen=True)
 class ScalarField:
-    """One small value."""
+    """A scalar."""
 
     name: str
     type: type[bool] | type[int] | type[float] | type[str]
@@ -83,10 +83,10 @@ Field = TensorField | WeightsField | ScalarField
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the fields of a message are measured by.
+    """The sizes against which the fields of a message are checked.
 
-    `axes`: the run's sizes by letter, e.g. {"C": 10, "D": 64}; `models`: for each WeightsField the
-    tensors that its model has.
+    `axes`: the run's sizes by letter, e.g. {"C": 10, "D": 64}; `models`: for each WeightsField, the
+    tensors of its model.
     """
 
     axes: Mapping[str, int]
@@ -100,7 +100,7 @@ class Contract:
     fields: tuple[Field, ...] = ()
 
     def replacing(self, field: Field) -> Contract:
-        """Return this contract with `field` in the place of the one of its name."""
+        """Return this contract with the field of the same name replaced by `field`."""
         return Contract(tuple(field if old.name == field.name else old for old in self.fields))
 
     def check(
@@ -110,7 +110,7 @@ class Contract:
         scalars: Mapping[str, bool | int | float | str],
         sizes: Sizes,
     ) -> None:
-        """Raise KnowledgeError for the first fault of a message."""
+        """Raise KnowledgeError for the first violation in a message."""
         self._check_names(sender, tensors, scalars)
         axes = dict(sizes.axes)
         for field in self.fields:
@@ -139,7 +139,7 @@ class Contract:
 def poisonable(contract: Contract) -> tuple[Field, ...]:
     """Return the fields of a message that are logits or weights.
 
-    Those that have a least value are not: what is below it would not be taken.
+    Fields with a minimum value are excluded: poisoned values below it would be rejected.
     """
     return tuple(
         field
@@ -255,7 +255,7 @@ def _check_weights(
 
 
 def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
-    """Return how many models a message must hold: as many as the first field with the letter."""
+    """Return the number of models in a message, set by the first field that uses the letter."""
     return sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
 
 
@@ -265,6 +265,6 @@ def _check_low(sender: str, name: str, value: Array, low: float | None) -> None:
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:
-    """Raise KnowledgeError where a floating tensor holds NaN or infinity."""
+    """Raise KnowledgeError if a floating-point tensor holds NaN or infinity."""
     if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
         raise KnowledgeError(sender, name, "holds NaN or infinity")

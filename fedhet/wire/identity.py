@@ -1,4 +1,4 @@
-"""What a client says of itself before a run: who it is and what task its data is of."""
+"""A client's description before a run: its name, model and task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedhet.errors import KnowledgeError
 from fedhet.wire.knowledge import is_name
 
 SERVER = "server"
-"""The name by which the server signs; no client's."""
+"""The sender's name in the server's messages; no client may have it."""
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 _ORDER = re.compile(r"([0-9a-f]{16})?")
@@ -20,20 +20,20 @@ _MODEL = re.compile(r"[\w.:-]{1,200}")
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What a client says of itself; no sample, no label count."""
+    """A client's description of itself, without samples or label counts."""
 
     name: str
     model: str
     samples: int
-    """Training samples."""
+    """Number of training samples."""
     classes: int
     shape: tuple[int, ...]
-    """Of one sample."""
+    """The shape of one sample."""
     order: str = ""
     """A digest of the classes' names in their order (`order_of`)."""
 
     def properties(self) -> dict[str, int | str]:
-        """Return the client's words as flat properties; `read_properties` takes them back."""
+        """Return the description as flat properties; `read_properties` is the inverse."""
         shape = ",".join(map(str, self.shape))
         return {
             "name": self.name,
@@ -46,9 +46,9 @@ class ClientInfo:
 
 
 def order_of(classes: Sequence[str]) -> str:
-    """Return a digest of the names in their order; of bare numbers 0, 1, ... nothing, as of none.
+    """Return a digest of the ordered class names; "" for plain numbers 0, 1, ... or no names.
 
-    It tells two clients that mean the same classes by their numbers from two that do not.
+    It shows whether two clients' numbers refer to the same classes.
     """
     if list(classes) == [str(number) for number in range(len(classes))]:
         return ""
@@ -56,7 +56,7 @@ def order_of(classes: Sequence[str]) -> str:
 
 
 def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
-    """Return what a client says of itself. Raises KnowledgeError naming the node and the field."""
+    """Return a client's description. Raises KnowledgeError naming the node and the field."""
     if "error" in properties:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")

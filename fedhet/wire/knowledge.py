@@ -1,7 +1,7 @@
-"""Knowledge <-> Flower arrays: the one place that encodes and decodes what travels.
+"""Knowledge <-> Flower arrays: the one place that encodes and decodes messages.
 
 The first array is the manifest (proto/fedhet/v1/knowledge.proto), the others are the tensors it
-lists. Nothing here unpickles, allocates what a header merely claims, or trusts an order.
+lists. Decoding never unpickles, never allocates by a header's claim, and never relies on an order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NPY = re.compile(
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n",
     re.DOTALL,
 )
-"""The header that numpy writes for the types that travel, and no other that it would read."""
+"""The header that numpy writes for the allowed types; any other valid header is rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Scalars = Mapping[str, bool | int | float | str]
@@ -39,7 +39,7 @@ Scalars = Mapping[str, bool | int | float | str]
 
 @dataclass(frozen=True)
 class Envelope:
-    """Who says it, in which run, for which method, in which round (from 1)."""
+    """The sender, run, method and round (from 1) of a message."""
 
     run: str
     method: str
@@ -49,25 +49,25 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What one side tells the other: named tensors and named scalars."""
+    """The content of a message: named tensors and named scalars."""
 
     tensors: Mapping[str, Array] = field(default_factory=dict)
     scalars: Scalars = field(default_factory=dict)
 
     def group(self, name: str) -> dict[str, Array]:
-        """Return the tensors `name/<key>` by their keys: a model's weights."""
+        """Return the tensors `name/<key>` by key: a model's weights."""
         return group(self.tensors, name)
 
 
 def is_name(text: str) -> bool:
-    """Tell whether `text` can name a run or a client: it becomes a folder of that name."""
+    """Tell whether `text` is a valid name of a run or a client, which is also a folder's name."""
     return _NAME.fullmatch(text) is not None
 
 
 def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
     """Return the arrays of a message: the manifest as uint8 [bytes], then each tensor.
 
-    Raises KnowledgeError for a tensor or a scalar that the contract has no type for.
+    Raises KnowledgeError for a tensor or a scalar of a type that messages do not support.
     """
     manifest = wire.Manifest(
         schema_version=SCHEMA_VERSION,
@@ -91,10 +91,10 @@ def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
 
 
 def decode(arrays: Sequence[Array], sender: str) -> tuple[Envelope, Knowledge]:
-    """Return what the arrays of a message say; `sender` names them in an error.
+    """Decode the arrays of a message; `sender` is named in errors.
 
-    Raises KnowledgeError if the manifest is no manifest, is of another schema version, or does
-    not describe the arrays that follow it. The method's fields are checked by its Contract.
+    Raises KnowledgeError if the manifest is invalid, has another schema version, or does not match
+    the arrays that follow it. The method's fields are checked by its Contract.
     """
     manifest = _read_manifest(arrays, sender)
     specs = manifest.tensors
@@ -120,9 +120,9 @@ def decode(arrays: Sequence[Array], sender: str) -> tuple[Envelope, Knowledge]:
 def expect(
     envelope: Envelope, *, run: str | None, method: str, round: int | None, sender: str
 ) -> None:
-    """Raise KnowledgeError unless a message is of this run, method, round and sender.
+    """Raise KnowledgeError unless a message is from this run, method, round and sender.
 
-    None stands for any run, or any round from 1.
+    None accepts any run, or any round from 1.
     """
     if not is_name(envelope.run) or (run is not None and envelope.run != run):
         raise KnowledgeError(sender, "run", f"is {envelope.run!r}, must be {run or 'a name'!r}")
@@ -135,14 +135,14 @@ def expect(
 
 
 def payload_bytes(parameters: Parameters) -> int:
-    """Return the bytes of a message's payload as Flower sends it."""
+    """Return the size in bytes of a message's payload as Flower sends it."""
     return sum(len(tensor) for tensor in parameters.tensors)
 
 
 def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Array]:
-    """Return the arrays in Flower's `parameters`, read without pickles.
+    """Return the arrays in Flower's `parameters`, read without pickle.
 
-    Raises KnowledgeError if they are more than `max_bytes` or not well-formed .npy.
+    Raises KnowledgeError if they exceed `max_bytes` or are not well-formed .npy.
     """
     size = payload_bytes(parameters)
     if size > max_bytes:
@@ -155,7 +155,7 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 
 
 def _read_npy(data: bytes, sender: str, name: str) -> Array:
-    """Return the array of an .npy whose header claims neither more nor less than is there."""
+    """Return the array of an .npy file; its header must match the actual number of bytes."""
     header = _NPY.match(data)
     if header is None or int.from_bytes(header[1], "little") != header.end() - header.end(1):
         raise KnowledgeError(sender, name, "is not an .npy array of a type that travels")
