@@ -125,18 +125,22 @@ def summary(spec: Spec, names: list[str], records: list[dict[str, Any]]) -> dict
 
 
 def config(spec: Spec) -> str:
-    flat = {
+    settings = {
         "method": spec.method,
-        "dataset": spec.dataset,
         "rounds": spec.rounds,
         "seed": spec.seed,
-        "alpha": 0.5,
-        "models": "cnn2,mlp",
+        "data.dataset": spec.dataset,
+        "data.alpha": 0.5,
+        "models.pool": "cnn2,mlp",
         **spec.settings,
+        **{f"{spec.method}.{key}": value for key, value in spec.table.items()},
     }
-    lines = [f"{key} = {json.dumps(value)}" for key, value in flat.items()]
-    own = [f"{key} = {json.dumps(value)}" for key, value in spec.table.items()]
-    return "\n".join([*lines, "", f"[{spec.method}]", *own]) + "\n"
+    tables: dict[str, list[str]] = {"": []}
+    for name, value in settings.items():
+        table, _, key = name.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {json.dumps(value)}")
+    head = tables.pop("")
+    return "\n".join([*head, *(f"[{name}]\n" + "\n".join(own) for name, own in tables.items())])
 
 
 def make(root: Path, **changes: Any) -> Path:
@@ -227,10 +231,9 @@ def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
     assert run.headline == "common"
 
 
-@pytest.mark.parametrize("place", ["", "[data]"])
-def test_an_unfinished_runs_data_set_is_read_from_its_settings(tmp_path: Path, place: str) -> None:
+def test_an_unfinished_runs_data_set_is_read_from_its_settings(tmp_path: Path) -> None:
     path = make(tmp_path / "run", finished=False)
-    (path / "config.toml").write_text(f'method = "velo"\n{place}\ndataset = "mnist"\n')
+    (path / "config.toml").write_text('method = "velo"\n[data]\ndataset = "mnist"\n')
     run = load_run(path)
     assert (run.method, run.dataset, run.seed, run.planned) == ("velo", "mnist", None, 5)
 
@@ -445,7 +448,7 @@ def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:
         tmp_path / "run",
         names=names,
         method="felo",
-        settings={"note": HOSTILE, "models": "</script><script>"},
+        settings={"note": HOSTILE, "models.pool": "</script><script>"},
         failed={1: {HOSTILE: HOSTILE}},
     )
     rewrite(path / "summary.json", lambda content: content.update(dataset=HOSTILE))
@@ -513,7 +516,7 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
     for seed in range(3):
         make(tmp_path / f"a{seed}", seed=seed, table={"share-weights": True, "alpha": 1.0})
         make(tmp_path / "deep" / f"b{seed}", seed=seed, table={"share-weights": False, "alpha": 1})
-        where = {"out": f"x{seed}", "device": f"cuda:{seed}", "threads": seed + 1}
+        where = {"out": f"x{seed}", "engine.device": f"cuda:{seed}", "engine.threads": seed + 1}
         make(tmp_path / f"v{seed}", seed=seed, method="velo", settings=where)
     found = compare([tmp_path])
     assert {group.label: group.seeds for group in found.groups} == {
@@ -526,9 +529,9 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
 def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) -> None:
     for seed in range(2):
         where = {
-            "join-timeout": 60.0 + seed,
-            "min-clients": seed,
-            "in-flight": seed,
+            "engine.join-timeout": 60.0 + seed,
+            "engine.min-clients": seed,
+            "engine.in-flight": seed,
             "out": f"r{seed}",
         }
         make(tmp_path / f"r{seed}", seed=seed, settings=where)
@@ -703,7 +706,12 @@ def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:
 
 def test_many_groups_are_drawn(tmp_path: Path) -> None:
     for number in range(14):
-        make(tmp_path / f"r{number}", rounds=2, settings={"alpha": 0.1 * number}, partition=False)
+        make(
+            tmp_path / f"r{number}",
+            rounds=2,
+            settings={"data.alpha": 0.1 * number},
+            partition=False,
+        )
     found = compare([tmp_path], out=tmp_path / "out")
     assert len(found.groups) == 14
     assert (tmp_path / "out" / "compare.html").stat().st_size > 10_000

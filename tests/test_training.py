@@ -380,10 +380,10 @@ def test_a_device_that_is_not_there(name):
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert repr(name) in message
-    assert "'device'" in message
+    assert "'engine.device'" in message
     for there in ("auto", *available_devices()):
         assert there in message
-    with pytest.raises(SettingsError, match="'device'"):
+    with pytest.raises(SettingsError, match=r"'engine\.device'"):
         compute_for(ComputeSettings(device=name))
 
 
@@ -445,7 +445,7 @@ def test_a_mac_has_mps(monkeypatch):
 def test_float16_is_not_for_processors(device):
     with pytest.raises(SettingsError) as caught:
         compute_for(ComputeSettings(device=device, precision="float16"))
-    for part in ("'precision'", "'float16'", "cpu", "float32", "bfloat16"):
+    for part in ("'engine.precision'", "'float16'", "cpu", "float32", "bfloat16"):
         assert part in str(caught.value)
 
 
