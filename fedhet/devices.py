@@ -58,8 +58,10 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device(there[-1] if len(there) == 1 else there[1])
     if name not in there:
-        rule = f"auto or a device of this machine: {', '.join(there)}"
-        raise SettingsError(f"setting 'engine.device' = {name!r} is not there: it takes {rule}")
+        raise SettingsError(
+            f"device {name!r} is not there: 'engine.device', or a node's own 'device', takes auto "
+            f"or a device of this machine: {', '.join(there)}"
+        )
     return torch.device(name)
 
 

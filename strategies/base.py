@@ -179,6 +179,7 @@ class HetStrategy(Strategy):
         for reply in self._attack(server_round, replies, state=self.state, check=self._check):
             with self.state.dropping(reply.client.name):
                 accepted.append(self.accept(server_round, reply))
+                self.state.measured(reply.client.name, reply.measured)
         self.state.record.answered = [reply.client.name for reply in accepted]
         if accepted:
             self.state.figures(self.aggregate(server_round, accepted))
@@ -229,6 +230,7 @@ class HetStrategy(Strategy):
                 f"one model for all clients with {self.run.method}, which averages their weights; "
                 f"they have {', '.join(found)}",
             )
+        self._members.one_model = found[0] if self.spec.one_model else ""
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""
@@ -266,24 +268,16 @@ class HetStrategy(Strategy):
     def _replies(
         self, results: Sequence[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> Iterator[Reply]:
-        """Yield the replies that satisfy the contract, by client, one in memory at a time."""
+        """Yield the replies that satisfy the contract, by client, as they are read."""
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
         for name in self.state.record.asked:
             if name not in answers:
                 self.state.absent(name, why.get(name, "did not answer in time"))
-            elif reply := self._read(name, answers[name]):
-                yield reply
-
-    def _read(self, name: str, result: FitRes) -> Reply | None:
-        """Return a client's reply and record its measurements, or None if the reply is dropped."""
-        client = self.members[name].info
-        with self.state.dropping(name):
-            number = self.state.record.round
-            reply = self._exchange.read(number, client, result, self.sizes(client))
-            self.state.measured(name, reply.measured)
-            return reply
-        return None
+                continue
+            client, number = self.members[name].info, self.state.record.round
+            with self.state.dropping(name):
+                yield self._exchange.read(number, client, answers[name], self.sizes(client))
 
     def _check(self, reply: Reply) -> None:
         self._exchange.check(reply, self.sizes(reply.client))

@@ -74,12 +74,12 @@ def without_times(summary: dict) -> dict:
 class Server:
     """A strategy and its clients, driven by hand."""
 
-    def __init__(self, config: Config, directory: Path) -> None:
+    def __init__(self, config: Config, directory: Path, clients: int | None = None) -> None:
         method = config.method
         self.log = RunLog(config, directory, workers=1)
         self.strategy: HetStrategy = method.strategy(config, self.log)
         self.manager = SimpleClientManager()
-        for k in range(config.run.clients):
+        for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
             node = read_node(node_config, config.run, str(directory / "state"))
             self.manager.register(simulation.InlineProxy(config, node))

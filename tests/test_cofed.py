@@ -446,6 +446,23 @@ def test_ray_and_inline_give_the_same_numbers(tmp_path):
 NOTHING = Measured({}, None, 0.0, 0.0, 0.0)
 
 
+def test_what_a_refused_client_measured_does_not_count(tmp_path):
+    server = Server(cofed(), tmp_path / "run")
+    answers = server.answers(server.ask(1))
+
+    def without_vote(round, reply, accept=server.strategy.accept):
+        odd = reply.client.name == "client-1"
+        return accept(round, reply.saying(Knowledge()) if odd else reply)
+
+    server.strategy.accept = without_vote
+    server.strategy.aggregate_fit(1, answers, [])
+    state = server.strategy.state
+    assert state.record.failed == {"client-1": "predictions: missing"}
+    assert state.to_evaluate("client-1")
+    assert not state.to_evaluate("client-0")
+    assert "client-1" not in state.close(evaluated=True).loss.per_client
+
+
 def test_a_vote_outside_its_space_is_named():
     strategy = CofedStrategy.__new__(CofedStrategy)
     strategy.settings = CofedStrategy.spec.settings()

@@ -217,6 +217,22 @@ def test_an_error_at_a_node_comes_without_flowers_wrapping(members, notices):
         assert noticed in notices.pop()
 
 
+@pytest.mark.parametrize("method", ["um-pfssl", "fixavg"])
+def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method, tmp_path):
+    config = small(method, min_clients=3, join_timeout=0.2, fraction=1.0, rounds=3)
+    server = Server(config, tmp_path / "run", clients=3)
+    node = {"partition-id": 3, "num-partitions": 4, "model": "resnet9", "name": "aaa"}
+    late = simulation.InlineProxy(config, read_node(node, config.run, str(tmp_path / "late")))
+    for number in range(1, 4):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        record = server.strategy.state.record
+        assert record.answered == ["client-0", "client-1", "client-2"]
+        assert record.failed == {}
+        server.close(number)
+        server.manager.register(late)
+    assert server.strategy.task.model == "cnn2-dropout"
+
+
 def test_too_few_clients_do_not_start(tmp_path):
     config = small(join_timeout=0.5)
     with pytest.raises(FedhetError, match=r"0 of 4 clients are there after 0\.5 s"):

@@ -98,6 +98,30 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
     assert summary_of(elsewhere, "installed", *words)["method"] == "prototypes"
 
 
+def test_a_broken_one_hinders_no_other(elsewhere):
+    installed = elsewhere / "broken-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[fedhet.methods]\ngone = nothere.method\ndata = mymethods.prototypes\n"
+    )
+    status, said = fedhet(elsewhere, "methods")
+    assert status == 0
+    assert "felo class-wise features" in said
+    assert "left out: setting 'method' = 'gone': cannot import 'nothere.method'" in said
+    assert "left out: setting 'method' = 'data' is not allowed" in said
+    status, said = fedhet(elsewhere, "run", "felo", "--set", "nope=1")
+    assert "unknown setting 'nope'" in said
+
+
+def test_the_baseline_runs_on_its_settings(elsewhere, inline):
+    config = str(elsewhere / "inline" / "config.toml")
+    words = ("run", "local", "--config", config, "--out", str(elsewhere / "baseline"))
+    status, said = fedhet(elsewhere, *words)
+    assert status == 0, said
+    assert "local on digits: 2 clients" in said
+
+
 @pytest.mark.parametrize(
     ("code", "fault"),
     [

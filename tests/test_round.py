@@ -97,6 +97,12 @@ def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
     assert state.present(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
 
 
+def test_figures_are_numbers_that_json_has(state):
+    state.figures({"half": np.float32(0.5), "seven": np.int64(7), "none": np.nan, "inf": np.inf})
+    assert state.record.method == {"half": 0.5, "seven": 7.0}
+    assert {type(value) for value in state.record.method.values()} == {float}
+
+
 def test_where_the_time_went(monkeypatch, notices):
     """Two at once, three asked: 6 s of work take 3 s of the 5 s that were waited for."""
     now = iter([10.0, 11.0, 16.0, 18.0])

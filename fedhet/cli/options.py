@@ -13,11 +13,13 @@ import typer
 from rich.console import Console
 
 from fedhet.config.methods import find_method
-from fedhet.config.sources import all_settings, parse_pairs, read_preset, read_toml
+from fedhet.config.sources import parse_pairs, read_preset, read_toml
 from fedhet.errors import SettingsError, StateError
+from fedhet.settings.schema import table_of
 from fedhet.settings.tables import RunSettings
 
 PIPED_WIDTH = 130
+PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 
 console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 errors = Console(stderr=True)
@@ -113,13 +115,18 @@ def gather(
         values |= read_preset(preset)
     if config is not None:
         values |= read_toml(config)
+    if resume is not None and "data.dataset" not in values:
+        raise StateError(f"{config} is of fedhet 0.1, whose runs cannot be resumed by this version")
     if method is not None:
         # So that `run local --preset felo-…` is the baseline of that experiment.
-        shared, own = RunSettings.fields(), find_method(method).settings()
-        others = all_settings().keys() - shared.keys() - own.keys()
-        values = {k: v for k, v in values.items() if k not in others} | {"method": method}
+        tables = {"", find_method(method).table, *(table_of(k) for k in RunSettings.fields())}
+        values = {k: v for k, v in values.items() if table_of(k) in tables} | {"method": method}
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
-    return values | parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
+    chosen = parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
+    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
+        if chosen.get(name):  # replaces the other source of public data that a file names
+            values.pop(rival, None)
+    return values | chosen
 
 
 def _config_of(directory: Path) -> Path:

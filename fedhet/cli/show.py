@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fedhet import data, models
 from fedhet.cli.options import console, with_settings
-from fedhet.config.methods import find_method, method_names
+from fedhet.config.methods import find_method, methods
 from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, field_rows, setting_rows
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
@@ -25,9 +25,12 @@ def methods_command(
     if name is not None:
         _show_method(name)
         return
-    specs = {known: find_method(known).spec for known in method_names()}
+    found, faults = methods()
+    specs = {known: method.spec for known, method in found.items()}
     rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
     console.print(_table("method", "what it does", "headline", "paper", rows=rows))
+    for fault in faults:
+        console.print(f"left out: {fault}", markup=False)
 
 
 def _show_method(name: str) -> None:

@@ -96,15 +96,29 @@ class Method:
 @cache
 def method_names() -> tuple[str, ...]:
     """Return the names of all methods: built-in, and of installed packages."""
-    return tuple(sorted({*_shipped(), *_installed()}))
+    return tuple(sorted({*shipped_names(), *_installed()}))
 
 
-def _shipped() -> set[str]:
+@cache
+def methods() -> tuple[dict[str, Method], tuple[str, ...]]:
+    """Return all methods that can be loaded, by name, and what is wrong with the others."""
+    found, faults = {}, []
+    for name in method_names():
+        try:
+            found[name] = find_method(name)
+        except SettingsError as error:  # of an installed package; it must not hinder the others
+            faults.append(str(error))
+    return found, tuple(faults)
+
+
+@cache
+def shipped_names() -> frozenset[str]:
+    """Return the names of the built-in methods."""
     halves = [
         {m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)}
         for package in PACKAGES
     ]
-    return {name.replace("_", "-") for name in (halves[0] & halves[1]) - {"base"}}
+    return frozenset(name.replace("_", "-") for name in (halves[0] & halves[1]) - {"base"})
 
 
 def _installed() -> dict[str, str]:
@@ -118,10 +132,8 @@ def find_method(name: str) -> Method:
     if table in {full.partition(".")[0] for full in RunSettings.fields()}:
         rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
         raise SettingsError(f"setting 'method' = '{name}' is not allowed: {rule}")
-    if name in _shipped():
-        modules = [
-            importlib.import_module(f"{half}.{module}") for half in ("strategies", "clients")
-        ]
+    if name in shipped_names():
+        modules = [importlib.import_module(f"{half}.{module}") for half in PACKAGES]
     elif name in _installed() or "." in name:
         modules = [_imported(name, _installed().get(name, name))]
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.methods import Method, find_method, method_names
+from fedhet.config.methods import Method, find_method, shipped_names
 from fedhet.config.sources import defaults_toml
 from fedhet.settings.schema import allowed
 from fedhet.settings.tables import RunSettings
@@ -35,7 +35,7 @@ FIELD_COLUMNS = ("field", "type", "what it is")
 def reference() -> str:
     """Return the reference page as Markdown."""
     parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
-    parts += [_method(find_method(name)) for name in method_names()]
+    parts += [_method(find_method(name)) for name in sorted(shipped_names())]
     return "\n".join(parts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
-from fedhet.config.methods import Method, find_method, method_names
+from fedhet.config.methods import Method, find_method, methods
 from fedhet.config.sources import all_settings
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
@@ -139,7 +139,7 @@ def _check_names(config: Config) -> None:
         raise refused("attack.kind", run.attack.kind, rule)
     for name in run.models.names:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
-            able = ", ".join(m for m in method_names() if find_method(m).spec.any_model)
+            able = ", ".join(m for m, found in methods()[0].items() if found.spec.any_model)
             rule = (
                 f"{name} has no gradients, which {method.name} trains by; methods for models of "
                 f"any kind: {able}"

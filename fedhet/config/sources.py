@@ -10,25 +10,30 @@ from pathlib import Path
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from fedhet.config.methods import find_method, method_names
+from fedhet.config.methods import find_method, methods, shipped_names
 from fedhet.errors import SettingsError, nearest
 from fedhet.settings.schema import flatten, nest, parse_text, unknown
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.tables import RENAMED, RunSettings
 
 PRESETS = resources.files("fedhet") / "presets"
 
 
 def all_settings() -> dict[str, FieldInfo]:
     """Return the settings of every run and of every method, by full name."""
-    found = RunSettings.fields()
-    for name in method_names():
-        found |= find_method(name).settings()
-    return found
+    return _with_settings_of(methods()[0])
 
 
 def defaults_toml() -> str:
-    """Return every setting of every method at its default, as TOML: Flower's run config."""
-    return tomli_w.dumps(nest({name: info.default for name, info in all_settings().items()}))
+    """Return all settings, of the built-in methods too, at their defaults: Flower's run config."""
+    found = _with_settings_of(sorted(shipped_names()))
+    return tomli_w.dumps(nest({name: info.default for name, info in found.items()}))
+
+
+def _with_settings_of(names: Iterable[str]) -> dict[str, FieldInfo]:
+    found = RunSettings.fields()
+    for name in names:
+        found |= find_method(name).settings()
+    return found
 
 
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
@@ -62,6 +67,8 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
     ending = [name for name in known if name.endswith(f".{key}")]
     if len(ending) > 1:
         raise SettingsError(f"'{key}' is the end of several settings: {', '.join(ending)}")
+    if key in RENAMED:
+        raise SettingsError(f"unknown setting '{key}': it is '{RENAMED[key]}'")
     if not ending and key not in all_settings():
         raise unknown(key, {**known, **all_settings()})
     return ending[0] if ending else key

@@ -8,25 +8,8 @@ from fedhet.data.site import ClientData, client_data, site_data, validate
 from fedhet.data.spec import UNKNOWN, Dataset, DataSpec, Split, scaled
 
 __all__ = [
-    "GENERATED",
-    "UNKNOWN",
-    "ClientData",
-    "DataSpec",
-    "Dataset",
-    "Split",
-    "client_data",
-    "client_name",
-    "common_test",
-    "dataset_names",
-    "label_counts",
-    "label_space",
-    "labelled_parts",
-    "load",
-    "partition",
-    "public_set",
-    "refuse_overlap",
-    "scaled",
-    "site_data",
-    "split_labels",
+    "GENERATED", "UNKNOWN", "ClientData", "DataSpec", "Dataset", "Split", "client_data",
+    "client_name", "common_test", "dataset_names", "label_counts", "label_space", "labelled_parts",
+    "load", "partition", "public_set", "refuse_overlap", "scaled", "site_data", "split_labels",
     "validate",
-]
+]  # fmt: skip

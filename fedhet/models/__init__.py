@@ -19,23 +19,7 @@ from fedhet.models.registry import (
 from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
-    "WITHOUT_GRADIENTS",
-    "ClassicalInfo",
-    "Classifier",
-    "HetModel",
-    "ModelInfo",
-    "ModelName",
-    "Refitted",
-    "Within",
-    "build",
-    "build_any",
-    "check",
-    "deal",
-    "describe",
-    "is_registered",
-    "load_weights",
-    "names",
-    "shapes",
-    "to_arrays",
-    "trained_shapes",
-]
+    "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo", "ModelName",
+    "Refitted", "Within", "build", "build_any", "check", "deal", "describe", "is_registered",
+    "load_weights", "names", "shapes", "to_arrays", "trained_shapes",
+]  # fmt: skip

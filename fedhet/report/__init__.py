@@ -11,20 +11,9 @@ from fedhet.report.sweep import sweep, sweep_table, write_sweep
 from fedhet.report.tables import comparison_table, final_table
 
 __all__ = [
-    "Comparison",
-    "Run",
-    "compare",
-    "comparison_table",
-    "final_table",
-    "load_run",
-    "sweep",
-    "sweep_table",
-    "write",
-    "write_comparison",
-    "write_figures",
-    "write_report",
-    "write_sweep",
-]
+    "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run", "sweep",
+    "sweep_table", "write", "write_comparison", "write_figures", "write_report", "write_sweep",
+]  # fmt: skip
 
 
 def write(directory: Path | str) -> Run:

@@ -38,6 +38,8 @@ class Members:
         self._timeout = timeout
         self._pool = pool
         self._notice = notice
+        self.one_model = ""
+        """The model that all members must have, once it is known; empty: any."""
         self._infos: dict[str, ClientInfo] = {}
         self._refused: set[str] = set()
         self._task: Task | None = None
@@ -140,6 +142,8 @@ class Members:
             )
         if info.order and self._order and info.order != self._order:
             return "its classes have other names than the others', or another order (classes.txt)"
+        if self.one_model and info.model != self.one_model:
+            return f"its model is {info.model!r}, all others' {self.one_model!r}"
         if self._pool is not None and not (info.model in self._pool or is_registered(info.model)):
             # Only models in the run's own pool are imported here, never others that a client names.
             return f"its model {info.model!r} is neither registered nor in the run's pool"

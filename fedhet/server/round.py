@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -103,7 +104,8 @@ class RoundState:
 
     def figures(self, figures: Mapping[str, float]) -> None:
         """Record metrics of the method, or of an attack."""
-        self.record.method |= figures
+        found = {name: float(value) for name, value in figures.items()}
+        self.record.method |= {k: v for k, v in found.items() if math.isfinite(v)}
 
     def absent(self, name: str, reason: str) -> None:
         """Record that a client has not replied."""

@@ -74,6 +74,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def table_of(name: str) -> str:
+    """Return the table of a setting by its full name; "" if it stands in none."""
+    return name.rpartition(".")[0]
+
+
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted names as nested tables, settings without a table first."""
     tree = {name: value for name, value in flat.items() if "." not in name}
