@@ -290,7 +290,7 @@ def test_nothing_is_trained_where_the_data_is_absent(tmp_path):
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
-    with pytest.raises(SettingsError, match=r"'engine\.device' = 'cuda:99' is not there"):
+    with pytest.raises(SettingsError, match=r"device 'cuda:99' is not there: 'engine\.device'"):
         simulation.simulate(small(device="cuda:99"), tmp_path / "run")
 
 
