@@ -84,13 +84,16 @@ def test_its_settings_are_checked_and_shown(elsewhere):
     assert "did you mean 'prototypes.pull'" in said or "did you mean 'pull'" in said
 
 
-def test_an_installed_one_has_a_name_of_its_own(elsewhere):
-    installed = elsewhere / "mymethods-1.0.dist-info"
+def install(where, name, *entries):
+    """Leave what pip would: a distribution with these entry points in fedhet's group."""
+    installed = where / f"{name}-1.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mymethods\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(
-        "[fedhet.methods]\nprototypes = mymethods.prototypes\n"
-    )
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("\n".join(["[fedhet.methods]", *entries, ""]))
+
+
+def test_an_installed_one_has_a_name_of_its_own(elsewhere):
+    install(elsewhere, "mymethods", "prototypes = mymethods.prototypes")
     status, said = fedhet(elsewhere, "methods")
     assert status == 0
     assert "prototypes class prototypes, to which features are drawn" in said
@@ -99,12 +102,8 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
 
 
 def test_a_broken_one_hinders_no_other(elsewhere):
-    installed = elsewhere / "broken-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(
-        "[fedhet.methods]\ngone = nothere.method\ndata = mymethods.prototypes\n"
-    )
+    entries = ("gone = nothere.method", "data = mymethods.prototypes")
+    install(elsewhere, "broken", *entries)
     status, said = fedhet(elsewhere, "methods")
     assert status == 0
     assert "felo class-wise features" in said
