@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.base import HetClient
-from fedhet.algorithms.conformal import (
-    Calibration,
-    Raps,
-    calibrate,
-    consensus,
-    dynamic_penalty,
-    imitation_loss,
-    prediction_sets,
-    top_sets,
-)
 from fedhet.algorithms.distillation import distillation_loss
+from fedhet.algorithms.imitation import Imitation
 from fedhet.algorithms.proxies import (
     LEAST_SCALE,
     MoreauProxy,
@@ -35,10 +26,13 @@ from fedhet.data import Split
 from fedhet.errors import KnowledgeError
 from fedhet.models import HetModel, build, load_weights
 from fedhet.seeding import derive, numpy_rng
-from fedhet.training import Optimization, logits_of
+from fedhet.training import Optimization, evaluating, statistics_kept
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fedtype import FedTypeSettings
+
+Pair = tuple[Tensor, Tensor]
+"""Something of the private model, and the same of the proxy."""
 
 
 class FedTypeClient(HetClient):
@@ -73,6 +67,8 @@ class FedTypeClient(HetClient):
             torch.tensor(part.copy(), device=self.compute.device)
             for part in (order[:count], order[count:])
         )
+        self.label_set = torch.unique(self.y)
+        """The classes [P] of the client's data, ascending: the paper's label set of D."""
         self.held_out = Split(self.x[held], self.y[held])
         self.samples.own = Split(self.x[rest], self.y[rest])
 
@@ -85,7 +81,7 @@ class FedTypeClient(HetClient):
         models = dict(self.models)
         if weights := knowledge.group("proxy"):
             models["global"] = self.placed(self._new_proxy(), weights)
-        return models
+        return {kind: self.samples.within_space(model) for kind, model in models.items()}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run Algorithm 1, starting from the server's proxy."""
@@ -94,7 +90,15 @@ class FedTypeClient(HetClient):
         learning = Reciprocity(self, proxy, round)
         for epoch in range(self.run.training.local_epochs):
             learning.run_epoch(epoch)
-        return Knowledge(self._upload(proxy), learning.figures())
+        if (accuracy := learning.imitation.accuracy) is not None:
+            self.state.facts["proxy_accuracy"] = accuracy
+        return Knowledge(self._upload(proxy), learning.imitation.figures())
+
+    @property
+    def accuracy(self) -> float | None:
+        """Return the proxy's accuracy on D' as last measured, in any round; None: never."""
+        found = self.state.facts.get("proxy_accuracy")
+        return None if found is None else float(found)
 
     def _new_proxy(self) -> HetModel:
         return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
@@ -133,26 +137,25 @@ class Reciprocity:
     """One round of Algorithm 1 at one client: the private model and the proxy learn jointly."""
 
     def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
-        self.client = client
-        self.settings = client.settings
+        """Start a round; `proxy` has the server's weights."""
+        self.client, self.settings, self.proxy = client, client.settings, proxy
         self.private = client.network.train()
-        self.proxy = proxy
         self.proxy.model.train()
         self.optimizing: Optimization = client.optimization(
             self.private.parameters(), proxy.parameters()
         )
         self.order = client.generator(round, "batches")
-        self.noise = client.generator(round, "u")
-        self.raps = Raps(self.settings.lambda_, self.settings.k_reg)
-        self.accuracy: float | None = None
-        self.penalty = self.settings.lambda_
-        self.calibrations: tuple[Calibration, Calibration] | None = None
         self.parts = torch.randperm(len(client.y), generator=client.generator(round, "parts"))
-        self.sums = torch.zeros(4, device=client.compute.device)
+        labels = torch.searchsorted(client.space, client.label_set)
+        if self.settings.labels == "all":
+            labels = torch.arange(len(client.space), device=labels.device)
+        self.imitation = Imitation(
+            self.settings.rules(len(labels)), labels, client.generator(round, "u"), client.accuracy
+        )
 
     def run_epoch(self, epoch: int) -> None:
         """Calibrate both models on D', then train both on the epoch's data."""
-        if self.settings.backward == "conformal":
+        if self.settings.backward == "conformal" and not self.is_silent:
             self.calibrate()
         rows = self.rows(epoch)
         x, y = self.client.x, self.client.y
@@ -170,75 +173,67 @@ class Reciprocity:
         part = self.parts.tensor_split(self.client.run.training.local_epochs)[epoch]
         return part.to(self.client.compute.device)
 
+    @property
+    def is_silent(self) -> bool:
+        """Tell whether D' is too small for the sets to say anything."""
+        return self.imitation.is_silent(len(self.client.held_out))
+
+    @torch.no_grad()
     def calibrate(self) -> None:
-        """Fit both conformal models (Eq. 5), and how much the proxy's sets must shrink (Eq. 7)."""
-        client = self.client
-        proxy = logits_of(self.proxy.model, client.held_out.x, client.compute)
-        private = logits_of(self.private, client.held_out.x, client.compute)
-        self.calibrations = (self._calibration(proxy), self._calibration(private))
-        accuracy = (proxy.argmax(1) == client.held_out.y).float().mean().item()
-        change = 0.0 if self.accuracy is None else accuracy - self.accuracy
-        self.penalty = dynamic_penalty(change, self.settings.lambda_, self.settings.g)
-        self.accuracy = accuracy
+        """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
+        held, compute = self.client.held_out, self.client.compute
+        with statistics_kept(self.private), statistics_kept(self.proxy.model), compute.autocast():
+            private, proxy = self.views(held.x)
+        y = torch.searchsorted(self.client.space, held.y)
+        self.imitation.calibrate(proxy.float(), private.float(), y)
 
-    def _calibration(self, logits: Tensor) -> Calibration:
-        u, labels = self.factors(len(logits)), self.client.held_out.y
-        return calibrate(logits, labels, u, theta=self.settings.theta, raps=self.raps)
+    def logits(self, x: Tensor) -> Pair:
+        """Return the logits of the private model and of the proxy while training, [N, C] each.
 
-    def factors(self, count: int) -> Tensor:
-        """Return u of Eq. 6, [count]: uniform in [0, 1), or fixed."""
-        if self.settings.u != "random":
-            return torch.full((count,), float(self.settings.u), device=self.client.compute.device)
-        return torch.rand(count, generator=self.noise).to(self.client.compute.device)
+        C is the number of classes in the client's label space.
+        """
+        return self.within(self.private(x)), self.within(self.proxy.logits(x))
+
+    def within(self, logits: Tensor) -> Tensor:
+        """Return the columns of `logits` that belong to the client's label space."""
+        space = self.client.space
+        return logits if len(space) == logits.shape[1] else logits[:, space]
+
+    @torch.no_grad()
+    def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
+        """Return the logits of both models that sets are made from, in the mode for it.
+
+        `trained` are those of a training step, if there are any. A single sample is evaluated:
+        batch norm cannot train on it.
+        """
+        if self.settings.mode == "training" and len(x) > 1:
+            return trained or self.logits(x)
+        with evaluating(self.private), evaluating(self.proxy.model):
+            return self.within(self.private(x)), self.within(self.proxy.model(x))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the joint objective of a batch (Eq. 2)."""
-        private = self.private(x)
+        private = self.within(self.private(x))
         for _ in range(self.extra_steps()):
-            self.optimizing.step(
-                distillation_loss(private, self.proxy.logits(x)) + self.proxy.regulariser()
-            )
-        proxy = self.proxy.logits(x)
-        classification = F.cross_entropy(private.float(), y)
-        forward = distillation_loss(private, proxy) + self.proxy.regulariser()
-        return classification + forward + self.backward_loss(private, proxy.detach().float())
+            self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x))))
+        proxy = self.within(self.proxy.logits(x))
+        target = torch.searchsorted(self.client.space, y)
+        classification = F.cross_entropy(private.float(), target)
+        backward = self.backward_loss(x, private, proxy.detach())
+        return classification + self.forward_loss(private, proxy) + backward
 
     def extra_steps(self) -> int:
         """Return the number of proxy steps before the joint step (pFedMe's K - 1)."""
         return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauProxy) else 0
 
-    def backward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
+    def forward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
+        """Return the proxy's loss: Eq. 1, and the term of its aggregation."""
+        return distillation_loss(private, proxy) + self.proxy.regulariser()
+
+    def backward_loss(self, x: Tensor, private: Tensor, proxy: Tensor) -> Tensor:
         """Return the private model's loss on the proxy's logits: Eq. 3 or an ablation."""
         if self.settings.backward == "symmetric":
             return distillation_loss(proxy, private)
-        own, other = self.sets(private.detach().float(), proxy)
-        eta = consensus(other, own)
-        if self.settings.eta == "one":
-            eta = torch.ones_like(eta)
-        self._note(eta, other, own)
-        return imitation_loss(private, other, eta)
-
-    def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sets L of the private model and S of the proxy (Eq. 6), [N, C]."""
-        if self.calibrations is None:
-            return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
-        for_proxy, for_private = self.calibrations
-        k_reg, plain = self.settings.k_reg, self.settings.lambda_
-        u = self.factors(len(proxy))
-        return (
-            prediction_sets(private, for_private, u, penalty=plain, k_reg=k_reg),
-            prediction_sets(proxy, for_proxy, u, penalty=self.penalty, k_reg=k_reg),
-        )
-
-    def _note(self, eta: Tensor, proxy: Tensor, private: Tensor) -> None:
-        sums = [eta.sum(), proxy.sum(), private.sum(), eta.new_tensor(len(eta))]
-        self.sums += torch.stack([value.float() for value in sums])
-
-    def figures(self) -> dict[str, float]:
-        """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
-        eta, proxy, private, count = self.sums.tolist()
-        if count == 0:  # symmetric distillation has no sets
-            return {}
-        found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
-        tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
-        return found if tau == torch.inf else {**found, "tau": tau}
+        if self.settings.backward == "none" or self.is_silent:
+            return private.new_zeros(())
+        return self.imitation.loss(private, proxy, self.views(x, (private, proxy)))

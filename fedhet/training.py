@@ -183,6 +183,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextlib.contextmanager
+def statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Let batch norms in training mode use a batch's statistics without adding to their own."""
+    norms: list[Any] = [
+        part for part in model.modules() if getattr(part, "track_running_stats", False)
+    ]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
 def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int) -> Score:
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)

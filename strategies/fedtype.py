@@ -14,6 +14,8 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.conformal import Raps, free_ranks
+from fedhet.algorithms.imitation import SetRules
 from fedhet.algorithms.proxies import LEAST_SCALE, START_SCALE
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
@@ -36,16 +38,30 @@ class FedTypeSettings(MethodSettings):
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="pFedMe's share of the new average in the server's proxy"
     )
-    backward: Literal["conformal", "topk", "symmetric"] = Field(
-        "conformal", description="what the private model imitates: conformal sets, top-k, or all"
+    backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
+        "conformal",
+        description="what the private model imitates: conformal sets, top-k, all, or nothing",
+    )
+    set_loss: Literal["mean", "sum"] = Field(
+        "mean", description="Eq. 3 over a set of labels; the paper prints the sum"
+    )
+    labels: Literal["own", "all"] = Field(
+        "own", description="labels that a set may hold: those of the client's data, or all"
+    )
+    mode: Literal["training", "evaluation"] = Field(
+        "training", description="mode of the models (dropout, batch norm) that give tau and sets"
+    )
+    infinite: Literal["skip", "imitate"] = Field(
+        "skip", description="too few samples to calibrate on: imitate nothing, or whole sets"
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
         "g1", description="how sets shrink as the proxy gets worse; g2 does not"
     )
     lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
-    k_reg: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
-        5, description="ranks that RAPS does not penalise"
+    k_reg: str | int = Field(
+        "auto",
+        description="ranks that RAPS does not penalise; auto is 1 for up to 10 labels, 5 from 100",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="share of sets that may miss the truth"
@@ -74,6 +90,28 @@ class FedTypeSettings(MethodSettings):
         if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
             return value
         raise ValueError("it takes random, or a number from 0 to 1")
+
+    @field_validator("k_reg")
+    @classmethod
+    def _k_reg_is_a_rank(cls, value: str | int) -> str | int:
+        if value == "auto" or (isinstance(value, int) and 0 <= value <= 1_000_000):
+            return value
+        raise ValueError("it takes auto, or an integer from 0 to 1000000")
+
+    def rules(self, labels: int) -> SetRules:
+        """Return how sets are made where they may hold any of so many labels."""
+        k_reg = free_ranks(labels) if isinstance(self.k_reg, str) else self.k_reg
+        return SetRules(
+            kind="topk" if self.backward == "topk" else "conformal",
+            top_k=self.top_k,
+            raps=Raps(self.lambda_, k_reg),
+            theta=self.theta,
+            g=self.g,
+            u=None if isinstance(self.u, str) else self.u,
+            weighted=self.eta == "consensus",
+            averaged=self.set_loss == "mean",
+            skips_infinite=self.infinite == "skip",
+        )
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:

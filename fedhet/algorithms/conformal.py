@@ -72,12 +72,27 @@ def conformal_quantile(scores: Tensor, theta: float) -> Tensor:
 
     Infinity if that level exceeds 1: with so few samples only the set of all classes is valid.
     """
-    count = len(scores)
-    # 1e-9: in floating point, (n + 1)(1 - theta) may slightly exceed the integer that it equals.
-    position = math.ceil((count + 1) * (1 - theta) - 1e-9)
-    if position > count:
+    if not is_informative(len(scores), theta):
         return scores.new_tensor(torch.inf)
-    return scores.kthvalue(max(position, 1)).values
+    return scores.kthvalue(max(_position(len(scores), theta), 1)).values
+
+
+def is_informative(count: int, theta: float) -> bool:
+    """Tell whether `count` held-out samples give a finite threshold; if not, sets are whole."""
+    return _position(count, theta) <= count
+
+
+def _position(count: int, theta: float) -> int:
+    # 1e-9: in floating point, (n + 1)(1 - theta) may slightly exceed the integer that it equals.
+    return math.ceil((count + 1) * (1 - theta) - 1e-9)
+
+
+def free_ranks(labels: int) -> int:
+    """Return the number of ranks that RAPS leaves unpenalised, for sets of up to `labels` (ours).
+
+    1 for up to 10 labels, 5 from 100 (the paper's and RAPS' number), in proportion between them.
+    """
+    return round(1 + 4 * min(max(labels - 10, 0) / 90, 1))
 
 
 def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg: int) -> Tensor:
@@ -156,11 +171,15 @@ def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
     return common / torch.where(own >= other, either, own)
 
 
-def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor) -> Tensor:
+def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool = True) -> Tensor:
     """Return FedType's backward loss, the mean of Eq. 3 over samples, with a minus sign (ours).
 
-    - eta sum_{k in S} log softmax(logits)_k, for logits [N, C], sets S [N, C] of bool, eta [N]. As
-    printed, without the minus, minimising it would push the confident labels down.
+    - eta sum_{k in S} log softmax(logits)_k, for logits [N, P], sets S [N, P] of bool, eta [N]. As
+    printed, without the minus, minimising it would push the confident labels down. If `averaged`
+    (ours), the sum is divided by |S|: a large set then has no more weight than a small one, as
+    Section 3.2.4 intends.
     """
     inside = (logits.float().log_softmax(1) * sets).sum(1)
+    if averaged:
+        inside = inside / sets.sum(1)
     return -(eta * inside).mean()

@@ -1,0 +1,133 @@
+"""The private model imitates the proxy: FedType's backward loss over one round (Section 3.2).
+
+Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
+Reciprocity Learning. N samples, n held-out samples, C classes, P of them in the client's label set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedhet.algorithms.conformal import (
+    Calibration,
+    Raps,
+    calibrate,
+    consensus,
+    dynamic_penalty,
+    imitation_loss,
+    is_informative,
+    prediction_sets,
+    top_sets,
+)
+
+
+@dataclass(frozen=True)
+class SetRules:
+    """How the sets of labels are made, and how much each sample counts."""
+
+    kind: Literal["conformal", "topk"] = "conformal"
+    top_k: int = 3
+    """Labels in a set, for topk."""
+    raps: Raps = field(default_factory=Raps)
+    theta: float = 0.1
+    g: str = "g1"
+    """The form of the dynamic penalty (Eq. 7, Section 4.2.4)."""
+    u: float | None = None
+    """RAPS' u of Eq. 6; None is uniform in [0, 1) for each sample."""
+    weighted: bool = True
+    """Is a sample weighted by the consensus (Eq. 8), or by 1?"""
+    averaged: bool = True
+    """Is Eq. 3 the mean over the labels of a set, or, as printed, the sum?"""
+    skips_infinite: bool = True
+    """Is nothing imitated where there are too few held-out samples for a finite threshold?"""
+
+
+class Imitation:
+    """The sets of a round's epochs, and the loss that they give the private model."""
+
+    def __init__(
+        self, rules: SetRules, labels: Tensor, noise: torch.Generator, accuracy: float | None
+    ) -> None:
+        """Start a round; sets hold some of `labels` [P], columns of the logits, ascending.
+
+        `accuracy` is the proxy's on the held-out samples as last measured; None: never.
+        """
+        self.rules, self.labels, self.noise = rules, labels, noise
+        self.accuracy = accuracy
+        self.penalty = rules.raps.penalty
+        """g of Eq. 7, the penalty in the proxy's sets."""
+        self.calibrations: tuple[Calibration, Calibration] | None = None
+        """The conformal models of the proxy and of the private model (Eq. 5)."""
+        self._sums = torch.zeros(4, device=labels.device)
+
+    def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
+        """Fit both conformal models (Eq. 5), and how much the proxy's sets must shrink (Eq. 7).
+
+        Both models' logits [n, C] on the held-out samples, whose classes are `y` [n].
+        """
+        self.calibrations = (self._calibration(proxy, y), self._calibration(private, y))
+        accuracy = (proxy.argmax(1) == y).float().mean().item()
+        change = 0.0 if self.accuracy is None else accuracy - self.accuracy
+        self.penalty = dynamic_penalty(change, self.rules.raps.penalty, self.rules.g)
+        self.accuracy = accuracy
+
+    def is_silent(self, held_out: int) -> bool:
+        """Tell whether nothing is imitated with so many held-out samples: all sets are whole."""
+        chosen = self.rules
+        conformal = chosen.kind == "conformal" and chosen.skips_infinite
+        return conformal and not is_informative(held_out, chosen.theta)
+
+    def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
+        """Return Eq. 3 for a batch, a scalar; its gradient flows into the logits `private` alone.
+
+        Logits are [N, C]; `views` are those of the private model and of the proxy that the sets are
+        made from.
+        """
+        own, other = self.sets(*(view.detach().float()[:, self.labels] for view in views))
+        eta = consensus(other, own)
+        if not self.rules.weighted:
+            eta = torch.ones_like(eta)
+        self._note(eta, other, own)
+        return imitation_loss(private[:, self.labels], other, eta, averaged=self.rules.averaged)
+
+    def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sets L of the private model and S of the proxy (Eq. 6), masks [N, P].
+
+        Both from logits [N, P] of the labels alone.
+        """
+        if self.calibrations is None:
+            return top_sets(private, self.rules.top_k), top_sets(proxy, self.rules.top_k)
+        for_proxy, for_private = self.calibrations
+        raps, u = self.rules.raps, self._factors(len(proxy))
+        return (
+            prediction_sets(private, for_private, u, penalty=raps.penalty, k_reg=raps.k_reg),
+            prediction_sets(proxy, for_proxy, u, penalty=self.penalty, k_reg=raps.k_reg),
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
+        eta, proxy, private, count = self._sums.tolist()
+        if count == 0:
+            return {}
+        found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
+        tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
+        return found if tau == torch.inf else {**found, "tau": tau}
+
+    def _calibration(self, logits: Tensor, y: Tensor) -> Calibration:
+        chosen, u = self.rules, self._factors(len(y))
+        places = torch.searchsorted(self.labels, y)
+        return calibrate(logits[:, self.labels], places, u, theta=chosen.theta, raps=chosen.raps)
+
+    def _factors(self, count: int) -> Tensor:
+        """Return u of Eq. 6, [count]."""
+        if self.rules.u is not None:
+            return torch.full((count,), self.rules.u, device=self.labels.device)
+        return torch.rand(count, generator=self.noise).to(self.labels.device)
+
+    def _note(self, eta: Tensor, proxy: Tensor, private: Tensor) -> None:
+        sums = [eta.sum(), proxy.sum(), private.sum(), eta.new_tensor(len(eta))]
+        self._sums += torch.stack([value.float() for value in sums])
