@@ -7,6 +7,7 @@ Semi-Supervised Learning.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -47,6 +48,8 @@ from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsFiel
 from fedhet.wire.knowledge import Knowledge
 from strategies.um_pfssl import UmPfsslSettings
 
+LEAST_BATCH = 2
+"""Samples that training needs: batch normalisation has no statistics of a single one."""
 LISTS_ON_DISK = 4
 """How many of the latest lists keep their models on disk, as the run may go back a few rounds."""
 
@@ -109,11 +112,14 @@ class UmPfsslClient(HetClient):
 
     def _warm_up(self, round: int) -> None:
         """Train on the labelled part alone (line 5)."""
-        model, epochs = self.network.train(), self.settings.warm_up
+        self.state.facts["trained"] = round
+        if len(self.y) < LEAST_BATCH:
+            return
+        model, steps = self.network.train(), math.ceil(len(self.y) / self.run.training.batch_size)
+        epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
         optimizing = self.optimization(model.parameters())
         generator, loss_of = self.generator(round, "warm-up"), cross_entropy_of(model)
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
-        self.state.facts["trained"] = round
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
         """Run lines 17 to 23 with a full list; return the share of wrong pseudo-labels."""
@@ -125,22 +131,29 @@ class UmPfsslClient(HetClient):
         pseudo, _ = most_certain(torch.stack(predictions))
         shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
         load_weights(self.network, average_weights([*zip(weights, shares, strict=True)]))
-        self._train_jointly(round, pseudo)
+        self._train_jointly(round, pseudo if self.settings.pseudo_labels else pseudo[:0])
         self.state.facts["trained"] = round
         known = self.unlabelled.y != UNKNOWN
         wrong = (pseudo.argmax(1) != self.unlabelled.y)[known]
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part."""
+        """Train the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part.
+
+        With no pseudo-labels, on the labelled part alone.
+        """
         model = self.network.train()
-        x = torch.cat([self.x, self.unlabelled.x])
+        x = torch.cat([self.x, self.unlabelled.x[: len(pseudo)]])
+        if len(x) < LEAST_BATCH:
+            return
         labelled = torch.arange(len(x), device=x.device) < len(self.y)
         labels = F.pad(self.y, (0, len(pseudo)))
         targets = F.pad(pseudo, (0, 0, len(self.y), 0))
+        direction = self.settings.divergence
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            return semi_supervised_loss(model(x), labels[rows], targets[rows], labelled[rows])
+            own = model(x)
+            return semi_supervised_loss(own, labels[rows], targets[rows], labelled[rows], direction)
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
@@ -196,10 +209,16 @@ class UmPfsslClient(HetClient):
         """Return the helper with its relation to this client's data (Eq. 13)."""
         model = self._spare(weights)
         sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
-        score = evaluate(model, self.x, self.y, self.compute, self.run.engine.eval_batch_size)
         share = len(self.y) / (len(self.y) + len(self.unlabelled))
-        found = relation(sure, score.accuracy, share, self.settings.relation)
+        found = relation(sure, self._accuracy(model), share, self.settings.relation)
         return Helper(helper.number, helper.version, found)
+
+    def _accuracy(self, model: HetModel) -> float:
+        """Return a model's accuracy on the labelled part; 0 if there is none."""
+        if not len(self.y):
+            return 0.0
+        size = self.run.engine.eval_batch_size
+        return evaluate(model, self.x, self.y, self.compute, size).accuracy
 
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
         """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from fedhet.algorithms.helpers import (
     Helper,
@@ -21,7 +21,7 @@ from fedhet.algorithms.helpers import (
     replaceable,
     to_arrays,
 )
-from fedhet.algorithms.uncertainty import RelationKind, has_dropout
+from fedhet.algorithms.uncertainty import Divergence, RelationKind, has_dropout
 from fedhet.arrays import Array, group, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.errors import KnowledgeError
@@ -39,20 +39,59 @@ KEPT_VERSIONS = 3
 """Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
 
 
+SEARCHES = 3
+"""F over nu in the paper (30 and 10): rounds of a client in which helpers are searched."""
+
+
 class UmPfsslSettings(MethodSettings):
     """Settings of UM-pFSSL."""
 
     helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
     replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
-    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
-    refresh: Count = Field(10, description="rounds between updates of the helpers, nu")
+    search_rounds: str | int = Field(
+        "auto", description="helpers are searched while t < this, F; auto is 3 nu, as in the paper"
+    )
+    refresh: str | int = Field(
+        "auto",
+        description="rounds between updates of the helpers, nu; auto is those between two rounds "
+        "of a client, 1 / fraction, as in the paper",
+    )
     warm_up: CountOrNone = Field(
         5, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+    warm_up_steps: CountOrNone = Field(
+        0, description="least optimiser steps of the warm-up, for clients with few labels"
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(
         "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
     )
+    divergence: Divergence = Field(
+        "forward",
+        description="Eq. 5 as KL(pseudo-label || own), distillation, or as printed, reversed",
+    )
+    pseudo_labels: bool = Field(
+        True, description="do clients learn from pseudo-labels? false: from labels alone"
+    )
+
+    @field_validator("search_rounds", "refresh")
+    @classmethod
+    def _rounds_are_counted(cls, value: str | int, info: ValidationInfo) -> str | int:
+        least = 1 if info.field_name == "refresh" else 0
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value == "auto" or (whole and least <= int(value) <= 1_000_000):
+            return value
+        raise ValueError(f"it takes auto, or an integer from {least} to 1000000")
+
+    def refresh_rounds(self, fraction: float) -> int:
+        """Return nu where so large a share of the clients is sampled each round."""
+        return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
+
+    def last_search(self, fraction: float) -> int:
+        """Return F where so large a share of the clients is sampled each round."""
+        if isinstance(self.search_rounds, str):
+            return SEARCHES * self.refresh_rounds(fraction)
+        return self.search_rounds
 
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
@@ -210,7 +249,7 @@ class UmPfsslStrategy(HetStrategy):
 
     def _due(self, round: int) -> int:
         """Return the number of periodic updates that are due up to a round."""
-        return self.step(round) // self.settings.refresh
+        return self.step(round) // self.settings.refresh_rounds(self.run.fraction)
 
     def _plan(self, round: int, name: str, train: bool) -> Plan:
         """Return the plan for a client in a round."""
@@ -218,7 +257,8 @@ class UmPfsslStrategy(HetStrategy):
         warm_up = bool(chosen.warm_up) and own not in self.versions
         helpers = self.lists.get(name, [])
         new = self._unseen(round, name)
-        searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
+        early = step < chosen.last_search(self.run.fraction)
+        searching = early and replaceable(helpers, own, chosen.replace)
         candidates = new[: chosen.replace] if searching else []
         room = chosen.helpers - max(1, len(helpers)) if train else 0
         fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]

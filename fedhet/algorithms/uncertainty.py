@@ -21,6 +21,9 @@ from fedhet.training import EVALUATION_BATCH, evaluating
 RelationKind = Literal["en+ta", "en", "ta"]
 """The terms of Eq. 13 that count: entropy and test accuracy, or one of them (Table III)."""
 
+Divergence = Literal["forward", "reverse"]
+"""The direction of Eq. 5: KL(pseudo-label || own), or KL(own || pseudo-label)."""
+
 DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -71,7 +74,7 @@ def predictive(
 
 def _mean_of_passes(noisy: nn.Module, x: Tensor, passes: int) -> Tensor:
     logits: Tensor = noisy(x.repeat(passes, *[1] * (x.ndim - 1)))
-    return logits.float().softmax(1).reshape(passes, len(x), -1).mean(0)
+    return logits.float().softmax(1).reshape(passes, len(x), logits.shape[1]).mean(0)
 
 
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -146,17 +149,24 @@ LEAST_PSEUDO = 1e-7
 """Lower bound of a pseudo-label's class probabilities, since the divergence takes their log."""
 
 
-def pseudo_label_loss(logits: Tensor, pseudo: Tensor) -> Tensor:
-    """Return KL(own || pseudo) of UM-pFSSL's Eq. 5 per sample, [N]: logits, pseudo [N, C].
+def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) -> Tensor:
+    """Return UM-pFSSL's Eq. 5 per sample, [N], for logits and pseudo-labels [N, C].
 
-    The gradient flows into the logits only.
+    Eq. 5 prints KL(own, pseudo-label) with the prediction first, as Eq. 4 does its cross-entropy;
+    `forward` reads it as Eq. 4 is read: KL(pseudo || own), the divergence of knowledge
+    distillation, as the paper calls it. `reverse` is KL(own || pseudo). The gradient flows into
+    the logits only.
     """
     own = logits.float().log_softmax(1)
-    return (own.exp() * (own - pseudo.detach().clamp(min=LEAST_PSEUDO).log())).sum(1)
+    target = pseudo.detach()
+    log_target = target.clamp(min=LEAST_PSEUDO).log()
+    if divergence == "forward":
+        return (target * (log_target - own)).sum(1)
+    return (own.exp() * (own - log_target)).sum(1)
 
 
 def semi_supervised_loss(
-    logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor
+    logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor, divergence: Divergence
 ) -> Tensor:
     """Return UM-pFSSL's Eq. 1 for a batch, a scalar; `labels` [N], `pseudo` [N, C].
 
@@ -165,4 +175,5 @@ def semi_supervised_loss(
     sum of lines 22 and 23 of Algorithm 1.
     """
     supervised = F.cross_entropy(logits.float(), labels, reduction="none")
-    return torch.where(labelled, supervised, pseudo_label_loss(logits, pseudo)).mean()
+    unsupervised = pseudo_label_loss(logits, pseudo, divergence)
+    return torch.where(labelled, supervised, unsupervised).mean()

@@ -63,7 +63,7 @@ class ClientSamples:
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Return a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
-    own, rest = labelled_parts(data, run.data.labelled_alpha, run.seed, node.name)
+    own, rest = labelled_parts(data, run.data, run.seed, node.name)
     count, order = len(own) + len(rest), order_of(data.classes)
     tests = {"personal": data.test} | ({} if data.common is None else {"common": data.common})
     return ClientSamples(

@@ -34,10 +34,11 @@ def cnn(
 ) -> nn.Module:
     """Return conv layers of `widths`, pooled by `pools`, and a linear layer: -> [N, features].
 
-    `shape` is [C, H, W]. Dropout follows the last batch norm and the linear layer.
+    `shape` is [C, H, W]. Dropout follows the last two batch norms and the linear layer, as
+    UM-pFSSL's ResNet-9 has it (section VI-A).
     """
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
-    drops = [0.0] * (len(widths) - 1) + [dropout]
+    drops = [0.0] * (len(widths) - 2) + [dropout] * 2
     layers = [
         conv_bn(i, o, pool=p, dropout=d)
         for i, o, p, d in zip(inputs, widths, pools, drops, strict=True)

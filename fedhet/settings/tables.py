@@ -86,6 +86,11 @@ class DataSettings(Schema):
         description="Dirichlet's concentration of each client's labelled and unlabelled share; "
         "0 = all is labelled, or 0.5 for a method that needs unlabelled data",
     )
+    labelled_least: CountOrNone = Field(
+        2,
+        description="least samples of a client's labelled and of its unlabelled part; 0 = a client "
+        "may have no labels, or nothing else",
+    )
 
     @model_validator(mode="after")
     def _public_data_has_one_source(self) -> DataSettings:
