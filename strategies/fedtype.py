@@ -51,8 +51,10 @@ class FedTypeSettings(MethodSettings):
     mode: Literal["training", "evaluation"] = Field(
         "training", description="mode of the models (dropout, batch norm) that give tau and sets"
     )
-    infinite: Literal["skip", "imitate"] = Field(
-        "skip", description="too few samples to calibrate on: imitate nothing, or whole sets"
+    whole_sets: Literal["skip", "imitate"] = Field(
+        "skip",
+        description="of a set of all labels, imitate nothing, or each alike; with too few samples "
+        "to calibrate on all sets are whole",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
@@ -91,10 +93,10 @@ class FedTypeSettings(MethodSettings):
             return value
         raise ValueError("it takes random, or a number from 0 to 1")
 
-    @field_validator("k_reg")
+    @field_validator("k_reg", mode="before")
     @classmethod
-    def _k_reg_is_a_rank(cls, value: str | int) -> str | int:
-        if value == "auto" or (isinstance(value, int) and 0 <= value <= 1_000_000):
+    def _k_reg_is_a_rank(cls, value: object) -> object:
+        if value == "auto" or (type(value) is int and 0 <= value <= 1_000_000):
             return value
         raise ValueError("it takes auto, or an integer from 0 to 1000000")
 
@@ -110,7 +112,7 @@ class FedTypeSettings(MethodSettings):
             u=None if isinstance(self.u, str) else self.u,
             weighted=self.eta == "consensus",
             averaged=self.set_loss == "mean",
-            skips_infinite=self.infinite == "skip",
+            skips_whole=self.whole_sets == "skip",
         )
 
 

@@ -74,12 +74,11 @@ class UmPfsslSettings(MethodSettings):
         True, description="do clients learn from pseudo-labels? false: from labels alone"
     )
 
-    @field_validator("search_rounds", "refresh")
+    @field_validator("search_rounds", "refresh", mode="before")
     @classmethod
-    def _rounds_are_counted(cls, value: str | int, info: ValidationInfo) -> str | int:
+    def _rounds_are_counted(cls, value: object, info: ValidationInfo) -> object:
         least = 1 if info.field_name == "refresh" else 0
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value == "auto" or (whole and least <= int(value) <= 1_000_000):
+        if value == "auto" or (type(value) is int and least <= value <= 1_000_000):
             return value
         raise ValueError(f"it takes auto, or an integer from {least} to 1000000")
 

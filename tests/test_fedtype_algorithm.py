@@ -1,0 +1,242 @@
+"""FedType's Algorithm 1, written out slowly from the paper, against a round of the client.
+
+One full batch an epoch, plain SGD, models without batch norm or dropout and a fixed u, so that no
+draw and no order of samples matters.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from federation import small
+
+from fedhet.arrays import grouped
+from fedhet.client.node import read_node
+from fedhet.models import build
+from fedhet.wire.knowledge import Knowledge
+
+RATE = 0.05
+EPOCHS = 3
+U = 0.4
+USUAL = {
+    "clients": 3,
+    "max-samples": 400,
+    "models": "mlp2",
+    "local-epochs": EPOCHS,
+    "batch-size": 1000,
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "lr": RATE,
+    "alpha": 0.3,
+    "fedtype.proxy": "mlp",
+    "fedtype.u": U,
+    "fedtype.lambda": 0.05,
+    "fedtype.theta": 0.2,
+}
+
+
+def log_softmax(row):
+    return [z - math.log(sum(math.exp(other) for other in row)) for z in row]
+
+
+def temperature(logits, labels):
+    """Appendix F: ten steps of SGD with rate 0.01 on the mean likelihood, from 1.3."""
+    found = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    for _ in range(10):
+        lost = torch.zeros((), dtype=torch.float64)
+        for row, label in zip(logits, labels, strict=True):
+            scaled = torch.tensor(row, dtype=torch.float64) / found
+            lost = lost + torch.log(torch.exp(scaled).sum()) - scaled[label]
+        (slope,) = torch.autograd.grad(lost / len(labels), found)
+        found = (found - 0.01 * slope).detach().requires_grad_()
+    return float(found)
+
+
+def scores(row, heat, penalty, k_reg):
+    """Eq. 6: pi u + rho + g (o - k_reg)^+ of every label."""
+    shares = [math.exp(value) for value in log_softmax([z / heat for z in row])]
+    found = []
+    for share in shares:
+        above = sum(other for other in shares if other > share)
+        rank = sum(other >= share for other in shares)
+        found.append(share * U + above + penalty * max(rank - k_reg, 0))
+    return found
+
+
+def threshold(logits, labels, heat, penalty, k_reg, theta):
+    """Appendix B: the ceil((n + 1)(1 - theta)) / n quantile of the true labels' scores."""
+    own = sorted(
+        scores(row, heat, penalty, k_reg)[label] for row, label in zip(logits, labels, strict=True)
+    )
+    place = math.ceil(round((len(own) + 1) * (1 - theta), 9))
+    return own[place - 1] if place <= len(own) else math.inf
+
+
+def prediction_set(row, heat, tau, penalty, k_reg):
+    found = {k for k, s in enumerate(scores(row, heat, penalty, k_reg)) if s <= tau}
+    return found or {max(range(len(row)), key=lambda k: row[k])}
+
+
+class Paper:
+    """Algorithm 1 at one client, and its proxy's training by one of four aggregations."""
+
+    def __init__(self, client, proxy, before, chosen):
+        self.client, self.chosen = client, chosen
+        self.w, self.p = copy.deepcopy(client.models["private"]).double(), proxy.double()
+        self.start = [q.detach().clone() for q in self.p.parameters()]
+        self.copy = [q.detach().clone() for q in self.p.parameters()]
+        self.before = before
+        y = torch.cat([client.y, client.held_out.y]).tolist()
+        every = range(client.info.classes)
+        self.labels = sorted(set(y)) if chosen.get("labels", "own") == "own" else list(every)
+        self.lam, self.theta, self.k_reg = 0.05, 0.2, chosen.get("k-reg", 1)
+
+    def own_logits(self, model, x):
+        return model(x.double())[:, self.labels].tolist()
+
+    def calibrate(self):
+        x, y = self.client.held_out.x, self.client.held_out.y.tolist()
+        places = [self.labels.index(label) for label in y]
+        self.calibrated = []
+        for model in (self.p, self.w):
+            logits = self.own_logits(model, x)
+            heat = temperature(logits, places)
+            tau = threshold(logits, places, heat, self.lam, self.k_reg, self.theta)
+            self.calibrated.append((heat, tau))
+        right = self.p(x.double()).argmax(1).tolist()
+        accuracy = sum(a == b for a, b in zip(right, y, strict=True)) / len(y)
+        change = 0.0 if self.before is None else accuracy - self.before
+        self.g = self.lam * change - change + self.lam if change < 0 else self.lam
+        if self.chosen.get("g") == "g2":
+            self.g = self.lam
+        self.before = accuracy
+
+    def sets_of(self, own, other):
+        """Return L from the private model's logits of a sample and S from the proxy's."""
+        if self.chosen.get("backward") == "topk":
+            ranked = [sorted(range(len(r)), key=lambda k: -r[k])[:3] for r in (own, other)]
+            return set(ranked[0]), set(ranked[1])
+        (p_heat, p_tau), (w_heat, w_tau) = self.calibrated
+        return (
+            prediction_set(own, w_heat, w_tau, self.lam, self.k_reg),
+            prediction_set(other, p_heat, p_tau, self.g, self.k_reg),
+        )
+
+    def backward(self, own, proxy):
+        """Eq. 3 for every sample, from the private model's logits, with gradient."""
+        kind = self.chosen.get("backward", "conformal")
+        total = torch.zeros((), dtype=torch.float64)
+        if kind == "none":
+            return total
+        for row, said in zip(own, proxy.detach(), strict=True):
+            if kind == "symmetric":
+                total = total + (said.softmax(0) * (said.softmax(0) / row.softmax(0)).log()).sum()
+                continue
+            mine, theirs = row[self.labels], said[self.labels]
+            small, large = self.sets_of(mine.tolist(), theirs.tolist())
+            common = len(large & small)
+            eta = common / (len(large | small) if len(large) >= len(small) else len(large))
+            if self.chosen.get("eta") == "one":
+                eta = 1.0
+            if len(large) == len(self.labels) and self.chosen.get("whole-sets") != "imitate":
+                eta = 0.0
+            phi = torch.exp(mine).sum()
+            inside = sum(torch.log(torch.exp(mine[k]) / phi) for k in large)
+            if self.chosen.get("set-loss", "mean") == "mean":
+                inside = inside / len(large)
+            total = total - eta * inside
+        return total / len(own)
+
+    def forward(self, x, target):
+        """Eq. 1, and what the aggregation adds to it."""
+        own = self.p(x).softmax(1)
+        loss = (target * (target / own).log()).sum(1).mean()
+        anchor, weight = {"fedprox": (self.start, 0.3), "pfedme": (self.copy, 15.0)}.get(
+            self.chosen.get("aggregation"), (self.start, 0.0)
+        )
+        far = sum(((q - a) ** 2).sum() for q, a in zip(self.p.parameters(), anchor, strict=True))
+        return loss + weight / 2 * far
+
+    def descend(self, model, loss):
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, slope in zip(model.parameters(), found, strict=True):
+                parameter -= RATE * slope
+
+    def epoch(self):
+        if self.chosen.get("backward", "conformal") == "conformal":
+            self.calibrate()
+        x, y = self.client.x.double(), self.client.y
+        own = self.w(x)
+        target = own.detach().softmax(1)
+        if self.chosen.get("aggregation") == "pfedme":
+            for _ in range(4 - 1):
+                self.descend(self.p, self.forward(x, target))
+        supervised = -torch.log(own.softmax(1)[torch.arange(len(y)), y]).mean()
+        private = supervised + self.backward(own, self.p(x))
+        proxy = self.forward(x, target)
+        self.descend(self.w, private)
+        self.descend(self.p, proxy)
+        with torch.no_grad():
+            for mine, q in zip(self.copy, self.p.parameters(), strict=True):
+                mine -= 0.02 * 15.0 * (mine - q)
+
+
+VARIANTS = [
+    {},
+    {"set-loss": "sum"},
+    {"labels": "all"},
+    {"labels": "all", "k-reg": 3},
+    {"whole-sets": "imitate"},
+    {"eta": "one"},
+    {"g": "g2"},
+    {"backward": "topk"},
+    {"backward": "symmetric"},
+    {"backward": "none"},
+    {"mode": "evaluation"},
+    {"aggregation": "fedprox", "prox-mu": 0.3},
+    {"aggregation": "pfedme", "moreau-steps": 4, "moreau-rate": 0.02},
+]
+
+
+@pytest.mark.parametrize(
+    "chosen", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) or "as-is"
+)
+def test_a_round_is_algorithm_1(tmp_path, chosen):
+    config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
+    node = read_node({"partition-id": 1, "num-partitions": 3}, config.run, str(tmp_path))
+    client = config.method.client(config, node)
+    client.state.restore("run", before=1)
+    client.state.facts["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy
+    proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
+    sent = Knowledge(grouped("proxy", {k: v.numpy().copy() for k, v in proxy.state_dict().items()}))
+    paper = Paper(client, proxy, 1.0, chosen)
+    for _ in range(EPOCHS):
+        paper.epoch()
+    reply = client.train(1, sent).group("proxy")
+    for ours, theirs in zip(client.network.parameters(), paper.w.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+    expected = paper.copy if chosen.get("aggregation") == "pfedme" else paper.p.parameters()
+    for ours, theirs in zip(reply.values(), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours).double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_variants_differ_from_one_another(tmp_path):
+    """Each variant is a round of its own: a switch that did nothing would pass the test above."""
+    ends = []
+    for number, chosen in enumerate(VARIANTS):
+        config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
+        node = read_node({"partition-id": 1, "num-partitions": 3}, config.run, str(tmp_path))
+        client = config.method.client(config, node)
+        client.state.restore(f"run-{number}", before=1)
+        client.state.facts["proxy_accuracy"] = 1.0
+        proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
+        client.train(
+            1, Knowledge(grouped("proxy", {k: v.numpy() for k, v in proxy.state_dict().items()}))
+        )
+        kinds = [model.state_dict() for model in client.models.values()]
+        ends.append(torch.cat([tensor.flatten() for kind in kinds for tensor in kind.values()]))
+    alike = {(i, j) for i in range(len(ends)) for j in range(i) if torch.equal(ends[i], ends[j])}
+    # Models without batch norm or dropout are the same in both modes.
+    assert alike == {(VARIANTS.index({"mode": "evaluation"}), 0)}
