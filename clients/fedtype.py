@@ -181,11 +181,22 @@ class Reciprocity:
     @torch.no_grad()
     def calibrate(self) -> None:
         """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
-        held, compute = self.client.held_out, self.client.compute
-        with statistics_kept(self.private), statistics_kept(self.proxy.model), compute.autocast():
-            private, proxy = self.views(held.x)
-        y = torch.searchsorted(self.client.space, held.y)
-        self.imitation.calibrate(proxy.float(), private.float(), y)
+        held, size = self.client.held_out, self.client.run.training.batch_size
+        with statistics_kept(self.private), statistics_kept(self.proxy.model):
+            parts = [self.held_out_views(part) for part in torch.split(held.x, size)]
+        private, proxy = (torch.cat(part).float() for part in zip(*parts, strict=True))
+        self.imitation.calibrate(proxy, private, torch.searchsorted(self.client.space, held.y))
+
+    def held_out_views(self, x: Tensor) -> Pair:
+        """Return what `views` gives for some of D', in a batch as large as those of training.
+
+        It is filled up with training samples: batch norms see few samples otherwise.
+        """
+        missing = max(self.client.run.training.batch_size - len(x), 0)
+        rows = self.parts[:missing].to(x.device)
+        with self.client.compute.autocast():
+            private, proxy = self.views(torch.cat([x, self.client.x[rows]]))
+        return private[: len(x)], proxy[: len(x)]
 
     def logits(self, x: Tensor) -> Pair:
         """Return the logits of the private model and of the proxy while training, [N, C] each.

@@ -51,10 +51,10 @@ class FedTypeSettings(MethodSettings):
     mode: Literal["training", "evaluation"] = Field(
         "training", description="mode of the models (dropout, batch norm) that give tau and sets"
     )
-    whole_sets: Literal["skip", "imitate"] = Field(
+    infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="of a set of all labels, imitate nothing, or each alike; with too few samples "
-        "to calibrate on all sets are whole",
+        description="where there are too few samples to calibrate on, so that every set is whole: "
+        "imitate nothing, or whole sets",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
@@ -112,7 +112,7 @@ class FedTypeSettings(MethodSettings):
             u=None if isinstance(self.u, str) else self.u,
             weighted=self.eta == "consensus",
             averaged=self.set_loss == "mean",
-            skips_whole=self.whole_sets == "skip",
+            skips_infinite=self.infinite == "skip",
         )
 
 

@@ -262,10 +262,10 @@ def test_k_reg_is_auto_or_a_rank(value):
         fedtype(**{"fedtype.k-reg": value})
 
 
-@pytest.mark.parametrize("whole", ["skip", "imitate"])
-def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, whole):
+@pytest.mark.parametrize("infinite", ["skip", "imitate"])
+def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
     config = fedtype(
-        max_samples=60, min_samples=10, clients=3, models="cnn2", **{"fedtype.whole-sets": whole}
+        max_samples=60, min_samples=10, clients=3, models="cnn2", **{"fedtype.infinite": infinite}
     )
     client = opened(config, tmp_path)
     client.held_out = Split(client.held_out.x[:1], client.held_out.y[:1])
@@ -275,7 +275,7 @@ def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, whole):
     assert "error" not in metrics
     assert count > 0
     said = decode(arrays, "t")[1].scalars
-    if whole == "skip":
+    if infinite == "skip":
         assert said == {}
     else:  # the sets are whole, so that the models agree on each
         assert said["eta"] == 1

@@ -139,8 +139,6 @@ class Paper:
             eta = common / (len(large | small) if len(large) >= len(small) else len(large))
             if self.chosen.get("eta") == "one":
                 eta = 1.0
-            if len(large) == len(self.labels) and self.chosen.get("whole-sets") != "imitate":
-                eta = 0.0
             phi = torch.exp(mine).sum()
             inside = sum(torch.log(torch.exp(mine[k]) / phi) for k in large)
             if self.chosen.get("set-loss", "mean") == "mean":
@@ -188,7 +186,6 @@ VARIANTS = [
     {"set-loss": "sum"},
     {"labels": "all"},
     {"labels": "all", "k-reg": 3},
-    {"whole-sets": "imitate"},
     {"eta": "one"},
     {"g": "g2"},
     {"backward": "topk"},

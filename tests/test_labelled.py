@@ -12,7 +12,6 @@ from fedhet.arrays import grouped
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import UNKNOWN, Split, split_labels
-from fedhet.data.labelled import LEAST
 from fedhet.errors import DataError, SettingsError
 from fedhet.wire.knowledge import Knowledge
 
@@ -22,12 +21,12 @@ def samples(count):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1000), st.integers(2 * LEAST, 200), st.floats(0.05, 20))
-def test_every_sample_is_in_one_part(seed, count, alpha):
-    labelled, rest = split_labels(samples(count), alpha, seed, "client-0")
+@given(st.integers(0, 1000), st.integers(0, 5), st.integers(10, 200), st.floats(0.05, 20))
+def test_every_sample_is_in_one_part(seed, least, count, alpha):
+    labelled, rest = split_labels(samples(count), alpha, least, seed, "client-0")
     both = torch.cat([labelled.x, rest.x]).flatten()
     assert sorted(both.tolist()) == list(range(count))
-    assert min(len(labelled), len(rest)) >= LEAST
+    assert min(len(labelled), len(rest)) >= least
     for part in (labelled, rest):
         np.testing.assert_array_equal(part.y, part.x.flatten().long() % 3)
 
@@ -36,20 +35,21 @@ def test_shares_are_those_of_a_dirichlet_draw():
     """Dir_2(a) has mean 1/2 and variance 1 / (4 (2 a + 1))."""
     for alpha in (0.5, 5.0):
         shares = [
-            len(split_labels(samples(1000), alpha, 0, f"client-{k}")[0]) / 1000 for k in range(600)
+            len(split_labels(samples(1000), alpha, 2, 0, f"client-{k}")[0]) / 1000
+            for k in range(600)
         ]
         assert np.mean(shares) == pytest.approx(0.5, abs=0.05)
         assert np.var(shares) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.2)
 
 
 def test_which_samples_are_labelled_is_drawn_too():
-    labelled, _ = split_labels(samples(200), 5.0, 0, "client-0")
+    labelled, _ = split_labels(samples(200), 5.0, 2, 0, "client-0")
     assert labelled.x.flatten().tolist() != list(range(len(labelled)))
 
 
 def test_the_parts_hang_on_seed_and_client_alone():
     def labelled(seed, client):
-        return split_labels(samples(100), 0.5, seed, client)[0].x.flatten().tolist()
+        return split_labels(samples(100), 0.5, 2, seed, client)[0].x.flatten().tolist()
 
     assert labelled(0, "a") == labelled(0, "a")
     assert labelled(0, "a") != labelled(1, "a")
@@ -58,17 +58,22 @@ def test_the_parts_hang_on_seed_and_client_alone():
 
 def test_without_a_share_all_is_labelled():
     train = samples(5)
-    labelled, rest = split_labels(train, 0.0, 0, "client-0")
+    labelled, rest = split_labels(train, 0.0, 2, 0, "client-0")
     assert labelled is train
     assert len(rest) == 0
     assert rest.x.shape == (0, 1)
+
+
+def test_a_client_may_be_dealt_no_labels_or_all():
+    counts = {len(split_labels(samples(20), 0.1, 0, 0, f"client-{k}")[0]) for k in range(60)}
+    assert {0, 20} < counts
 
 
 def test_too_few_samples_are_named():
     with pytest.raises(
         DataError, match=r"site-a: has 3 training samples, at least 4 are needed with"
     ):
-        split_labels(samples(3), 0.5, 0, "site-a")
+        split_labels(samples(3), 0.5, 2, 0, "site-a")
 
 
 def opened(config, directory):

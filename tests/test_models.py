@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,17 @@ def test_imagenet_parameters_as_torchvision_publishes_them(name: str, count: int
     assert parameters(name, (3, 224, 224), 1000) == count
 
 
+def test_mobilenet_v1_has_the_parameters_of_its_papers() -> None:
+    """4.2 million with 1000 classes (Howard et al., Table 8); 3.21 with 10 (FedType, Table 3)."""
+    assert parameters("mobilenet-v1", (3, 224, 224), 1000) == 4_231_976
+    assert round(parameters("mobilenet-v1", (3, 32, 32), 10) / 1e6, 2) == 3.22
+    count = 32 * (3 * 9 + 2)  # by hand: each block is a depthwise and a pointwise convolution
+    widths = [32, 64, 128, 128, 256, 256, *[512] * 6, 1024, 1024]
+    for inputs, outputs in pairwise(widths):
+        count += inputs * (9 + 2) + outputs * (inputs + 2)
+    assert parameters("mobilenet-v1", (3, 32, 32), 10) == count + 10 * (1024 + 1)
+
+
 def test_a_large_image_keeps_torchvisions_own_network() -> None:
     ours = models.build("resnet18", (3, 64, 64), 10, seed=0).eval()
     theirs = tv.resnet18(weights=None).eval()
@@ -229,7 +241,9 @@ def test_a_large_image_keeps_torchvisions_own_network() -> None:
         torch.testing.assert_close(ours.extractor(batch), theirs(batch))
 
 
-@pytest.mark.parametrize("name", ["resnet10", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0"])
+@pytest.mark.parametrize(
+    "name", ["resnet10", "shufflenet-v2", "mobilenet-v1", "mobilenet-v2", "efficientnet-b0"]
+)
 def test_a_small_image_is_divided_by_eight(name: str) -> None:
     """The last convolution sees 4x4 places of a 32x32 image, not the 1x1 of the usual stem."""
     sides: list[int] = []

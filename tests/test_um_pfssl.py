@@ -18,7 +18,8 @@ from fedhet.algorithms.uncertainty import predictive
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
-from fedhet.errors import FedhetError, KnowledgeError
+from fedhet.data import Split
+from fedhet.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.seeding import seeded
 from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode
@@ -95,10 +96,20 @@ def quiet(model):
             part.p = 0.0
 
 
-@pytest.mark.parametrize("kind", ["en+ta", "en", "ta"])
-def test_a_sampled_client_follows_algorithm_1(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "divergence", "pseudo_labels"),
+    [
+        ("en+ta", "forward", True),
+        ("en", "reverse", True),
+        ("ta", "forward", True),
+        ("en+ta", "forward", False),
+    ],
+)
+def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo_labels):
     sgd = {"optimizer": "sgd", "lr": 0.02}  # Adam blows rounding up where gradients are tiny
-    client = opened(tmp_path, local_epochs=2, **sgd, **{"um-pfssl.relation": kind})
+    own = {"relation": kind, "divergence": divergence, "pseudo-labels": pseudo_labels}
+    own = {f"um-pfssl.{name}": value for name, value in own.items()}
+    client = opened(tmp_path, local_epochs=2, **sgd, **own)
     client.train(1, message(train=False))  # the warm-up
     quiet(client.models["private"])  # else the masks of training, which are the engine's, count
     start = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
@@ -125,7 +136,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind):
         }
     )
     descent = torch.optim.SGD(model.train().parameters(), lr=0.02, momentum=0.9)
-    x = torch.cat([client.x, client.unlabelled.x])
+    x = torch.cat([client.x, client.unlabelled.x]) if pseudo_labels else client.x
     order = client.generator(2, "batches")
     quiet(model)
     for _ in range(2):
@@ -135,8 +146,9 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind):
                 if i < len(client.y):
                     losses.append(-own[client.y[i]])
                 else:
-                    target = torch.tensor(pseudo[i - len(client.y)]).clamp(min=1e-7).log()
-                    losses.append((own.exp() * (own - target)).sum())
+                    target = torch.tensor(pseudo[i - len(client.y)]).clamp(min=1e-7)
+                    one, other = (target, own.exp())[:: 1 if divergence == "forward" else -1]
+                    losses.append((one * (one.log() - other.log())).sum())
             descent.zero_grad()
             (sum(losses) / len(losses)).backward()
             descent.step()
@@ -150,6 +162,65 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind):
     assert listed[0] == pytest.approx(
         reference_relation(client, answer.group("weights"), 0, 2, kind), abs=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "refresh", "search", "expected"),
+    [
+        (0.1, "auto", "auto", (10, 30)),  # the paper's
+        (1.0, "auto", "auto", (1, 3)),
+        (0.2, "auto", "auto", (5, 15)),
+        (0.1, 4, "auto", (4, 12)),
+        (0.1, "auto", 7, (10, 7)),
+        (1.0, 10, 30, (10, 30)),
+    ],
+)
+def test_helpers_are_searched_and_updated_as_often_as_clients_train(
+    fraction, refresh, search, expected
+):
+    """The paper's F = 30 and nu = 10 are for a tenth sampled: three rounds and one of a client."""
+    own = um(refresh=refresh, search_rounds=search).own
+    assert (own.refresh_rounds(fraction), own.last_search(fraction)) == expected
+
+
+@pytest.mark.parametrize("name", ["refresh", "search_rounds"])
+@pytest.mark.parametrize("value", ["often", -1, 2.5, True])
+def test_rounds_are_auto_or_a_number(name, value):
+    with pytest.raises(SettingsError, match=r"'um-pfssl\.(refresh|search-rounds)'.*takes auto, or"):
+        um(**{name: value})
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(0, 2), (3, 2), (7, 4), (100, 50)])
+def test_a_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
+    client = opened(tmp_path, warm_up=2, batch_size=20, **{"um-pfssl.warm-up-steps": steps})
+    client.samples.own = Split(client.x[:40], client.y[:40])  # two steps an epoch
+    made = []
+    train = client.train_epochs
+    client.train_epochs = lambda *given, **named: (
+        made.append(named["epochs"]) or train(*given, **{**named, "epochs": 1})
+    )
+    client.train(1, message(train=False))
+    assert made == [epochs]
+
+
+@pytest.mark.parametrize("part", ["labelled", "unlabelled"])
+def test_a_client_may_have_nothing_but_one_part(tmp_path, part):
+    client = opened(tmp_path)
+    one = Split(client.x, client.y)
+    none = Split(client.x[:0], client.y[:0])
+    client.samples.own, client.samples.unlabelled = (one, none)[:: 1 if part == "labelled" else -1]
+    client.unlabelled = client.samples.unlabelled
+    before = weights_of(client)
+    client.train(1, message(train=False))
+    warm = weights_of(client)
+    assert torch.equal(before, warm) == (part == "unlabelled")
+    client.train(2, message(rows=[(3, 1, FILL, 7)]))
+    assert not torch.equal(warm, weights_of(client))
+    assert weights_of(client).isfinite().all()
+
+
+def weights_of(client):
+    return torch.cat([p.detach().flatten() for p in client.models["private"].parameters()])
 
 
 def listed(answer):
@@ -460,6 +531,7 @@ def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
     method = [record["method"] for record in records(tmp_path / "run")]
     size = sum(array.nbytes for array in weights(0).values())
     own, steps = config.own, config.run.rounds - 1
+    assert own.refresh_rounds(0.34) == own.refresh
     bound = 6 * own.helpers * steps / own.refresh + own.search_rounds * own.replace * 6
     bound += 0.34 * 6 * steps
     sent = (summary["bytes_up"] + summary["bytes_down"]) / size

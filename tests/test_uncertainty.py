@@ -237,24 +237,45 @@ def test_the_same_seed_gives_the_same_prediction(dropper):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_joint_loss_is_that_of_equations_1_4_and_5(seed):
+DIRECTIONS = {
+    "forward": lambda own, pseudo: pseudo * (math.log(pseudo) - math.log(own)),
+    "reverse": lambda own, pseudo: own * (math.log(own) - math.log(pseudo)),
+}
+
+
+@pytest.mark.parametrize("divergence", DIRECTIONS)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_joint_loss_is_that_of_equations_1_4_and_5(seed, divergence):
     rng = np.random.default_rng(seed)
     logits, pseudo = 3 * rng.normal(size=(20, 5)), distributions(seed, 20, 5)
     labels, labelled = rng.integers(0, 5, 20), rng.random(20) < 0.4
     own = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     ce = [-math.log(own[i, labels[i]]) for i in range(20) if labelled[i]]
     kl = [
-        sum(own[i, c] * (math.log(own[i, c]) - math.log(pseudo[i, c])) for c in range(5))
+        sum(DIRECTIONS[divergence](own[i, c], pseudo[i, c]) for c in range(5))
         for i in range(20)
         if not labelled[i]
     ]
     mu = len(ce) / 20
     expected = mu * np.mean(ce) + (1 - mu) * np.mean(kl)
-    found = semi_supervised_loss(
-        torch.tensor(logits), torch.tensor(labels), torch.tensor(pseudo), torch.tensor(labelled)
-    )
+    given = (torch.tensor(values) for values in (logits, labels, pseudo, labelled))
+    found = semi_supervised_loss(*given, divergence)
     assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_forward_is_distillation_and_reverse_is_not():
+    """As the paper names Eq. 5: a pseudo-label is a soft label, whose loss pulls towards it.
+
+    The gradient of a soft label's cross-entropy is softmax(z) - pseudo. A prediction that already
+    sits on one of the pseudo-label's two classes is drawn to both, where the reverse leaves it.
+    """
+    logits = torch.tensor([[8.0, 0.0, -3.0]], requires_grad=True)
+    pseudo = torch.tensor([[0.5, 0.5, 0.0]])
+    (forward,) = torch.autograd.grad(pseudo_label_loss(logits, pseudo, "forward").sum(), logits)
+    torch.testing.assert_close(forward, logits.detach().softmax(1) - pseudo)
+    (reverse,) = torch.autograd.grad(pseudo_label_loss(logits, pseudo, "reverse").sum(), logits)
+    assert forward[0, 1] < -0.4
+    assert reverse[0].abs().max() < 0.01
 
 
 def test_each_term_reaches_its_own_samples_alone():
@@ -263,7 +284,7 @@ def test_each_term_reaches_its_own_samples_alone():
     pseudo = torch.tensor(distributions(0, 4, 3))
 
     def gradient(labels, pseudo):
-        loss = semi_supervised_loss(logits, labels, pseudo, labelled)
+        loss = semi_supervised_loss(logits, labels, pseudo, labelled, "forward")
         return torch.autograd.grad(loss, logits)[0]
 
     usual = gradient(labels, pseudo)
@@ -274,20 +295,24 @@ def test_each_term_reaches_its_own_samples_alone():
     assert (retaught != usual).any(1).tolist() == [False, False, True, True]
 
 
-def test_no_gradient_reaches_the_pseudo_label():
+@pytest.mark.parametrize("divergence", DIRECTIONS)
+def test_no_gradient_reaches_the_pseudo_label(divergence):
     generator = torch.Generator().manual_seed(0)
     logits, helper = (torch.randn(3, 4, requires_grad=True, generator=generator) for _ in range(2))
-    pseudo_label_loss(logits, helper.softmax(1)).sum().backward()
+    pseudo_label_loss(logits, helper.softmax(1), divergence).sum().backward()
     assert (logits.grad.abs().sum(1) > 0).all()
     assert helper.grad is None
 
 
 def test_a_class_that_a_pseudo_label_excludes_costs_a_finite_amount():
-    loss = pseudo_label_loss(torch.tensor([[0.0, 20.0]]), torch.tensor([[1.0, 0.0]]))
-    assert loss.item() == pytest.approx(-math.log(LEAST_PSEUDO), rel=0.01)
+    logits, pseudo = torch.tensor([[0.0, 20.0]]), torch.tensor([[1.0, 0.0]])
+    reverse = pseudo_label_loss(logits, pseudo, "reverse")
+    assert reverse.item() == pytest.approx(-math.log(LEAST_PSEUDO), rel=0.01)
+    assert pseudo_label_loss(logits, pseudo, "forward").item() == pytest.approx(20, rel=0.01)
 
 
-def test_the_divergence_of_a_prediction_from_itself_is_none():
+@pytest.mark.parametrize("divergence", DIRECTIONS)
+def test_the_divergence_of_a_prediction_from_itself_is_none(divergence):
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    loss = pseudo_label_loss(logits, logits.softmax(1))
+    loss = pseudo_label_loss(logits, logits.softmax(1), divergence)
     np.testing.assert_allclose(loss, 0, atol=1e-5)

@@ -42,8 +42,8 @@ class SetRules:
     """Is a sample weighted by the consensus (Eq. 8), or by 1?"""
     averaged: bool = True
     """Is Eq. 3 the mean over the labels of a set, or, as printed, the sum?"""
-    skips_whole: bool = True
-    """Is nothing imitated of a set of all labels, as any is if the threshold is infinite?"""
+    skips_infinite: bool = True
+    """Is nothing imitated where there are too few held-out samples for a finite threshold?"""
 
 
 class Imitation:
@@ -78,7 +78,7 @@ class Imitation:
     def is_silent(self, held_out: int) -> bool:
         """Tell whether nothing is imitated with so many held-out samples: all sets are whole."""
         chosen = self.rules
-        conformal = chosen.kind == "conformal" and chosen.skips_whole
+        conformal = chosen.kind == "conformal" and chosen.skips_infinite
         return conformal and not is_informative(held_out, chosen.theta)
 
     def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,8 +91,6 @@ class Imitation:
         eta = consensus(other, own)
         if not self.rules.weighted:
             eta = torch.ones_like(eta)
-        if self.rules.skips_whole:
-            eta = eta * ~other.all(1)
         self._note(eta, other, own)
         return imitation_loss(private[:, self.labels], other, eta, averaged=self.rules.averaged)
 

@@ -46,7 +46,11 @@ SOURCES: dict[str, Any] = {
         str | None, typer.Argument(help="The method; `fedhet methods` lists them.")
     ],
     "preset": Annotated[
-        str | None, typer.Option(help="Named settings; `fedhet presets` lists them.")
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME]",
+            help="Named settings, the later ones over the earlier; `fedhet presets` lists them.",
+        ),
     ],
     "config": Annotated[
         Path | None, typer.Option("--config", help="A TOML file of settings, such as a run leaves.")

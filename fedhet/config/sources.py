@@ -88,11 +88,18 @@ def preset_names() -> dict[str, str]:
     return {f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files}
 
 
-def read_preset(name: str) -> dict[str, object]:
-    """Return the settings of a preset. Raises SettingsError that suggests the nearest name."""
-    if name not in preset_names():
-        raise SettingsError(
-            f"preset '{name}' does not exist; `fedhet presets` lists all"
-            f"{nearest(name, preset_names())}"
-        )
-    return flatten(tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8")))
+def read_preset(names: str) -> dict[str, object]:
+    """Return the settings of a preset, or of several, comma-separated: later ones override.
+
+    Raises SettingsError that suggests the nearest name.
+    """
+    values: dict[str, object] = {}
+    for name in names.split(","):
+        if name not in preset_names():
+            raise SettingsError(
+                f"preset '{name}' does not exist; `fedhet presets` lists all"
+                f"{nearest(name, preset_names())}"
+            )
+        text = (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
+        values |= flatten(tomllib.loads(text))
+    return values

@@ -11,7 +11,7 @@ import torch
 from pydantic import AfterValidator
 
 from fedhet.errors import ModelError, SettingsError, nearest
-from fedhet.models import resnet, small, vision
+from fedhet.models import mobilenet, resnet, small, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import ModelInfo, Shape
@@ -26,7 +26,7 @@ from fedhet.models.own import (
 from fedhet.seeding import derive, numpy_rng, seeded
 
 MODELS = MappingProxyType(
-    {info.name: info for info in (*small.MODELS, *resnet.MODELS, *vision.MODELS)}
+    {info.name: info for info in (*small.MODELS, *resnet.MODELS, *mobilenet.MODELS, *vision.MODELS)}
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 

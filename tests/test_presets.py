@@ -1,0 +1,91 @@
+"""Presets against the numbers that the papers print, and presets put together."""
+
+import pytest
+
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import preset_names, read_preset
+from fedhet.errors import SettingsError
+
+# FedType, Appendix F and Section 4.1; Appendix C for the data.
+FEDTYPE = {
+    "method": "fedtype",
+    "clients": 100,
+    "rounds": 100,
+    "fraction": 0.2,
+    "data.partition": "dirichlet",
+    "data.alpha": 0.5,
+    "data.test-fraction": 0.2,
+    "models.pool": "resnet18,resnet34,resnet50,resnet101,resnet152,vgg11,vgg13,vgg16,vgg19",
+    "training.optimizer": "adam",
+    "training.lr": 0.0001,
+    "training.batch-size": 16,
+    "training.local-epochs": 5,
+    "fedtype.proxy": "resnet18",
+    "fedtype.lambda": 0.5,
+    "fedtype.k-reg": 5,
+    "fedtype.theta": 0.1,
+    "fedtype.calibration": 0.1,
+}
+# UM-pFSSL, section VI-A.
+UM_PFSSL = {
+    "method": "um-pfssl",
+    "clients": 100,
+    "rounds": 201,  # the first of them is the warm-up
+    "fraction": 0.1,
+    "data.partition": "dirichlet",
+    "data.alpha": 0.5,
+    "data.labelled-alpha": 0.5,
+    "models.pool": "resnet9",
+    "training.optimizer": "sgd",
+    "training.lr": 0.0001,
+    "training.momentum": 0.9,
+    "training.batch-size": 64,
+    "training.local-epochs": 5,
+    "um-pfssl.helpers": 5,
+    "um-pfssl.replace": 2,
+    "um-pfssl.search-rounds": 30,
+    "um-pfssl.refresh": 10,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "expected"),
+    [
+        ("table1-fmnist", "fashion-mnist", FEDTYPE),
+        ("table1-cifar10", "cifar10", FEDTYPE),
+        ("table1-cifar100", "cifar100", FEDTYPE),
+        ("um-pfssl-fmnist", "fashion-mnist", UM_PFSSL),
+        ("um-pfssl-cifar10", "cifar10", UM_PFSSL),
+    ],
+)
+def test_a_preset_has_the_papers_numbers(name, dataset, expected):
+    found = resolve(read_preset(name)).flat()
+    assert {key: found[key] for key in expected} == expected
+    assert found["data.dataset"] == dataset
+
+
+@pytest.mark.parametrize("alpha", [1, 0.5, 0.1])
+@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "pfedme", "pfedbayes"])
+def test_every_column_and_row_of_fedtypes_table_1(alpha, aggregation):
+    names = ["table1-cifar10"]
+    names += [] if alpha == 0.5 else [f"alpha-{alpha}"]
+    names += [] if aggregation == "fedavg" else [f"table1-{aggregation}"]
+    found = resolve(read_preset(",".join(names))).flat()
+    expected = {**FEDTYPE, "data.alpha": alpha, "fedtype.aggregation": aggregation}
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_later_preset_overrides_an_earlier_one():
+    assert read_preset("demo,alpha-0.1")["data.alpha"] == 0.1
+    assert read_preset("alpha-0.1,demo")["data.alpha"] == 0.5
+
+
+@pytest.mark.parametrize("names", ["demo,", ",demo", "demo,,demo", "demo alpha-1", "demo,alpha-2"])
+def test_every_name_of_a_list_must_exist(names):
+    with pytest.raises(SettingsError, match="does not exist; `fedhet presets` lists all"):
+        read_preset(names)
+
+
+def test_every_preset_says_what_it_is():
+    for name, title in preset_names().items():
+        assert len(title) > 20, name
