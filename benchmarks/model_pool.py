@@ -220,7 +220,7 @@ def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]
         rounds,
         helpers=own.helpers,
         replace=own.replace,
-        search_rounds=own.last_search(fraction),
+        search_rounds=own.search_rounds,
         refresh=own.refresh_rounds(fraction),
     )
     return sent, bound, greedy_cost(clients, fraction, rounds)

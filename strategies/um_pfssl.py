@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from fedhet.algorithms.helpers import (
     Helper,
@@ -39,18 +39,12 @@ KEPT_VERSIONS = 3
 """Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
 
 
-SEARCHES = 3
-"""F over nu in the paper (30 and 10): rounds of a client in which helpers are searched."""
-
-
 class UmPfsslSettings(MethodSettings):
     """Settings of UM-pFSSL."""
 
     helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
     replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
-    search_rounds: str | int = Field(
-        "auto", description="helpers are searched while t < this, F; auto is 3 nu, as in the paper"
-    )
+    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
     refresh: str | int = Field(
         "auto",
         description="rounds between updates of the helpers, nu; auto is those between two rounds "
@@ -60,7 +54,7 @@ class UmPfsslSettings(MethodSettings):
         5, description="epochs on labelled data alone, in a round of all clients before t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        0, description="least optimiser steps of the warm-up, for clients with few labels"
+        100, description="least optimiser steps of the warm-up, for clients with few labels"
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(
@@ -74,23 +68,16 @@ class UmPfsslSettings(MethodSettings):
         True, description="do clients learn from pseudo-labels? false: from labels alone"
     )
 
-    @field_validator("search_rounds", "refresh", mode="before")
+    @field_validator("refresh", mode="before")
     @classmethod
-    def _rounds_are_counted(cls, value: object, info: ValidationInfo) -> object:
-        least = 1 if info.field_name == "refresh" else 0
-        if value == "auto" or (type(value) is int and least <= value <= 1_000_000):
+    def _refresh_is_counted(cls, value: object) -> object:
+        if value == "auto" or (type(value) is int and 1 <= value <= 1_000_000):
             return value
-        raise ValueError(f"it takes auto, or an integer from {least} to 1000000")
+        raise ValueError("it takes auto, or an integer from 1 to 1000000")
 
     def refresh_rounds(self, fraction: float) -> int:
         """Return nu where so large a share of the clients is sampled each round."""
         return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
-
-    def last_search(self, fraction: float) -> int:
-        """Return F where so large a share of the clients is sampled each round."""
-        if isinstance(self.search_rounds, str):
-            return SEARCHES * self.refresh_rounds(fraction)
-        return self.search_rounds
 
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
@@ -256,8 +243,7 @@ class UmPfsslStrategy(HetStrategy):
         warm_up = bool(chosen.warm_up) and own not in self.versions
         helpers = self.lists.get(name, [])
         new = self._unseen(round, name)
-        early = step < chosen.last_search(self.run.fraction)
-        searching = early and replaceable(helpers, own, chosen.replace)
+        searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
         candidates = new[: chosen.replace] if searching else []
         room = chosen.helpers - max(1, len(helpers)) if train else 0
         fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]

@@ -165,29 +165,18 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
 
 
 @pytest.mark.parametrize(
-    ("fraction", "refresh", "search", "expected"),
-    [
-        (0.1, "auto", "auto", (10, 30)),  # the paper's
-        (1.0, "auto", "auto", (1, 3)),
-        (0.2, "auto", "auto", (5, 15)),
-        (0.1, 4, "auto", (4, 12)),
-        (0.1, "auto", 7, (10, 7)),
-        (1.0, 10, 30, (10, 30)),
-    ],
+    ("fraction", "refresh", "expected"),
+    [(0.1, "auto", 10), (1.0, "auto", 1), (0.2, "auto", 5), (0.1, 4, 4), (1.0, 10, 10)],
 )
-def test_helpers_are_searched_and_updated_as_often_as_clients_train(
-    fraction, refresh, search, expected
-):
-    """The paper's F = 30 and nu = 10 are for a tenth sampled: three rounds and one of a client."""
-    own = um(refresh=refresh, search_rounds=search).own
-    assert (own.refresh_rounds(fraction), own.last_search(fraction)) == expected
+def test_helpers_are_updated_as_often_as_clients_train(fraction, refresh, expected):
+    """The paper's nu = 10 is for a tenth sampled: once for each round of a client."""
+    assert um(refresh=refresh).own.refresh_rounds(fraction) == expected
 
 
-@pytest.mark.parametrize("name", ["refresh", "search_rounds"])
-@pytest.mark.parametrize("value", ["often", -1, 2.5, True])
-def test_rounds_are_auto_or_a_number(name, value):
-    with pytest.raises(SettingsError, match=r"'um-pfssl\.(refresh|search-rounds)'.*takes auto, or"):
-        um(**{name: value})
+@pytest.mark.parametrize("value", ["often", 0, -1, 2.5, True])
+def test_nu_is_auto_or_a_number(value):
+    with pytest.raises(SettingsError, match=r"'um-pfssl\.refresh'.*takes auto, or an integer"):
+        um(refresh=value)
 
 
 @pytest.mark.parametrize(("steps", "epochs"), [(0, 2), (3, 2), (7, 4), (100, 50)])
