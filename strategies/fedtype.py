@@ -51,10 +51,15 @@ class FedTypeSettings(MethodSettings):
     mode: Literal["training", "evaluation"] = Field(
         "training", description="mode of the models (dropout, batch norm) that give tau and sets"
     )
+    quantile: Literal["plain", "corrected"] = Field(
+        "plain",
+        description="tau: the (1 - theta) quantile, as in RAPS' code, or corrected for few samples, "
+        "as printed",
+    )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="where there are too few samples to calibrate on, so that every set is whole: "
-        "imitate nothing, or whole sets",
+        description="where a corrected tau is infinite for want of samples, so that every set is "
+        "whole: imitate nothing, or whole sets",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
@@ -108,6 +113,7 @@ class FedTypeSettings(MethodSettings):
             top_k=self.top_k,
             raps=Raps(self.lambda_, k_reg),
             theta=self.theta,
+            corrected=self.quantile == "corrected",
             g=self.g,
             u=None if isinstance(self.u, str) else self.u,
             weighted=self.eta == "consensus",

@@ -37,7 +37,13 @@ class Calibration:
 
 
 def calibrate(
-    logits: Tensor, labels: Tensor, u: Tensor, *, theta: float, raps: Raps
+    logits: Tensor,
+    labels: Tensor,
+    u: Tensor,
+    *,
+    theta: float,
+    raps: Raps,
+    corrected: bool = True,
 ) -> Calibration:
     """Return the conformal model of Eq. 5 from held-out logits [n, C], labels [n], u [n].
 
@@ -47,7 +53,7 @@ def calibrate(
     probabilities = (logits / temperature).softmax(1)
     scores = raps_scores(probabilities, u, raps.penalty, raps.k_reg)
     own = scores.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return Calibration(temperature, conformal_quantile(own, theta))
+    return Calibration(temperature, conformal_quantile(own, theta, corrected=corrected))
 
 
 @torch.no_grad()
@@ -67,24 +73,30 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
     return temperature
 
 
-def conformal_quantile(scores: Tensor, theta: float) -> Tensor:
-    """Return tau: the ceil((n + 1)(1 - theta)) / n quantile of scores [n] (Appendix B, step 3).
+def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) -> Tensor:
+    """Return tau, a quantile of scores [n].
 
-    Infinity if that level exceeds 1: with so few samples only the set of all classes is valid.
+    If `corrected`, as printed: the ceil((n + 1)(1 - theta)) / n quantile (Appendix B, step 3),
+    infinity if that level exceeds 1; with so few samples only the set of all classes is valid. If
+    not, the (1 - theta) quantile, the higher of two neighbours: that of RAPS' published code. It
+    is finite, and below the largest score from 1 / theta + 1 samples, not from 2 / theta - 1.
     """
-    if not is_informative(len(scores), theta):
+    if corrected and not is_informative(len(scores), theta):
         return scores.new_tensor(torch.inf)
-    return scores.kthvalue(max(_position(len(scores), theta), 1)).values
+    return scores.kthvalue(_position(len(scores), theta, corrected=corrected)).values
 
 
 def is_informative(count: int, theta: float) -> bool:
-    """Tell whether `count` held-out samples give a finite threshold; if not, sets are whole."""
-    return _position(count, theta) <= count
+    """Tell whether so many held-out samples give a finite corrected threshold."""
+    return _position(count, theta, corrected=True) <= count
 
 
-def _position(count: int, theta: float) -> int:
-    # 1e-9: in floating point, (n + 1)(1 - theta) may slightly exceed the integer that it equals.
-    return math.ceil((count + 1) * (1 - theta) - 1e-9)
+def _position(count: int, theta: float, *, corrected: bool) -> int:
+    """Return which of `count` scores, from the smallest, from 1, is the quantile."""
+    # 1e-9: in floating point, these may slightly exceed the integer that they equal.
+    if corrected:
+        return max(math.ceil((count + 1) * (1 - theta) - 1e-9), 1)
+    return math.ceil((count - 1) * (1 - theta) - 1e-9) + 1
 
 
 def free_ranks(labels: int) -> int:

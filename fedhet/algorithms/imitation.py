@@ -34,6 +34,8 @@ class SetRules:
     """Labels in a set, for topk."""
     raps: Raps = field(default_factory=Raps)
     theta: float = 0.1
+    corrected: bool = True
+    """Has the threshold's quantile the correction for few samples (Appendix B)?"""
     g: str = "g1"
     """The form of the dynamic penalty (Eq. 7, Section 4.2.4)."""
     u: float | None = None
@@ -78,8 +80,9 @@ class Imitation:
     def is_silent(self, held_out: int) -> bool:
         """Tell whether nothing is imitated with so many held-out samples: all sets are whole."""
         chosen = self.rules
-        conformal = chosen.kind == "conformal" and chosen.skips_infinite
-        return conformal and not is_informative(held_out, chosen.theta)
+        may_be_infinite = chosen.kind == "conformal" and chosen.corrected
+        silent = may_be_infinite and chosen.skips_infinite
+        return silent and not is_informative(held_out, chosen.theta)
 
     def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
         """Return Eq. 3 for a batch, a scalar; its gradient flows into the logits `private` alone.
@@ -120,7 +123,14 @@ class Imitation:
     def _calibration(self, logits: Tensor, y: Tensor) -> Calibration:
         chosen, u = self.rules, self._factors(len(y))
         places = torch.searchsorted(self.labels, y)
-        return calibrate(logits[:, self.labels], places, u, theta=chosen.theta, raps=chosen.raps)
+        return calibrate(
+            logits[:, self.labels],
+            places,
+            u,
+            theta=chosen.theta,
+            raps=chosen.raps,
+            corrected=chosen.corrected,
+        )
 
     def _factors(self, count: int) -> Tensor:
         """Return u of Eq. 6, [count]."""
