@@ -53,7 +53,7 @@ class FedTypeSettings(MethodSettings):
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
-        description="tau: the (1 - theta) quantile, as in RAPS' code, or corrected for few samples, "
+        description="tau: the (1 - theta) quantile as in RAPS' code, or corrected for few samples, "
         "as printed",
     )
     infinite: Literal["skip", "imitate"] = Field(
