@@ -12,9 +12,12 @@ from fedhet.runs.records import (
     RoundRecord,
     Seconds,
     Summary,
+    Tail,
     relative,
     spread,
     summarise,
+    tail_of,
+    with_tails,
 )
 
 SCORE = {"mean": 0.5, "std": 0.25, "worst": 0.25, "per_client": {"a": 0.25, "b": 0.75}}
@@ -88,8 +91,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     record = filled()
     summary = Summary(
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
-        headline="common", accuracy=record.accuracy, history=[PastRound.of(record)], bytes_up=10,
-        bytes_down=20, seconds=Seconds(total=2.00049).rounded(), peak_memory_mb=12.5,
+        headline="common", accuracy=with_tails([record]), history=[PastRound.of(record)],
+        bytes_up=10, bytes_down=20, seconds=Seconds(total=2.00049).rounded(), peak_memory_mb=12.5,
         versions={"torch": "2"},
     )  # fmt: skip
     brief = {
@@ -98,7 +101,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     }  # fmt: skip
     assert json.loads(summary_text(summary)) == {
         "method": "felo", "dataset": "digits", "seed": 1, "rounds": 3, "clients": 3,
-        "models": {"a": "mlp"}, "headline": "common", "accuracy": {"common": {"private": SCORE}},
+        "models": {"a": "mlp"}, "headline": "common",
+        "accuracy": {"common": {"private": {**SCORE, "tail": 0.5}}},
         "history": [brief], "bytes_up": 10, "bytes_down": 20,
         "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0}, "peak_memory_mb": 12.5,
         "versions": {"torch": "2"},
@@ -121,3 +125,63 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
     path.write_text('{"round": 1}\n{"round": 2, "bytes_up": "many"}\n')
     with pytest.raises(StateError, match=r"metrics\.jsonl: line 2: bytes_up: "):
         read_records(path)
+
+
+def rounds_of(means):
+    """Return a record per round, evaluated where `means` has the round's accuracy."""
+    records = []
+    for number, mean in means.items():
+        record = RoundRecord(number)
+        if mean is not None:
+            clients = {"a": mean - 0.125, "b": mean + 0.125}
+            record.accuracy = summarise({"common": {"private": clients}})
+        records.append(record)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("rounds", "evaluated", "expected"),
+    [
+        (1, [1], [1]),
+        (4, [1, 2, 3, 4], [4]),
+        (5, [1, 2, 3, 4, 5], [5]),
+        (6, [1, 2, 3, 4, 5, 6], [5, 6]),
+        (10, range(1, 11), [9, 10]),
+        (11, range(1, 12), [9, 10, 11]),
+        (20, range(2, 21, 2), [18, 20]),
+        (12, [4, 8, 12], [12]),
+        (9, [2, 4], [4]),
+        (100, [79, 80, 81, 100], [81, 100]),
+        (3, [], []),
+    ],
+)
+def test_the_tail_is_the_mean_of_the_last_fifth(rounds, evaluated, expected):
+    accuracy = {number: 0.25 + number / 256 for number in evaluated}
+    records = rounds_of({number: accuracy.get(number) for number in range(1, rounds + 1)})
+    found = tail_of(records, "common", "private")
+    assert list(found.rounds) == expected
+    if expected:
+        assert found.mean == pytest.approx(sum(accuracy[n] for n in expected) / len(expected))
+    else:
+        assert math.isnan(found.mean)
+
+
+def test_a_tail_is_of_one_protocol_and_kind_and_of_numbers():
+    records = rounds_of(dict.fromkeys(range(1, 11), 0.5))
+    records[8].accuracy["common"]["private"] = spread({"a": math.nan})
+    records[8].accuracy["common"]["proxy"] = spread({"a": 0.75})
+    records[9].accuracy["personal"] = {"private": spread({"a": 1.0})}
+    assert tail_of(records, "common", "private") == Tail(0.5, (10,))
+    assert tail_of(records, "common", "proxy") == Tail(0.75, (9,))
+    assert tail_of(records, "personal", "private") == Tail(1.0, (10,))
+    assert tail_of(records, "personal", "proxy").rounds == ()
+    assert tail_of([], "common", "private").rounds == ()
+
+
+def test_a_summarys_scores_are_the_last_rounds_with_the_tail_beside():
+    records = rounds_of({1: 0.25, 2: 0.375, 3: 0.5, 4: 0.75, 5: 0.5, 6: 0.25})
+    found = with_tails(records)["common"]["private"]
+    assert (found.mean, found.std, found.worst) == (0.25, 0.125, 0.125)
+    assert found.per_client == {"a": 0.125, "b": 0.375}
+    assert found.tail == 0.375
+    assert with_tails([]) == with_tails(rounds_of({1: None})) == {}

@@ -77,6 +77,10 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
             ratio = summary["relative"]["common"]["mean"]
             assert found["quantities"]["relative accuracy, common, mean"][place][number] == ratio
             assert summary["seed"] == number
+            common = summary["accuracy"]["common"]["private"]
+            for name, statistic in (("", "mean"), (", tail", "tail")):
+                numbers = found["quantities"][f"accuracy, common, private{name}"]
+                assert numbers[place][number] == common[statistic]
     kept = found["quantities"]["pseudolabels"]
     assert kept[2] == [0.0, 0.0]
     assert all(low >= high for low, high in zip(kept[0], kept[1], strict=True))
@@ -84,7 +88,8 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
     assert found["quantities"]["relative accuracy, common, mean"][2] == [1.0, 1.0]
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sweep.md").read_text().count("\n") == 5
-    assert "pseudolabels" in result.output
+    for words in ("relative accuracy", "accuracy, common, private, tail", "pseudolabels"):
+        assert words in " ".join(result.output.split())
 
 
 def test_every_value_is_checked_before_the_first_runs(tmp_path):

@@ -18,7 +18,7 @@ from fedhet.errors import SettingsError, StateError
 from fedhet.settings.schema import table_of
 from fedhet.settings.tables import RunSettings
 
-PIPED_WIDTH = 130
+PIPED_WIDTH = 140
 PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 
 console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)

@@ -23,18 +23,38 @@ def compare_command(
         str | None,
         typer.Option(help="Kind of model to order and count by: private, proxy, global, server."),
     ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="Test set to order and count by: common, or personal (each client's)."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:KIND]",
+            help="Baseline of the differences by seed: a method, or a run as the table calls it; "
+            "local, or else the first. With :KIND, its models of another kind.",
+        ),
+    ] = None,
     figures: Annotated[
         str, typer.Option(help="The methods' own figures to draw too, e.g. pseudo_error.")
     ] = "",
 ) -> None:
-    """Lay runs side by side: a table, a figure and a page; mean and spread over seeds."""
-    show_comparison(report.compare(directories, target=target, kind=kind, figures=figures), out)
+    """Lay runs side by side: a table, a figure and a page; mean and spread over seeds.
+
+    Groups that share two seeds are also compared seed by seed. compare.json holds all numbers.
+    """
+    found = report.compare(
+        directories, target=target, kind=kind, figures=figures, protocol=protocol, against=against
+    )
+    show_comparison(found, out)
 
 
 def show_comparison(comparison: report.Comparison, out: Path) -> None:
-    """Write a comparison into `out` and print its table."""
+    """Write a comparison into `out` and print its tables."""
     report.write_comparison(comparison, out)
     console.print(report.comparison_table(comparison))
+    if (differences := report.paired_table(comparison)) is not None:
+        console.print(differences)
     say_where(out / "compare.html")
 
 

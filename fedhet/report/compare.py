@@ -11,10 +11,10 @@ import pandas as pd
 from pydantic_core import to_json
 
 from fedhet.errors import SettingsError
+from fedhet.report.comparison import Comparison
 from fedhet.report.curves import drawings, overview
 from fedhet.report.groups import (
     Column,
-    Comparison,
     Group,
     cautions,
     choose_columns,
@@ -25,7 +25,8 @@ from fedhet.report.groups import (
     load_all,
 )
 from fedhet.report.page import write_comparison_page
-from fedhet.report.tables import comparison_cells, markdown, plain
+from fedhet.report.paired import Difference, Pair, pair_groups
+from fedhet.report.tables import PAIRED, TAIL_OF, comparison_cells, markdown, paired_cells, plain
 from fedhet.runs.units import percent
 
 
@@ -35,30 +36,42 @@ def compare(
     target: float | None = None,
     kind: str | None = None,
     figures: str = "",
+    protocol: str | None = None,
+    against: str | None = None,
 ) -> Comparison:
     """Compare runs, given by their directories or by parents up to two levels above.
 
-    `kind` is the kind of model whose accuracy orders the runs and defines the bytes to reach; by
-    default the clients' own, `private`. `target` is the accuracy of "bytes to reach": a fraction,
-    or a percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
+    `kind` and `protocol` say whose accuracy on which test set orders the runs, is paired, and
+    defines the bytes to reach; by default that of the clients' own models, `private`, under the
+    headline protocol of most runs. `target` is the accuracy of "bytes to reach": a fraction, or a
+    percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
     `figures` are names of the methods' own metrics, comma-separated, to be drawn over rounds too.
+    `against` is the baseline of the paired differences; see `fedhet.report.paired.pair_groups`.
     With `out` the comparison is written there. Raises StateError if nothing can be compared,
-    SettingsError for a kind or metric that these runs do not have.
+    SettingsError for a kind, protocol, metric or baseline that these runs do not have.
     """
     wanted = None if target is None else _fraction(target)
     runs, notes = load_all(find_runs(dirs))
     groups, more = group_runs(runs)
-    columns = choose_columns(groups, kind)
+    columns = choose_columns(groups, kind, protocol)
     ranked = sorted(groups, key=lambda group: _rank(group, columns[0]))
-    notes += [*more, *cautions(ranked, columns[0])]
+    pairs = pair_groups(ranked, columns[0], against)
+    notes += [*more, *cautions(ranked, columns[0]), *_unpaired(pairs)]
     if wanted is None:
         wanted = default_target(ranked, columns[0])
         notes.append(f"bytes to {percent(wanted)}: 90 % of the lowest accuracy, so all reach it")
     own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
-    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own)
+    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs)
     if out is not None:
         write_comparison(comparison, out)
     return comparison
+
+
+def _unpaired(pairs: Sequence[Pair]) -> list[str]:
+    """Return a note that there are no paired differences, if there are none, with the reasons."""
+    faults = {pair.fault for pair in pairs}
+    found = not pairs or "" in faults
+    return [] if found else [f"no paired differences over seeds: {', '.join(sorted(faults))}"]
 
 
 def _rank(group: Group, column: Column) -> tuple[float, str]:
@@ -90,10 +103,13 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the table, with the notes below it, in Markdown."""
-    basis = f"Last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}."
+    headline = " ".join(comparison.headline)
+    basis = f"Last round, mean ± std over seeds; ordered by {headline}. {TAIL_OF} {headline}."
     notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
-    return f"{table}\n{basis}\n" + (f"\n{notes}" if notes else "")
+    paired = paired_cells(comparison)
+    below = f"\n{markdown(paired)}\n{PAIRED}\n" if paired else ""
+    return f"{table}\n{basis}\n{below}" + (f"\n{notes}" if notes else "")
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
@@ -103,6 +119,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
         "headline": {"protocol": protocol, "kind": kind},
         "target": comparison.target,
         "groups": [_group_dict(group, comparison) for group in comparison.groups],
+        "paired": [_pair_dict(pair) for pair in comparison.pairs],
         "notes": list(comparison.notes),
     }
 
@@ -127,9 +144,22 @@ def _scores(group: Group, columns: Sequence[Column]) -> dict[str, dict[str, obje
     for protocol, kind in columns:
         spread, worst = group.score((protocol, kind)), group.worst((protocol, kind))
         if spread.n:
-            scores = {**asdict(spread), "worst": asdict(worst)}
+            tail = group.tail((protocol, kind))
+            scores = {**asdict(spread), "tail": asdict(tail), "worst": asdict(worst)}
             found.setdefault(protocol, {})[kind] = scores
     return found
+
+
+def _pair_dict(pair: Pair) -> dict[str, object]:
+    return {
+        "group": pair.group.label, "against": pair.baseline.label, "protocol": pair.column[0],
+        "kind": pair.column[1], "against_kind": pair.baseline_column[1], "fault": pair.fault,
+        "last": _difference_dict(pair.last), "tail": _difference_dict(pair.tail),
+    }  # fmt: skip
+
+
+def _difference_dict(found: Difference) -> dict[str, object]:
+    return {**asdict(found), "n": found.n, "beyond_2_se": found.clear}
 
 
 def _curve(curve: pd.DataFrame) -> dict[str, list[float]]:

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedhet.report import style
-from fedhet.report.groups import Column, Comparison, Group
+from fedhet.report.comparison import Comparison
+from fedhet.report.groups import Column, Group
 from fedhet.report.run import TEST_SETS
 from fedhet.report.style import Drawing
 from fedhet.runs.units import human_number, percent

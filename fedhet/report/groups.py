@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed; a comparison compares groups."""
+"""Groups of runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -72,6 +72,10 @@ class Group:
         """Return the last round's mean over clients, as a spread over the runs."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
+    def tail(self, column: Column) -> Spread:
+        """Return the mean accuracy of the last fifth of the rounds, as a spread over the runs."""
+        return Spread.of(run.tail(*column).mean for run in self.runs)
+
     def worst(self, column: Column) -> Spread:
         """Return the last round's worst client accuracy, as a spread over the runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
@@ -98,23 +102,6 @@ class Group:
     def figure(self, name: str) -> pd.DataFrame:
         """Return mean and std of one of the method's own metrics by round."""
         return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Groups, best first by the headline column, and notes for the reader."""
-
-    groups: tuple[Group, ...]
-    columns: tuple[Column, ...]
-    target: float
-    notes: tuple[str, ...]
-    figures: tuple[str, ...] = ()
-    """The methods' own metrics that are also drawn over rounds."""
-
-    @property
-    def headline(self) -> Column:
-        """The protocol and kind by which the groups are ordered."""
-        return self.columns[0]
 
 
 def bytes_to_target(run: Run, column: Column, target: float) -> float:
@@ -207,27 +194,34 @@ def _written(run: Run) -> float:
     return (run.path / "metrics.jsonl").stat().st_mtime
 
 
-def choose_columns(groups: Sequence[Group], wanted: str | None = None) -> tuple[Column, ...]:
+def choose_columns(
+    groups: Sequence[Group], kind: str | None = None, protocol: str | None = None
+) -> tuple[Column, ...]:
     """Return every protocol and kind, the shared headline first.
 
-    That is the protocol that is the headline of most groups; among ties, the one under which most
-    were evaluated, then `common`; and of its kinds `wanted`, or the first one, `private`.
+    That is `protocol`, or the one that is the headline of most groups; among ties, the one under
+    which most were evaluated, then `common`; and of its kinds `kind`, or the first one, `private`.
+    Raises SettingsError for a kind or protocol under which none of the groups was evaluated.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
         raise StateError("none of the runs was evaluated, so there is nothing to compare")
-    there = sorted({kind for _, kind in columns})
-    if wanted not in (None, *there):
-        raise SettingsError(
-            f"setting 'kind' = {wanted!r} is not allowed: these runs have {', '.join(there)}"
-        )
+    _check("protocol", protocol, {under for under, _ in columns})
+    wanted = {column for column in columns if protocol in (None, column[0])}
+    _check("kind", kind, {each for _, each in wanted}, f" under {protocol}" if protocol else "")
+    wanted = {column for column in wanted if kind in (None, column[1])}
 
     def place(column: Column) -> tuple[object, ...]:
-        protocol, kind = column
-        unwanted = wanted is not None and kind != wanted
-        return unwanted, _preference(groups, protocol), position(kind, KINDS)
+        under, each = column
+        return column not in wanted, _preference(groups, under), position(each, KINDS)
 
     return tuple(sorted(columns, key=place))
+
+
+def _check(name: str, value: str | None, there: set[str], where: str = "") -> None:
+    if value not in (None, *there):
+        known = ", ".join(sorted(there)) + where
+        raise SettingsError(f"setting '{name}' = {value!r} is not allowed: these runs have {known}")
 
 
 def _preference(groups: Sequence[Group], protocol: str) -> tuple[object, ...]:

@@ -12,10 +12,10 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedhet.report import figures
-from fedhet.report.groups import Comparison
+from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
-from fedhet.report.tables import client_cells, comparison_cells
+from fedhet.report.tables import PAIRED, client_cells, comparison_cells, paired_cells
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -70,6 +70,8 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
         datasets=sorted({group.dataset for group in comparison.groups}),
         hero=_lead(comparison),
         table=comparison_cells(comparison),
+        paired=paired_cells(comparison),
+        paired_basis=PAIRED,
         plots=[_svg(panel) for panel in panels],
         shared=shared,
         differing=differing,
@@ -107,7 +109,7 @@ def _where(protocol: str) -> str:
 
 
 def _hero(run: Run) -> dict[str, object] | None:
-    """Return the headline: the last round's mean with its spread, and the best round."""
+    """Return the headline: the last round's mean and spread; beside it the tail and the best."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -117,6 +119,7 @@ def _hero(run: Run) -> dict[str, object] | None:
     return {
         "score": last,
         "what": f"mean accuracy of the {kind} models {_where(protocol)}, {when}",
+        "tail": run.tail(protocol, kind),
         "best": f"{score(means.max())} in round {means.idxmax()}" if len(means) else ABSENT,
     }
 

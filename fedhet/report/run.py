@@ -17,7 +17,16 @@ import pandas as pd
 from fedhet.errors import StateError
 from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
-from fedhet.runs.records import KINDS, Partition, Ratio, RoundRecord, Score, Scores, Summary
+from fedhet.runs.records import (
+    KINDS,
+    Partition,
+    Ratio,
+    RoundRecord,
+    Score,
+    Summary,
+    Tail,
+    tail_of,
+)
 from fedhet.runs.units import natural
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
@@ -90,7 +99,7 @@ class Run:
         return next((record for record in reversed(self.records) if record.accuracy), None)
 
     @property
-    def accuracy(self) -> Scores:
+    def accuracy(self) -> Mapping[str, Mapping[str, Score]]:
         """The accuracies of the last round, or of the last one evaluated if unfinished."""
         if self.summary and self.summary.accuracy:
             return self.summary.accuracy
@@ -127,6 +136,13 @@ class Run:
     def last(self, protocol: str, kind: str) -> Score:
         """Return the last round's scores; empty if there are none."""
         return self.accuracy.get(protocol, {}).get(kind, Score())
+
+    def tail(self, protocol: str, kind: str) -> Tail:
+        """Return the mean of the last fifth of the rounds; of those so far if unfinished.
+
+        It is computed from the rounds' records, since summaries of older versions lack it.
+        """
+        return tail_of(self.records, protocol, kind)
 
     @cached_property
     def _accuracies(self) -> pd.DataFrame:

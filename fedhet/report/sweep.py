@@ -20,6 +20,9 @@ from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
 from fedhet.runs.units import human_number, printable, setting
 
+TAIL = ", tail"
+"""Ends the name of a quantity that is the mean of the last fifth of the rounds."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -47,7 +50,7 @@ def sweep(name: str, runs: Mapping[object, Sequence[Path]]) -> Sweep:
 
 
 def _quantities(run: Run) -> dict[str, float]:
-    """Return a run's results: the last round's accuracies, and each metric's last value."""
+    """Return a run's results: last accuracies with their tails, and each metric's last value."""
     found: dict[str, float] = {}
     last = run.last_evaluated
     for protocol, ratio in (last.relative if last else {}).items():
@@ -55,6 +58,7 @@ def _quantities(run: Run) -> dict[str, float]:
             found[f"relative accuracy, {protocol}, {statistic}"] = getattr(ratio, statistic)
     for protocol, kind in run.columns:
         found[f"accuracy, {protocol}, {kind}"] = run.last(protocol, kind).mean
+        found[f"accuracy, {protocol}, {kind}{TAIL}"] = run.tail(protocol, kind).mean
     return {**found, **run.figures.ffill().iloc[-1].to_dict()}
 
 
@@ -80,8 +84,10 @@ def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
 
 
 def sweep_table(found: Sweep, figures: str = "") -> Table:
-    """Return the terminal's table of the drawn quantities, one row per value."""
-    cells = _cells(found, shown(found, figures))
+    """Return the terminal's table, one row per value: what is drawn, and the accuracy's tail."""
+    first, *rest = shown(found, figures)
+    tails = [name for name in found.results if name.endswith(TAIL)]
+    cells = _cells(found, [first, *tails[:1], *rest])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for header in cells.headers:
         table.add_column(printable(header), overflow="fold", justify="right")

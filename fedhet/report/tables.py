@@ -12,8 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
-from fedhet.report.groups import Column, Comparison, Spread
+from fedhet.report.groups import Column, Spread
+from fedhet.report.paired import Difference, Pair
 from fedhet.report.run import Run, highest, lowest
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
@@ -29,6 +31,12 @@ from fedhet.runs.units import (
 WHOLE = 30
 """Maximum number of clients listed in full; beyond, only the best and the worst."""
 ENDS = 5
+MARK = "†"
+TAIL_OF = "tail: mean of the last fifth of the rounds, of"
+PAIRED = (
+    "Difference of the accuracies for the same seed: mean ± standard error over the n seeds that "
+    f"both have. {MARK}: beyond two standard errors."
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ def client_cells(run: Run) -> Cells:
         [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
         for statistic in STATISTICS
     ]
+    foot.append(["tail", *blank, *(score(run.tail(*column).mean) for column in run.columns)])
     return Cells({**about, **accuracies}, foot if scores else [], words)
 
 
@@ -96,6 +105,7 @@ def _count(number: int | None) -> Cell:
 def final_table(run: Run) -> Table:
     """Return the last round's accuracy of every client, with mean, std and worst in the footer.
 
+    The footer ends in the tail: the mean over clients in the last fifth of the rounds.
     For more than 30 clients, only the best and the worst five are shown.
     """
     cells = client_cells(run)
@@ -173,6 +183,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
     for column in comparison.columns:
         columns[" ".join(column)] = [_accuracy(group.score(column)) for group in groups]
     columns |= {
+        "tail": [_accuracy(group.tail(headline)) for group in groups],
         "worst client": [_accuracy(group.worst(headline)) for group in groups],
         "bytes up": [_sized(group.total("bytes_up")) for group in groups],
         "bytes down": [_sized(group.total("bytes_down")) for group in groups],
@@ -196,11 +207,51 @@ def _sized(spread: Spread, runs: int = 0) -> Cell:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return a comparison for the terminal, with its notes below."""
-    cells = comparison_cells(comparison)
-    title = f"last round, mean ± std over seeds; ordered by {' '.join(comparison.headline)}"
-    table = _table(cells, Text(title))
-    table.caption = Text("\n".join(printable(note) for note in comparison.notes))
+    cells, headline = comparison_cells(comparison), " ".join(comparison.headline)
+    table = _table(cells, Text(f"last round, mean ± std over seeds; ordered by {headline}"))
+    notes = [f"{TAIL_OF} {headline}", *comparison.notes]
+    table.caption = Text("\n".join(printable(note) for note in notes))
     table.caption_justify = "left"
+    _add(table, cells.rows)
+    return table
+
+
+def paired_cells(comparison: Comparison) -> Cells | None:
+    """Return one row per pair, or None if no pair has two seeds."""
+    pairs = comparison.pairs
+    if all(pair.fault for pair in pairs):
+        return None
+    columns = {
+        "run": [Cell(printable(pair.group.label)) for pair in pairs],
+        "against": [Cell(printable(_baseline(pair))) for pair in pairs],
+        "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
+        "last round": [_difference(pair.last, pair.fault) for pair in pairs],
+        "tail": [_difference(pair.tail, ABSENT) for pair in pairs],
+    }
+    return Cells(columns, words=2)
+
+
+def _baseline(pair: Pair) -> str:
+    """Return the baseline's label, with its kind of model if that is another."""
+    other = pair.baseline_column != pair.column
+    return f"{pair.baseline.label} ({pair.baseline_column[1]})" if other else pair.baseline.label
+
+
+def _difference(found: Difference, absent: str) -> Cell:
+    """Return a difference with its standard error, marked if it is clear, or the text `absent`."""
+    if found.n < 2:
+        return Cell(absent, NAN)
+    text = f"{found.mean:+.4f} ± {found.se:.4f}"
+    return Cell(f"{text} {MARK}" if found.clear else text, found.mean)
+
+
+def paired_table(comparison: Comparison) -> Table | None:
+    """Return the paired differences for the terminal, or None if no pair has two seeds."""
+    cells = paired_cells(comparison)
+    if cells is None:
+        return None
+    table = _table(cells, Text(f"differences by seed: {' '.join(comparison.headline)}"))
+    table.caption, table.caption_justify = Text(PAIRED), "left"
     _add(table, cells.rows)
     return table
 

@@ -20,7 +20,14 @@ from fedhet.arrays import Array
 from fedhet.config.resolve import Config
 from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
 from fedhet.runs.files import record_line, summary_text
-from fedhet.runs.records import PastRound, RoundRecord, Seconds, Summary, peak_memory_mb
+from fedhet.runs.records import (
+    PastRound,
+    RoundRecord,
+    Seconds,
+    Summary,
+    peak_memory_mb,
+    with_tails,
+)
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 
 
@@ -163,7 +170,7 @@ class RunLog:
             clients=len(self.models),
             models=self.models,
             headline=self._headline(),
-            accuracy=last.accuracy,
+            accuracy=with_tails(self._history),
             relative=last.relative,
             history=[PastRound.of(record) for record in self._history],
             bytes_up=sum(record.bytes_up for record in self._history),

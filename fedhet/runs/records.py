@@ -28,6 +28,8 @@ KINDS = ("private", "local", "proxy", "global", "server")
 """`local`: the private model after local training alone, before any knowledge was exchanged."""
 MOST = 1e15
 """The largest loss, time or size that a client may report; keeps sums and squares finite."""
+TAIL = 5
+"""The tail of a run is one round in this many: the last fifth."""
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -59,6 +61,13 @@ class Score(BaseModel):
     per_client: dict[str, Number] = {}
 
 
+class FinalScore(Score):
+    """The last round's accuracies, and beside them the mean of the last fifth of the rounds."""
+
+    tail: Number = NAN
+    """See `tail_of`."""
+
+
 class Ratio(Score):
     """Each client's accuracy divided by the accuracy of its model after local training alone."""
 
@@ -67,6 +76,7 @@ class Ratio(Score):
 
 Scores = dict[str, dict[str, Score]]
 """protocol -> kind -> accuracies of the clients' models."""
+FinalScores = dict[str, dict[str, FinalScore]]
 Loss = Annotated[
     Score | None,
     BeforeValidator(lambda loss: loss or None),
@@ -144,7 +154,7 @@ class PastRound(BaseModel):
 
 
 class Summary(BaseModel):
-    """summary.json: a finished run. The accuracies are those of the last round."""
+    """summary.json: a finished run. The accuracies are those of the last round, with the tail."""
 
     model_config = READING
 
@@ -157,7 +167,7 @@ class Summary(BaseModel):
     """Client -> model."""
     headline: str = ""
     """The protocol of the method's headline number."""
-    accuracy: Scores = {}
+    accuracy: FinalScores = {}
     relative: dict[str, Ratio] = {}
     history: list[PastRound] = []
     bytes_up: int = 0
@@ -171,6 +181,14 @@ class Summary(BaseModel):
     def last_round(self) -> int:
         """The last round of the history."""
         return max((past.round for past in self.history), default=self.rounds)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A mean accuracy over the last rounds of a run, and the rounds that it is over."""
+
+    mean: float = NAN
+    rounds: tuple[int, ...] = ()
 
 
 class Partition(BaseModel):
@@ -225,6 +243,39 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Rat
         if ratios:
             found[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))
     return found
+
+
+def tail_of(records: Sequence[RoundRecord], protocol: str, kind: str) -> Tail:
+    """Return the mean of the last fifth of the rounds: of `ceil(rounds / 5)`, at least one.
+
+    It is the mean of the rounds' own means over clients, each evaluated round counting once. If
+    none of these rounds was evaluated, the last one before them that was counts alone. A round's
+    mean is over all clients whose current models have been evaluated, whether they were sampled
+    in that round or not; see `fedhet.server.round.RoundState.close`.
+    """
+    means = {
+        record.round: record.accuracy[protocol][kind].mean
+        for record in records
+        if kind in record.accuracy.get(protocol, {})
+    }
+    known = {number: mean for number, mean in means.items() if not math.isnan(mean)}
+    if not known:
+        return Tail()
+    before = records[-1].round - math.ceil(records[-1].round / TAIL)
+    chosen = [number for number in known if number > before] or [max(known)]
+    return Tail(float(np.mean([known[number] for number in chosen])), tuple(chosen))
+
+
+def with_tails(records: Sequence[RoundRecord]) -> FinalScores:
+    """Return the accuracies of the last of all rounds, each with its tail."""
+    last = records[-1].accuracy if records else {}
+    return {
+        protocol: {
+            kind: FinalScore(**dict(score), tail=tail_of(records, protocol, kind).mean)
+            for kind, score in kinds.items()
+        }
+        for protocol, kinds in last.items()
+    }
 
 
 def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:

@@ -1,0 +1,288 @@
+"""The tail in reports and the paired differences, against numpy on the runs' own files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import Page, lines_of, make, rewrite, shown
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.errors import SettingsError
+from fedhet.report import (
+    compare,
+    comparison_table,
+    final_table,
+    load_run,
+    paired_table,
+    write_report,
+)
+
+BOTH = ("common", "personal")
+
+
+def make_seeds(root: Path, seeds: list[int], **changes: Any) -> list[Path]:
+    """Write a run per seed into `root`."""
+    return [make(root / f"seed-{seed}", seed=seed, **changes) for seed in seeds]
+
+
+def mean_of(record: dict[str, Any], protocol: str = "common", kind: str = "private") -> float:
+    """Return a round's mean over clients, from the clients' own numbers."""
+    return float(np.mean([*record["accuracy"][protocol][kind]["per_client"].values()]))
+
+
+def last_by_hand(run: Path) -> float:
+    """Return the last round's mean over clients."""
+    return mean_of(lines_of(run)[-1])
+
+
+def tail_by_hand(run: Path, protocol: str = "common", kind: str = "private") -> float:
+    """Return the mean of the last fifth of the rounds, cut from the list of all rounds."""
+    means = [mean_of(each, protocol, kind) for each in lines_of(run)]
+    fifth = len(means) // 5 + (1 if len(means) % 5 else 0)
+    return float(np.mean(means[-fifth:]))
+
+
+# The tail
+
+
+def test_a_run_of_an_older_version_has_its_tail_from_its_records(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", rounds=12, protocols=BOTH, kinds=("private", "proxy"))
+    assert "tail" not in (path / "summary.json").read_text()
+    run = load_run(path)
+    text = shown(final_table(run))
+    page = Page(write_report(path)).text
+    row = next(line for line in text.splitlines() if line.strip().startswith("tail"))
+    columns = [(p, k) for p in BOTH for k in ("private", "proxy")]
+    wanted = [f"{tail_by_hand(path, *column):.4f}" for column in columns]
+    assert re.findall(r"\d\.\d{4}", row) == wanted
+    assert f"tail {wanted[0]} mean of rounds 10–12 best round" in page
+    for (protocol, kind), tail in zip(columns, wanted, strict=True):
+        where = "common test set" if protocol == "common" else "own test split"
+        assert re.search(rf"{kind} {where} 0\.\d+ 0\.\d+ 0\.\d+ \(client-\d\) {tail} ", page)
+    last = mean_of(lines_of(path)[-1])
+    assert f"{last:.4f} mean accuracy of the private models" in page, "the headline is the last"
+
+
+def test_a_written_tail_is_read_and_changes_nothing(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", rounds=6)
+    before = shown(final_table(load_run(path)))
+    tail = tail_by_hand(path)
+    rewrite(path / "summary.json", lambda c: c["accuracy"]["common"]["private"].update(tail=tail))
+    assert load_run(path).summary.accuracy["common"]["private"].tail == tail
+    assert shown(final_table(load_run(path))) == before
+
+
+def test_an_unfinished_runs_tail_is_of_the_rounds_so_far(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", rounds=6, finished=False, settings={"rounds": 50})
+    assert load_run(path).tail("common", "private").rounds == (5, 6)
+    assert "mean of rounds 5–6" in Page(write_report(path)).text
+    one = make(tmp_path / "one", rounds=3)
+    assert "mean of round 3 best" in Page(write_report(one)).text
+
+
+def test_a_comparison_has_the_tail_of_every_protocol_and_kind(tmp_path: Path) -> None:
+    runs = make_seeds(tmp_path / "felo", [0, 1, 2], rounds=11, protocols=BOTH)
+    found = compare([tmp_path], out=tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "compare.json").read_text())["groups"][0]["accuracy"]
+    for protocol in BOTH:
+        tails = [tail_by_hand(run, protocol) for run in runs]
+        assert data[protocol]["private"]["tail"] == {
+            "mean": pytest.approx(np.mean(tails)),
+            "std": pytest.approx(np.std(tails, ddof=1)),
+            "n": 3,
+        }
+    tails = [tail_by_hand(run) for run in runs]
+    page = Page(tmp_path / "out" / "compare.html").text
+    assert all(f"{tail:.4f} {run}" in page for tail, run in zip(tails, runs, strict=True))
+    lines = shown(comparison_table(found)).splitlines()
+    place = next(line for line in lines if "tail" in line).index("tail") + 3
+    row = next(line for line in lines if "felo" in line)
+    assert row[: place + 1].endswith(f"{np.mean(tails):.4f}")
+
+
+# Paired differences
+
+
+def test_differences_are_paired_over_shared_seeds(tmp_path: Path) -> None:
+    seeds = {"felo": [0, 1, 2, 4, 5], "local": [5, 4, 3, 1, 0], "velo": [0, 1, 2, 3, 4, 5]}
+    top = {"felo": 0.8, "local": 0.6, "velo": 0.61}
+    for number, (method, some) in enumerate(seeds.items()):
+        make_seeds(tmp_path / method, some, method=method, top=top[method], rounds=7, noise=number)
+    found = compare([tmp_path], out=tmp_path / "out")
+    assert {(p.group.label, p.baseline.label) for p in found.pairs} == {
+        ("felo", "local"), ("velo", "local"),
+    }  # fmt: skip
+    data = json.loads((tmp_path / "out" / "compare.json").read_text())["paired"]
+    by_method = {pair["group"]: pair for pair in data}
+    for method in ("felo", "velo"):
+        shared = sorted(set(seeds[method]) & set(seeds["local"]))
+        for part, value in (("last", last_by_hand), ("tail", tail_by_hand)):
+            ours, theirs = (
+                np.array([value(tmp_path / name / f"seed-{seed}") for seed in shared])
+                for name in (method, "local")
+            )
+            each = ours - theirs
+            se = np.sqrt(np.sum((each - each.mean()) ** 2) / (len(each) - 1) / len(each))
+            numbers = by_method[method][part]
+            assert numbers["n"] == len(shared)
+            assert numbers["mean"] == pytest.approx(each.mean())
+            assert numbers["se"] == pytest.approx(se)
+            assert numbers["beyond_2_se"] == (abs(each.mean()) > 2 * se)
+            assert [int(seed) for seed in numbers["per_seed"]] == shared
+            assert [*numbers["per_seed"].values()] == pytest.approx(each)
+    assert by_method["felo"]["last"]["beyond_2_se"], "0.2 apart, noise of 0.015"
+    texts = [
+        " ".join(shown(paired_table(found)).replace("\n", " ").split()),
+        Page(tmp_path / "out" / "compare.html").text,
+        (tmp_path / "out" / "compare.md").read_text(),
+    ]
+    last = by_method["felo"]["last"]
+    assert f"| felo | local | 4 | {last['mean']:+.4f} ± {last['se']:.4f} † |" in texts[2]
+    for text in texts:
+        assert f"{last['mean']:+.4f}" in text
+        assert f"± {last['se']:.4f} †" in text
+
+
+def differing(root: Path, differences: list[float]) -> list[Path]:
+    """Write a group for each method, whose last accuracies differ by these numbers per seed."""
+    for method in ("felo", "local"):
+        for seed, difference in enumerate(differences):
+            accuracy = 0.5 + (difference if method == "felo" else 0.0)
+            path = make(root / method / f"{seed}", seed=seed, method=method, rounds=1, clients=1)
+            (record,) = lines_of(path)
+            score = {"mean": accuracy, "std": 0, "worst": 0, "per_client": {"client-0": accuracy}}
+            record["accuracy"] = {"common": {"private": score}}
+            (path / "metrics.jsonl").write_text(json.dumps(record))
+            rewrite(path / "summary.json", lambda c, r=record: c.update(accuracy=r["accuracy"]))
+    return [root / "felo", root / "local"]
+
+
+@pytest.mark.parametrize(
+    ("differences", "se", "clear"),
+    [
+        # Standard deviation and error by hand: of 0, 0.25, 0.5 they are 0.25 and 0.25 / √3.
+        ([0.0, 0.25, 0.5], 0.25 / math.sqrt(3), False),
+        ([-0.125, -0.25], 0.0625, True),
+        ([0.25, 0.25, 0.25], 0.0, True),
+        ([0.0, 0.0], 0.0, False),
+    ],
+)
+def test_a_difference_is_marked_beyond_two_standard_errors(
+    tmp_path: Path, differences: list[float], se: float, clear: bool
+) -> None:
+    found = compare(differing(tmp_path, differences))
+    (pair,) = found.pairs
+    assert pair.last.mean == pytest.approx(sum(differences) / len(differences))
+    assert pair.last.se == pytest.approx(se)
+    assert pair.last.clear is clear
+    table = shown(paired_table(found))
+    assert table.count("†") == (3 if clear else 1), "two cells and the caption"
+
+
+def test_the_baseline_is_named_or_local_or_the_first(tmp_path: Path) -> None:
+    for number, (method, top) in enumerate({"felo": 0.8, "velo": 0.7, "local": 0.3}.items()):
+        make_seeds(tmp_path / method, [0, 1], method=method, top=top, noise=number)
+    paths = [tmp_path / method for method in ("velo", "local", "felo")]
+
+    def sides(*args: Any, **options: Any) -> list[tuple[str, str]]:
+        return [(p.group.label, p.baseline.label) for p in compare(*args, **options).pairs]
+
+    assert sides(paths) == [("felo", "local"), ("velo", "local")]
+    assert sides([paths[0], paths[2]]) == [("velo", "felo")]
+    assert sides(paths, against="velo") == [("felo", "velo"), ("local", "velo")]
+    assert sides([paths[0]]) == []
+    with pytest.raises(SettingsError, match=r"'--against vel' is none of .*felo.*mean 'velo'\?"):
+        compare(paths, against="vel")
+
+
+def test_of_several_baselines_each_group_has_the_most_alike(tmp_path: Path) -> None:
+    for number, (method, alpha) in enumerate(
+        (method, alpha) for method in ("felo", "local") for alpha in (0.1, 0.5)
+    ):
+        settings = {"data.alpha": alpha}
+        folder = tmp_path / f"{method}-{alpha}"
+        make_seeds(folder, [0, 1], method=method, settings=settings, noise=number)
+    found = compare([tmp_path])
+    assert {(p.group.label, p.baseline.label) for p in found.pairs} == {
+        (f"felo data.alpha={alpha}", f"local data.alpha={alpha}") for alpha in (0.1, 0.5)
+    }
+    one = compare([tmp_path], against="local data.alpha=0.1")
+    assert {p.baseline.label for p in one.pairs} == {"local data.alpha=0.1"}
+    assert len(one.pairs) == 3
+
+
+def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
+    kinds = ("private", "proxy")
+    proxies = make_seeds(tmp_path / "fedtype", [0, 1, 2], method="fedtype", kinds=kinds, noise=1)
+    alone = make_seeds(tmp_path / "local", [0, 1, 2], method="local", protocols=BOTH, noise=2)
+    paths = [tmp_path / "fedtype", tmp_path / "local"]
+    for baseline, kind, runs in (("local", "private", alone), ("fedtype", "private", proxies)):
+        found = compare(paths, kind="proxy", against=f"{baseline}:{kind}", protocol="common")
+        pair = next(pair for pair in found.pairs if pair.group.label == "fedtype")
+        each = [
+            mean_of(lines_of(a)[-1], kind="proxy") - mean_of(lines_of(b)[-1], kind=kind)
+            for a, b in zip(proxies, runs, strict=True)
+        ]
+        assert pair.last.mean == pytest.approx(np.mean(each))
+        assert pair.last.se == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
+        assert f"{baseline} (private)" in shown(paired_table(found))
+    with pytest.raises(SettingsError, match=r"local has no 'proxy' models under common.*private"):
+        compare(paths, against="local:proxy")
+    with pytest.raises(SettingsError, match=r"'kind' = 'proxy'.*have private under personal"):
+        compare(paths, kind="proxy", protocol="personal")
+    with pytest.raises(SettingsError, match=r"'protocol' = 'own' .* have common, personal"):
+        compare(paths, protocol="own")
+    assert compare(paths, protocol="personal").headline == ("personal", "private")
+
+
+def test_where_nothing_can_be_paired_the_reason_is_said(tmp_path: Path) -> None:
+    for number, (method, seeds) in enumerate(
+        {"local": [0, 1], "felo": [1, 2], "velo": [2], "cofed": [0, 1], "fedgems": [0, 1]}.items()
+    ):
+        other = {"dataset": "mnist"} if method == "cofed" else {}
+        protocols = ("personal",) if method == "fedgems" else ("common",)
+        folder = tmp_path / method
+        make_seeds(folder, seeds, method=method, noise=number, protocols=protocols, **other)
+    paths = [tmp_path / name for name in ("local", "felo", "velo", "cofed", "fedgems")]
+    reasons = {p.group.label: p.fault for p in compare(paths).pairs}
+    assert reasons == {
+        "felo": "only 1 shared seed",
+        "velo": "no shared seed",
+        "cofed": "another data set",
+        "fedgems": "not evaluated",
+    }
+    found = compare(paths[:3], out=tmp_path / "out")
+    assert paired_table(found) is None
+    note = "no paired differences over seeds: no shared seed, only 1 shared seed"
+    assert note in found.notes
+    page = Page(tmp_path / "out" / "compare.html").text
+    assert note in page
+    assert "Paired differences" not in page
+    data = json.loads((tmp_path / "out" / "compare.json").read_text())["paired"]
+    assert {pair["group"]: pair["last"]["mean"] for pair in data} == {"felo": None, "velo": None}
+    make_seeds(tmp_path / "more", [0, 1], method="um-pfssl", noise=9)
+    mixed = compare([*paths, tmp_path / "more"])
+    table = shown(paired_table(mixed))
+    assert all(reason in table for reason in reasons.values())
+    assert not any("no paired differences" in each for each in mixed.notes)
+
+
+def test_the_command_prints_and_writes_them(tmp_path: Path) -> None:
+    for number, method in enumerate(("felo", "local")):
+        make_seeds(tmp_path / method, [0, 1, 2], method=method, protocols=BOTH, noise=number)
+    out = tmp_path / "out"
+    command = ["compare", str(tmp_path / "felo"), str(tmp_path / "local"), "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--protocol", "personal", "--against", "felo"])
+    assert result.exit_code == 0, result.output
+    assert "differences by seed: personal private" in result.output
+    (pair,) = json.loads((out / "compare.json").read_text())["paired"]
+    assert (pair["group"], pair["against"]) == ("local", "felo")
+    assert (pair["protocol"], pair["kind"]) == ("personal", "private")
+    assert f"{pair['tail']['mean']:+.4f}" in result.output
