@@ -27,6 +27,7 @@ from fedhet.algorithms.conformal import (
     consensus,
     dynamic_penalty,
     fit_temperature,
+    free_ranks,
     imitation_loss,
     mass_above_and_rank,
     prediction_sets,
@@ -438,6 +439,23 @@ def test_conformal_quantile_with_ties_matches_brute_force(scores, theta):
     assert tau.item() == reference_quantile(scores, Fraction(theta))
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=60),
+    st.sampled_from([0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.9]),
+)
+def test_the_plain_quantile_is_numpys_higher_one(scores, theta):
+    """RAPS' published code takes np.quantile(scores, 1 - theta, method="higher")."""
+    tau = conformal_quantile(torch.tensor(scores, dtype=torch.float32), theta, corrected=False)
+    assert tau.item() == np.quantile(scores, 1 - theta, method="higher")
+
+
+def test_the_plain_quantile_of_a_tenth_is_the_largest_score_up_to_ten_samples():
+    for samples, place in [(1, 0), (5, 4), (10, 9), (11, 9), (19, 17), (60, 54)]:
+        tau = conformal_quantile(torch.arange(samples).float(), 0.1, corrected=False)
+        assert tau.item() == place, samples
+
+
 @pytest.mark.parametrize("samples", [*range(1, 121), 199, 499, 999, 1999, 9999, 99999])
 def test_no_floating_hair_moves_the_quantile(samples):
     scores = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).float()
@@ -693,17 +711,17 @@ def test_distillation_reaches_the_student_alone():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 30))
-def test_imitation_loss_and_gradient_match_a_loop_over_samples(seed, classes):
+@given(st.integers(0, 10_000), st.integers(1, 30), st.booleans())
+def test_imitation_loss_and_gradient_match_a_loop_over_samples(seed, classes, averaged):
     rng = np.random.default_rng(seed)
     logits = some_logits(seed, 9, classes)[0].requires_grad_()
     sets, eta = some_sets(rng, 9, classes), torch.tensor(rng.random(9), dtype=torch.float32)
-    loss = imitation_loss(logits, sets, eta)
+    loss = imitation_loss(logits, sets, eta, averaged=averaged)
     loss.backward()
     expected, gradient = 0.0, np.zeros((9, classes))
     for j, (row, inside) in enumerate(zip(logits.tolist(), members(sets), strict=True)):
         pi = reference_softmax(row)
-        weight = eta[j].item() / 9
+        weight = eta[j].item() / 9 / (len(inside) if averaged else 1)
         expected -= weight * sum(math.log(pi[k]) for k in inside)
         for k in range(classes):
             gradient[j, k] = weight * (len(inside) * pi[k] - (k in inside))
@@ -719,7 +737,7 @@ def test_minimising_imitation_raises_the_labels_of_the_set():
     eta = torch.ones(20)
     eta[:5] = 0.0
     logits.requires_grad_()
-    optimizer = torch.optim.SGD([logits], lr=2.0)
+    optimizer = torch.optim.SGD([logits], lr=5.0)
     before = (start.softmax(1) * sets).sum(1)
     for step in range(1000):
         optimizer.zero_grad()
@@ -795,6 +813,13 @@ def test_losses_are_finite_for_saturated_logits(dtype):
     assert torch.isfinite(imitation_loss(logits, sets, torch.ones(2)))
     assert torch.isfinite(distillation_loss(logits, -logits))
     assert torch.isfinite(distillation_loss(-logits, logits))
+
+
+@pytest.mark.parametrize(
+    ("labels", "free"), [(1, 1), (2, 1), (10, 1), (32, 2), (33, 2), (55, 3), (100, 5), (1000, 5)]
+)
+def test_ranks_without_a_penalty(labels, free):
+    assert free_ranks(labels) == free
 
 
 # Devices

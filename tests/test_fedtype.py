@@ -264,9 +264,8 @@ def test_k_reg_is_auto_or_a_rank(value):
 
 @pytest.mark.parametrize("infinite", ["skip", "imitate"])
 def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
-    config = fedtype(
-        max_samples=60, min_samples=10, clients=3, models="cnn2", **{"fedtype.infinite": infinite}
-    )
+    chosen = {"fedtype.quantile": "corrected", "fedtype.infinite": infinite}
+    config = fedtype(max_samples=60, min_samples=10, clients=3, models="cnn2", **chosen)
     client = opened(config, tmp_path)
     client.held_out = Split(client.held_out.x[:1], client.held_out.y[:1])
     arrays, count, metrics = client.fit(

@@ -64,11 +64,13 @@ def scores(row, heat, penalty, k_reg):
     return found
 
 
-def threshold(logits, labels, heat, penalty, k_reg, theta):
-    """Appendix B: the ceil((n + 1)(1 - theta)) / n quantile of the true labels' scores."""
+def threshold(logits, labels, heat, penalty, k_reg, theta, quantile):
+    """The true labels' scores: their 1 - theta quantile, or Appendix B's, of n + 1."""
     own = sorted(
         scores(row, heat, penalty, k_reg)[label] for row, label in zip(logits, labels, strict=True)
     )
+    if quantile == "plain":
+        return own[math.ceil(round((len(own) - 1) * (1 - theta), 9))]
     place = math.ceil(round((len(own) + 1) * (1 - theta), 9))
     return own[place - 1] if place <= len(own) else math.inf
 
@@ -102,7 +104,8 @@ class Paper:
         for model in (self.p, self.w):
             logits = self.own_logits(model, x)
             heat = temperature(logits, places)
-            tau = threshold(logits, places, heat, self.lam, self.k_reg, self.theta)
+            quantile = self.chosen.get("quantile", "plain")
+            tau = threshold(logits, places, heat, self.lam, self.k_reg, self.theta, quantile)
             self.calibrated.append((heat, tau))
         right = self.p(x.double()).argmax(1).tolist()
         accuracy = sum(a == b for a, b in zip(right, y, strict=True)) / len(y)
@@ -184,6 +187,7 @@ class Paper:
 VARIANTS = [
     {},
     {"set-loss": "sum"},
+    {"quantile": "corrected"},
     {"labels": "all"},
     {"labels": "all", "k-reg": 3},
     {"eta": "one"},

@@ -29,7 +29,7 @@ MODEL = "cnn2-dropout"
 
 def um(**changes):
     named = {"helpers": 3, "replace": 1, "refresh": 2, "search-rounds": 30}
-    named |= {"warm-up": 1, "passes": 4}
+    named |= {"warm-up": 1, "warm-up-steps": 0, "passes": 4}
     own = {f"um-pfssl.{name}": changes.pop(name.replace("-", "_"), v) for name, v in named.items()}
     return small("um-pfssl", **{"models": MODEL, "clients": 5, "rounds": 6, **changes, **own})
 
@@ -181,7 +181,7 @@ def test_nu_is_auto_or_a_number(value):
 
 @pytest.mark.parametrize(("steps", "epochs"), [(0, 2), (3, 2), (7, 4), (100, 50)])
 def test_a_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
-    client = opened(tmp_path, warm_up=2, batch_size=20, **{"um-pfssl.warm-up-steps": steps})
+    client = opened(tmp_path, warm_up=2, warm_up_steps=steps, batch_size=20)
     client.samples.own = Split(client.x[:40], client.y[:40])  # two steps an epoch
     made = []
     train = client.train_epochs

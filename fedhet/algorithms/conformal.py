@@ -78,8 +78,8 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
 
     If `corrected`, as printed: the ceil((n + 1)(1 - theta)) / n quantile (Appendix B, step 3),
     infinity if that level exceeds 1; with so few samples only the set of all classes is valid. If
-    not, the (1 - theta) quantile, the higher of two neighbours: that of RAPS' published code. It
-    is finite, and below the largest score from 1 / theta + 1 samples, not from 2 / theta - 1.
+    not, the (1 - theta) quantile, the higher of two neighbours: that of RAPS' published code, which
+    is always finite and differs for small n alone.
     """
     if corrected and not is_informative(len(scores), theta):
         return scores.new_tensor(torch.inf)
