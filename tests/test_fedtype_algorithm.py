@@ -32,7 +32,7 @@ USUAL = {
     "fedtype.proxy": "mlp",
     "fedtype.u": U,
     "fedtype.lambda": 0.05,
-    "fedtype.theta": 0.2,
+    "fedtype.theta": 0.1,
 }
 
 
@@ -92,7 +92,7 @@ class Paper:
         y = torch.cat([client.y, client.held_out.y]).tolist()
         every = range(client.info.classes)
         self.labels = sorted(set(y)) if chosen.get("labels", "own") == "own" else list(every)
-        self.lam, self.theta, self.k_reg = 0.05, 0.2, chosen.get("k-reg", 1)
+        self.lam, self.theta, self.k_reg = 0.05, 0.1, chosen.get("k-reg", 1)
 
     def own_logits(self, model, x):
         return model(x.double())[:, self.labels].tolist()
