@@ -230,7 +230,7 @@ class Reciprocity:
         proxy = self.within(self.proxy.logits(x))
         target = torch.searchsorted(self.client.space, y)
         classification = F.cross_entropy(private.float(), target)
-        backward = self.backward_loss(x, private, proxy.detach())
+        backward = self.backward_loss(x, private, proxy)
         return classification + self.forward_loss(private, proxy) + backward
 
     def extra_steps(self) -> int:
