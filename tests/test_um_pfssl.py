@@ -514,6 +514,22 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
 # A run.
 
 
+def test_a_run_learns_more_than_training_alone(tmp_path):
+    """Helpers of the same distribution: pseudo-labels get better, and models by far."""
+    alike = {"partition": "iid", "labelled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
+    usual = {"models": MODEL, "clients": 6, "rounds": 6, "max-test-samples": 50, **alike}
+    own = {"um-pfssl.passes": 4, "um-pfssl.warm-up-steps": 100}
+    summary = run(small("um-pfssl", **usual, **own), tmp_path / "um")
+    alone = run(small("local", **usual), tmp_path / "local")
+    errors = [record["method"].get("pseudo_error") for record in records(tmp_path / "um")[1:]]
+    assert errors[-1] < 0.8 * errors[0]
+    assert mean_of(summary) > mean_of(alone) + 0.1
+
+
+def mean_of(summary):
+    return summary["accuracy"]["personal"]["private"]["mean"]
+
+
 def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
     config = um(clients=6, rounds=8, fraction=0.34, max_samples=240, search_rounds=7)
     summary = run(config, tmp_path / "run")
