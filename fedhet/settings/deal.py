@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd, lcm
 
 from fedhet.seeding import numpy_rng
 from fedhet.settings.tables import RunSettings, TrainingSettings
@@ -33,7 +33,8 @@ def in_turn(place: int, size: int, period: int) -> int:
     """Return which of `size` values the client at `place` gets, 0 to size - 1.
 
     Values go round in turn, and move on by one where the pairs with what has been dealt before,
-    which repeats after `period` clients, would start again: size * period clients in a row have
-    each combination once.
+    which repeats after `period` clients, would start again: the first size * period clients have
+    each combination once, and then all repeats.
     """
-    return (place + place // lcm(size, period)) % size
+    moved = place // lcm(size, period) % gcd(size, period)
+    return (place + moved) % size
