@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedhet.arrays import Arrays
 from fedhet.client.messages import Scores, measures, own_loss, read_instruction
 from fedhet.client.node import Node
+from fedhet.client.recipe import Recipe
 from fedhet.client.samples import load_samples, public_samples
 from fedhet.client.state import ClientState
 from fedhet.config.resolve import Config
@@ -29,13 +30,13 @@ from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
 from fedhet.models import HetModel, Refitted, build, build_any, load_weights
 from fedhet.seeding import seeded, torch_generator
+from fedhet.settings.tables import TrainingSettings
 from fedhet.training import (
     LossOfBatch,
     Optimization,
     all_finite,
     cross_entropy_of,
     evaluate,
-    optimization,
     train_epochs,
 )
 from fedhet.wire.contract import Contract, Sizes
@@ -50,7 +51,7 @@ class HetClient(NumPyClient):
 
     def __init__(self, config: Config, node: Node) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
-        self.config = config.replacing(engine=engine)
+        self.config = config.replacing(engine=engine, training=node.training)
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
         self.samples = load_samples(config, node, self.compute)
@@ -67,6 +68,7 @@ class HetClient(NumPyClient):
             setup=self.setup,
             training_set=self.training_set,
         )
+        self.recipe = Recipe(self.run, self.info, self.state, self.compute)
         self.prepare()
 
     # The hooks: what a method implements.
@@ -117,6 +119,11 @@ class HetClient(NumPyClient):
         return self.samples.own.y
 
     @property
+    def training(self) -> TrainingSettings:
+        """Return what this client trains with, of the values that the run or its node gives."""
+        return self.run.training
+
+    @property
     def models(self) -> dict[str, nn.Module]:
         """Return the client's models by kind."""
         return self.state.models
@@ -157,9 +164,8 @@ class HetClient(NumPyClient):
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Return a new optimiser over all of `parameters`."""
-        every = [parameter for some in parameters for parameter in some]
-        return optimization(every, self.run.training, self.compute)
+        """Return an optimiser over all of `parameters`, at the round's learning rate."""
+        return self.recipe.optimization(self.training, chain(*parameters))
 
     def train_epochs(
         self,
@@ -173,19 +179,25 @@ class HetClient(NumPyClient):
         batch_size: int | None = None,
         stepped: Callable[[], None] | None = None,
         before_epoch: Callable[[int], object] | None = None,
+        augment: bool = True,
     ) -> None:
-        """Train as `fedhet.training.train_epochs` does, by default for the local epochs."""
+        """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
+
+        `augment`: the images may be changed as `training.augment` says. Unset it where the targets
+        belong to the unchanged images.
+        """
         self.loss = train_epochs(
             x,
             y,
             loss_of,
             optimizing,
-            epochs=epochs or self.run.training.local_epochs,
-            batch_size=batch_size or self.run.training.batch_size,
+            epochs=epochs or self.training.local_epochs,
+            batch_size=batch_size or self.training.batch_size,
             generator=generator,
             compute=self.compute,
             stepped=stepped,
             before_epoch=before_epoch,
+            augment=self.recipe.augment if augment else None,
         )
 
     def fit_private(
@@ -272,6 +284,7 @@ class HetClient(NumPyClient):
         Raises StateError if training diverged; the state saved before remains.
         """
         self.state.begin_round()
+        self.recipe.begin(round)
         self.loss = None
         started = time.perf_counter()
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
@@ -282,6 +295,7 @@ class HetClient(NumPyClient):
                 f"training diverged (loss {self.loss}): the models of before stand; "
                 "a smaller 'training.lr' may help"
             )
+        self.recipe.end(self.training, self.loss)
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds
 

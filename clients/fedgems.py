@@ -86,7 +86,9 @@ class FedGemsClient(HetClient):
 
         generator = self.generator(round, "public")
         epochs = self.settings.public_epochs
-        self.train_epochs(public.x, numbers, loss_of, optimizing, generator, epochs=epochs)
+        self.train_epochs(
+            public.x, numbers, loss_of, optimizing, generator, epochs=epochs, augment=False
+        )
 
     def _answer(self, model: HetModel, knowledge: Knowledge) -> Array:
         """Return the logits [Q, C] on the samples that the server asked for."""

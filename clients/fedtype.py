@@ -59,7 +59,7 @@ class FedTypeClient(HetClient):
 
     def prepare(self) -> None:
         """Split D' from D: 7:2:1 of the client's samples for training, test and calibration."""
-        everything = len(self.y) + len(self.tests["personal"])
+        everything = len(self.y) + len(self.tests.get("personal", ()))
         count = max(1, round(self.settings.calibration * everything))
         count = min(count, len(self.y) - 2)
         order = numpy_rng(self.run.seed, "calibration", self.info.name).permutation(len(self.y))
@@ -88,7 +88,7 @@ class FedTypeClient(HetClient):
         load_weights(self.models["proxy"], knowledge.group("proxy"))
         proxy = self._proxy(round, knowledge)
         learning = Reciprocity(self, proxy, round)
-        for epoch in range(self.run.training.local_epochs):
+        for epoch in range(self.training.local_epochs):
             learning.run_epoch(epoch)
         if (accuracy := learning.imitation.accuracy) is not None:
             self.state.facts["proxy_accuracy"] = accuracy
@@ -170,7 +170,7 @@ class Reciprocity:
         """Return the rows of the epoch's part of the data; None means all data."""
         if self.settings.epoch_data == "full":
             return None
-        part = self.parts.tensor_split(self.client.run.training.local_epochs)[epoch]
+        part = self.parts.tensor_split(self.client.training.local_epochs)[epoch]
         return part.to(self.client.compute.device)
 
     @property

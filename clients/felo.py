@@ -63,7 +63,7 @@ class FeloClient(HetClient):
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
         """Train the local epochs on Eq. 1; return the class means of the last epoch."""
-        model, last = self.network.train(), self.run.training.local_epochs - 1
+        model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         gathering = False
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.base import HetClient
-from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
+from fedhet.algorithms.fixmatch import confident_labels, fixmatch_loss, strong, weak
 from fedhet.arrays import grouped
 from fedhet.data import UNKNOWN
 from fedhet.models import HetModel, load_weights, to_arrays
@@ -55,7 +55,7 @@ class FixAvgClient(HetClient):
         x = torch.cat([self.x, self.unlabelled.x])
         truth = torch.cat([self.y, self.unlabelled.y])
         counts = torch.zeros(3, device=x.device)
-        loss_of = self._loss(model, truth, counts)
+        loss_of = self._loss(model, truth, counts, self.generator(round, "augment"))
         optimizing = self.optimization(model.parameters())
         generator, rows = self.generator(round, "batches"), torch.arange(len(x), device=x.device)
         self.train_epochs(
@@ -63,23 +63,25 @@ class FixAvgClient(HetClient):
         )
         return Knowledge(grouped("weights", to_arrays(model)), self._figures(counts))
 
-    def _loss(self, model: HetModel, truth: Tensor, counts: Tensor) -> LossOfBatch:
+    def _loss(
+        self, model: HetModel, truth: Tensor, counts: Tensor, draws: torch.Generator
+    ) -> LossOfBatch:
         """Return the loss of images and their rows in `truth` [N]; the labelled rows come first.
 
         It adds to `counts`: pseudo-labels used, those of known truth, and those that are wrong.
         """
-        images, chosen = augmentations(self.info.shape), self.settings
+        chosen = self.settings
         labelled = torch.arange(len(truth), device=truth.device) < len(self.y)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            weak, known = images.weak(x), labelled[rows]
+            weakly, known = weak(x, draws), labelled[rows]
             with torch.no_grad(), evaluating(model):
-                guessed, confident = confident_labels(model(weak), chosen.threshold)
+                guessed, confident = confident_labels(model(weakly), chosen.threshold)
             used = confident & ~known
             checked = used & (truth[rows] != UNKNOWN)
             wrong = checked & (guessed != truth[rows])
             counts.add_(torch.stack([used, checked, wrong]).sum(1))
-            seen = torch.where(known.view(-1, 1, 1, 1), weak, images.strong(x))
+            seen = torch.where(known.view(-1, 1, 1, 1), weakly, strong(x, draws))
             labels = torch.where(known, truth[rows], guessed)
             return fixmatch_loss(model(seen), labels, known, confident, chosen.unlabelled_weight)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from fedhet.settings.tables import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
+Augment = Callable[[Tensor], Tensor]
+"""Images [N, C, H, W] of a batch -> randomly changed ones."""
 
 EVALUATION_BATCH = 1024
 
@@ -32,17 +34,57 @@ def cross_entropy_of(model: nn.Module) -> LossOfBatch:
 
 @dataclass
 class Optimization:
-    """An optimiser and, for float16, its gradient scaler."""
+    """An optimiser, for float16 its gradient scaler, and a bound on the gradient's norm."""
 
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    clip: float = 0.0
+    """Greatest L2 norm of the gradient of all parameters; 0: any."""
 
     def step(self, loss: Tensor) -> None:
         """Do one optimiser step on `loss`."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimiser changes."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what the optimiser knows of each parameter of `model`, as `<parameter>/<name>`."""
+        return {
+            f"{name}/{key}": value
+            for name, parameter in model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned; nothing if it does not fit the parameters of `model`."""
+        parameters = dict(model.named_parameters())
+        found = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
+        if not all(_fits(value, parameters.get(name)) for name, _, value in found):
+            return
+        for name, key, value in found:
+            parameter = parameters[name]
+            self.optimizer.state[parameter][key] = _laid_out(value, parameter)
+
+
+def _fits(value: Tensor, parameter: nn.Parameter | None) -> bool:
+    """Tell whether a tensor of an optimiser's state can belong to a parameter."""
+    return parameter is not None and value.shape in (parameter.shape, torch.Size())
+
+
+def _laid_out(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a copy of `value`, in the memory format of `parameter` if it has its shape."""
+    if value.shape != parameter.shape:
+        return value.clone()
+    return torch.empty_like(parameter, requires_grad=False).copy_(value)
 
 
 def optimization(
@@ -57,12 +99,14 @@ def optimization(
     chosen: torch.optim.Optimizer
     if settings.optimizer == "adam":
         chosen = torch.optim.Adam(parameters, **usual)
+    elif settings.optimizer == "adamw":
+        chosen = torch.optim.AdamW(parameters, **usual)
     else:
         chosen = torch.optim.SGD(parameters, momentum=settings.momentum, **usual)
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
-    return Optimization(chosen, scaler)
+    return Optimization(chosen, scaler, settings.clip)
 
 
 def batches(
@@ -94,15 +138,17 @@ def train_epoch(
     generator: torch.Generator,
     compute: Compute,
     stepped: Callable[[], None] | None = None,
+    augment: Augment | None = None,
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
-    `stepped` is called after each optimiser step.
+    `augment` changes the images of each batch, and `stepped` is called after each optimiser step.
     """
     total = torch.zeros((), device=compute.device)
     for index in batches(len(y), batch_size, generator, compute.device):
+        inputs = x[index] if augment is None else augment(x[index])
         with compute.autocast():
-            loss = loss_of(x[index], y[index])
+            loss = loss_of(inputs, y[index])
         optimizing.step(loss)
         if stepped is not None:
             stepped()
@@ -122,10 +168,11 @@ def train_epochs(
     compute: Compute,
     stepped: Callable[[], None] | None = None,
     before_epoch: Callable[[int], object] | None = None,
+    augment: Augment | None = None,
 ) -> float:
     """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
 
-    `before_epoch` is called with each epoch's number, from 0; `stepped` as in `train_epoch`.
+    `before_epoch` is called with each epoch's number, from 0; the others as in `train_epoch`.
     """
     loss = math.nan
     for epoch in range(epochs):
@@ -140,6 +187,7 @@ def train_epochs(
             generator=generator,
             compute=compute,
             stepped=stepped,
+            augment=augment,
         )
     return loss
 

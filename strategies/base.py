@@ -51,7 +51,9 @@ class HetStrategy(Strategy):
     """The contract of the instructions that `instruct` returns."""
 
     def __init__(self, config: Config, log: RunLog) -> None:
-        self.run, self.settings, self.log = config.run, config.own, log
+        # Of training settings that are dealt to the clients, the server has the first.
+        self.run = config.run.model_copy(update={"training": config.run.training.first()})
+        self.settings, self.log = config.own, log
         self.members: dict[str, Member] = {}
         receives: Contract = config.method.client.sends
         engine = self.run.engine
@@ -143,7 +145,7 @@ class HetStrategy(Strategy):
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self._check_models()
-        self.log.begin({name: member.info.model for name, member in self.members.items()})
+        self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)
         self.init()
         if self.log.resumed:
@@ -156,7 +158,7 @@ class HetStrategy(Strategy):
         """Select clients and return an instruction for each."""
         self.state.start(server_round)
         self.members = self._members.present(client_manager) or self.members
-        self.log.joined({name: member.info.model for name, member in self.members.items()})
+        self.log.joined(member.info for member in self.members.values())
         selection = self.select(server_round, [member.info for member in self.members.values()])
         self.state.ask(selection)
         self.log.round_started(server_round, selection.names)

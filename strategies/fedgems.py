@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.algorithms.selective import Targets, fuse, fuse_all, split, taught_loss
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
@@ -23,7 +24,7 @@ from fedhet.errors import StateError
 from fedhet.models import ModelName, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.schema import Count, MethodSettings
-from fedhet.training import logits_of, optimization, train_epochs
+from fedhet.training import Optimization, logits_of, optimization, train_epochs
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -103,6 +104,10 @@ class FedGemsStrategy(HetStrategy):
         """The round after which each sample's logits last changed; 0: never sent."""
         self.held: dict[str, int] = {}
         """The round whose logits each client holds."""
+        self.plateau = Plateau()
+        """The error on the public set, which the schedule `plateau` follows."""
+        self.optimizer_state: dict[str, Tensor] = {}
+        """What the optimiser of the last round knew, if it is kept."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
@@ -132,6 +137,9 @@ class FedGemsStrategy(HetStrategy):
         before, self.logits = self.logits, self._predict()
         if not np.isfinite(self.logits).all():
             raise StateError("the server's training diverged; a smaller 'training.lr' may help")
+        training = self.run.training
+        error = 1 - float((self.logits.argmax(1) == self.y.cpu().numpy()).mean())
+        self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         figures = self._figures(counts, targets)
         self._prepare()
@@ -141,8 +149,11 @@ class FedGemsStrategy(HetStrategy):
         """Return the model, the pool, its logits, and which round's logits each client holds."""
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
+        known = {name: tensor.cpu().numpy() for name, tensor in self.optimizer_state.items()}
         return {
             **grouped("model", to_arrays(self.model)),
+            **grouped("optimizer", known),
+            **grouped("plateau", {k: np.array(v) for k, v in vars(self.plateau).items()}),
             **grouped("pool", pool),
             **grouped("held", held),
             "logits": self.logits,
@@ -156,6 +167,9 @@ class FedGemsStrategy(HetStrategy):
         self.pool = Targets(**{k: v.to(self.compute.device) for k, v in pool.items()})
         self.held = {client: int(round) for client, round in group(state, "held").items()}
         self.logits, self.changed = state["logits"], state["changed"].copy()
+        kept = group(state, "optimizer")
+        self.optimizer_state = {k: torch.tensor(v).to(self.x.device) for k, v in kept.items()}
+        self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
         self._prepare()
 
     def _prepare(self) -> None:
@@ -217,7 +231,7 @@ class FedGemsStrategy(HetStrategy):
             return taught_loss(model(x), self.y[rows], teacher, taught, epsilon)
 
         rows = torch.arange(len(self.y), device=self.compute.device)
-        optimizing = optimization(model.parameters(), self.run.training, self.compute)
+        optimizing = self._optimization(round)
         train_epochs(
             self.x,
             rows,
@@ -229,7 +243,20 @@ class FedGemsStrategy(HetStrategy):
             compute=self.compute,
             before_epoch=lambda _: counts.zero_(),
         )
+        if self.run.training.keep_optimizer:
+            self.optimizer_state = optimizing.state(model)
         return counts.tolist()
+
+    def _optimization(self, round: int) -> Optimization:
+        """Return an optimiser at the round's learning rate, with its kept state, if any."""
+        training, known = self.run.training, self.optimizer_state
+        factor = rate_factor(training, round, self.run.rounds)
+        if training.schedule == "plateau":
+            factor *= self.plateau.factor
+        now = training.model_copy(update={"lr": training.lr * factor})
+        made = optimization(self.model.parameters(), now, self.compute)
+        made.load_state(self.model, known)
+        return made
 
     def _figures(self, counts: Sequence[float], targets: Targets) -> dict[str, float]:
         """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""

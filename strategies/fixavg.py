@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.algorithms.fixmatch import augmentations
+from fedhet.algorithms.fixmatch import check_shape
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.models import build, shapes, to_arrays
@@ -31,7 +31,7 @@ class FixAvgSettings(MethodSettings):
         0.95, description="likelihood from which a prediction becomes a pseudo-label"
     )
     unlabelled_weight: NonNegative = Field(
-        1.0, description="weight of an unlabelled sample against a labelled one"
+        1.0, description="weight of the unlabelled samples' mean loss against that of labelled ones"
     )
 
 
@@ -53,6 +53,7 @@ class FixAvgStrategy(HetStrategy):
         sizes=model_sizes,
         kinds=("private", "global"),
         needs_unlabelled=True,
+        augments=True,
         one_model=True,
         default_model="cnn2-dropout",
     )
@@ -62,7 +63,7 @@ class FixAvgStrategy(HetStrategy):
     def init(self) -> None:
         """Start from a new model. Raises DataError if the samples are not images."""
         task = self.task
-        augmentations(task.shape)
+        check_shape(task.shape)
         self._instruct_all(
             to_arrays(build(task.model, task.shape, task.classes, seed=self.run.seed))
         )

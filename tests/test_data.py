@@ -268,7 +268,7 @@ def test_unknown_names_and_values_are_refused() -> None:
         ("alpha", 0.0, "a number > 0"),
         ("alpha", float("nan"), "a number > 0"),
         ("clients", 0, "an integer >= 1"),
-        ("test-fraction", 1.0, "a number > 0 and < 1"),
+        ("test-fraction", 1.0, "a number >= 0 and < 1"),
         ("classes-per-client", 0, "an integer >= 1"),
         ("seed", -1, "an integer >= 0"),
     ],

@@ -6,9 +6,14 @@ import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 
-from fedhet.algorithms.fixmatch import augmentations, confident_labels, fixmatch_loss
+from fedhet.algorithms.fixmatch import (
+    check_shape,
+    confident_labels,
+    fixmatch_loss,
+    strong,
+    weak,
+)
 from fedhet.errors import DataError, FedhetError
-from fedhet.seeding import seeded
 from fedhet.wire.knowledge import decode
 
 
@@ -26,12 +31,15 @@ def images(count, *shape):
     return torch.rand(count, *shape, generator=generator) * 2 - 1
 
 
+def draws(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32)])
-@pytest.mark.parametrize("kind", ["weak", "strong"])
-def test_augmented_images_are_images(shape, kind):
+@pytest.mark.parametrize("change", [weak, strong])
+def test_augmented_images_are_images(shape, change):
     x = images(37, *shape)
-    with seeded(0, "augment"):
-        changed = getattr(augmentations(shape), kind)(x)
+    changed = change(x, draws())
     assert changed.shape == x.shape
     assert changed.dtype == x.dtype
     assert changed.min() >= -1.001
@@ -39,58 +47,73 @@ def test_augmented_images_are_images(shape, kind):
     assert not torch.equal(changed, x)
 
 
-def test_augmentations_are_drawn_from_the_seed():
-    x, kinds = images(20, 3, 16, 16), augmentations((3, 16, 16))
-    found = []
-    for use in ("a", "a", "b"):
-        with seeded(0, use):
-            found.append(kinds.strong(x))
+def test_augmentations_are_drawn_from_the_generator_alone():
+    x, before = images(20, 3, 16, 16), torch.get_rng_state()
+    found = [strong(x, draws(seed)) for seed in (1, 1, 2)]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_image_has_an_augmentation_of_its_own():
+    """Of sixty-four copies of an image: 9 weak ones are possible, strong ones hardly meet."""
+    x = images(1, 1, 8, 8).repeat(64, 1, 1, 1)
+    for change, least in ((weak, 9), (strong, 55)):
+        assert len(torch.unique(change(x, draws()), dim=0)) >= least
 
 
 def test_strong_ones_are_stronger():
-    x, kinds = images(64, 3, 16, 16).abs() * 0.5, augmentations((3, 16, 16))
+    x = images(64, 3, 16, 16).abs() * 0.5
     smooth = torch.nn.functional.avg_pool2d(x, 7, 1, 3)
-    with seeded(0, "augment"):
-        weak, strong = kinds.weak(smooth), kinds.strong(smooth)
-    assert (strong - smooth).abs().mean() > 2 * (weak - smooth).abs().mean()
+    changed = [change(smooth, draws()) for change in (weak, strong)]
+    moved = [(each - smooth).abs().mean() for each in changed]
+    assert moved[1] > 2 * moved[0]
 
 
 def test_digits_are_not_mirrored():
     """One bright column left of the middle stays left, by whatever shift there is."""
     x = torch.full((64, 1, 8, 8), -1.0)
     x[..., 2] = 1.0
-    with seeded(0, "augment"):
-        weak = augmentations((1, 8, 8)).weak(x)
-    assert set(weak[:, 0, 4].argmax(1).tolist()) <= {1, 2, 3}
+    assert set(weak(x, draws())[:, 0, 4].argmax(1).tolist()) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 8, 8), (8, 8)])
 def test_what_is_no_image_is_refused(shape):
     with pytest.raises(DataError, match=r"images \[1 or 3, H, W\], the samples have shape"):
-        augmentations(shape)
+        check_shape(shape)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pseudo_labels_and_loss_sample_by_sample(seed):
+    """Sohn et al.: Eq. 3 over the B labelled images, Eq. 4 over all of the unlabelled ones."""
     rng = np.random.default_rng(seed)
-    weak, strong = 3 * rng.normal(size=(30, 4)), 3 * rng.normal(size=(30, 4))
+    weakly, strongly = 3 * rng.normal(size=(30, 4)), 3 * rng.normal(size=(30, 4))
     truth, known = rng.integers(0, 4, 30), rng.random(30) < 0.4
-    guessed, confident = confident_labels(torch.tensor(weak), 0.9)
-    total = 0.0
+    guessed, confident = confident_labels(torch.tensor(weakly), 0.9)
+    supervised, unsupervised = [], []
     for i in range(30):
-        p = np.exp(weak[i]) / np.exp(weak[i]).sum()
-        assert guessed[i] == p.argmax()
-        assert confident[i] == (p.max() >= 0.9)
-        q = np.exp(strong[i]) / np.exp(strong[i]).sum()
+        q = np.exp(weakly[i]) / np.exp(weakly[i]).sum()
+        assert guessed[i] == q.argmax()
+        assert confident[i] == (q.max() >= 0.9)
+        p = np.exp(strongly[i]) / np.exp(strongly[i]).sum()
         if known[i]:
-            total -= np.log(q[truth[i]])
-        elif p.max() >= 0.9:
-            total -= 0.5 * np.log(q[p.argmax()])
+            supervised.append(-np.log(p[truth[i]]))
+        else:
+            unsupervised.append((q.max() >= 0.9) * -np.log(p[q.argmax()]))
+    assert 0 < sum(value > 0 for value in unsupervised) < len(unsupervised)
     labels = torch.where(torch.tensor(known), torch.tensor(truth), guessed)
-    loss = fixmatch_loss(torch.tensor(strong), labels, torch.tensor(known), confident, 0.5)
-    assert loss.item() == pytest.approx(total / 30, rel=1e-5)
+    loss = fixmatch_loss(torch.tensor(strongly), labels, torch.tensor(known), confident, 0.5)
+    expected = np.mean(supervised) + 0.5 * np.mean(unsupervised)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_batch_without_samples_of_one_sort_has_the_other_term_alone(known):
+    logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    labels, everywhere = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
+    loss = fixmatch_loss(logits, labels, everywhere & known, everywhere, 0.25)
+    each = [np.log(1 + np.e), np.log(1 + np.e**2)]
+    assert loss.item() == pytest.approx(np.mean(each) * (1 if known else 0.25), rel=1e-6)
 
 
 def test_gradient_reaches_labelled_and_confident_samples_alone():

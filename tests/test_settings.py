@@ -175,6 +175,13 @@ OLD_KEYS = {
     "attackers": "attack.attackers",
     "attack-scale": "attack.scale",
 }
+NEW_KEYS = {
+    f"training.{name}"
+    for name in (
+        "schedule", "warm-up-rounds", "milestones", "decay", "patience", "clip", "augment",
+        "keep-optimizer",
+    )
+}  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
 }  # fmt: skip
@@ -201,8 +208,8 @@ def _in_tables(values):
     return tables
 
 
-def test_every_setting_is_one_of_version_01():
-    assert set(RunSettings.fields()) == KEPT_KEYS | set(OLD_KEYS.values())
+def test_every_setting_is_one_of_version_01_or_is_known_to_be_new():
+    assert set(RunSettings.fields()) == KEPT_KEYS | set(OLD_KEYS.values()) | NEW_KEYS
 
 
 def test_a_setting_is_declared_in_one_place():
@@ -320,7 +327,7 @@ BOUNDS = {
     "data.shards": (1, 1_000_000, 0, 1_000_001),
     "data.classes-per-client": (1, 1_000_000, 0, 1_000_001),
     "data.min-samples": (1, 1_000_000, 0, 1_000_001),
-    "data.test-fraction": (5e-324, JUST(1, 0), 0.0, 1.0),
+    "data.test-fraction": (0.0, JUST(1, 0), -5e-324, 1.0),
     "data.image-size": (0, 1_000_000_000, -1, 1_000_000_001),
     "data.max-samples": (0, 1_000_000_000, -1, 1_000_000_001),
     "data.max-test-samples": (0, 1_000_000_000, -1, 1_000_000_001),
@@ -330,6 +337,9 @@ BOUNDS = {
     "training.lr": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
     "training.momentum": (0.0, JUST(1, 0), -5e-324, 1.0),
     "training.weight-decay": (0.0, 1e6, -5e-324, JUST(1e6, 2e6)),
+    "training.decay": (5e-324, JUST(1, 0), 0.0, 1.0),
+    "training.clip": (0.0, 1e6, -5e-324, JUST(1e6, 2e6)),
+    "training.patience": (0, 1_000_000_000, -1, 1_000_000_001),
     "evaluate-every": (1, 1_000_000, 0, 1_000_001),
     "engine.threads": (1, 1_000_000, 0, 1_000_001),
     "engine.cpus-per-client": (5e-324, 1e6, 0.0, JUST(1e6, 2e6)),
@@ -428,6 +438,8 @@ def test_the_choices_are_found():
         "data.partition",
         "models.deal",
         "training.optimizer",
+        "training.schedule",
+        "training.augment",
         "engine.precision",
         "engine.channels-last",
         "engine.backend",

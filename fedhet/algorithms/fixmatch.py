@@ -1,62 +1,32 @@
-"""FixMatch (Sohn et al. 2020): weak and strong augmentation, and its unsupervised loss.
+"""FixMatch (Sohn et al. 2020): weak and strong augmentation, and its loss.
 
-Images are float32, scaled to [-1, 1]; the augmentations are torchvision's and draw from torch's
-global generator. N samples, C classes.
+Images are float32, scaled to [-1, 1]. N samples, C classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
-import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
-from torchvision.transforms import v2
 
-from fedhet.errors import DataError
-
-GROUP = 16
-"""Images that share one draw: torchvision draws per call, and a call per image would be slow."""
+from fedhet.algorithms.augment import check_images, erase, flip, rand_augment, shift
 
 
-@dataclass(frozen=True)
-class Augmentations:
-    """The weak and the strong augmentation of FixMatch."""
-
-    weakly: v2.Transform
-    strongly: v2.Transform
-
-    def weak(self, x: Tensor) -> Tensor:
-        """Shift images [N, C, H, W] by up to an eighth; flip colour images at random."""
-        return _in_groups(self.weakly, x)
-
-    def strong(self, x: Tensor) -> Tensor:
-        """Apply to images [N, C, H, W] the weak augmentation, RandAugment and random erasing."""
-        return _in_groups(self.strongly, x)
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raise DataError unless samples of `shape` are images with one or three channels."""
+    check_images(shape, "FixMatch augments")
 
 
-@lru_cache(maxsize=16)
-def augmentations(shape: tuple[int, ...]) -> Augmentations:
-    """Return the augmentations for images of `shape`.
+def weak(x: Tensor, generator: Generator) -> Tensor:
+    """Shift images [N, C, H, W] by up to an eighth; mirror colour images at random.
 
-    Raises DataError unless the samples are images with one or three channels.
+    A mirrored digit is not a digit, so that grey images are not mirrored.
     """
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(
-            f"FixMatch augments images [1 or 3, H, W], the samples have shape {list(shape)}"
-        )
-    channels, height, width = shape
-    # Only colour images are flipped: a mirrored digit is not a digit.
-    flip = [v2.RandomHorizontalFlip()] if channels == 3 else []
-    shift = v2.RandomCrop((height, width), padding=max(1, height // 8), padding_mode="reflect")
-    strong = [v2.RandAugment(num_ops=2, magnitude=10), v2.RandomErasing(p=1.0, scale=(0.02, 0.2))]
-    return Augmentations(v2.Compose([*flip, shift]), v2.Compose([*flip, shift, *strong]))
+    return shift(flip(x, generator) if x.shape[1] == 3 else x, generator, reflect=True)
 
 
-def _in_groups(transform: v2.Transform, x: Tensor) -> Tensor:
-    bright = (x + 1) / 2
-    return torch.cat([transform(part) for part in torch.split(bright, GROUP)]) * 2 - 1
+def strong(x: Tensor, generator: Generator) -> Tensor:
+    """Apply to images [N, C, H, W] the weak augmentation, RandAugment and random erasing."""
+    return erase(rand_augment(weak(x, generator), generator), generator)
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -68,11 +38,18 @@ def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 def fixmatch_loss(
     logits: Tensor, labels: Tensor, labelled: Tensor, confident: Tensor, weight: float
 ) -> Tensor:
-    """Return the loss of a batch of logits [N, C], a scalar: the mean over all of its samples.
+    """Return FixMatch's loss of a batch of logits [N, C], a scalar: L_s + `weight` L_u.
 
-    For `labelled` [N] samples (weak images), cross-entropy with the label; for the others (strong
-    images), cross-entropy with the pseudo-label times `weight` if it is `confident` [N], else 0.
-    With weight 1 this is UM-pFSSL's Eq. 1 with FixMatch's unsupervised loss as L^u.
+    L_s (Eq. 3) is the mean cross-entropy of the `labelled` [N] samples (weak images) with their
+    labels. L_u (Eq. 4) is that of the others (strong images) with their pseudo-labels, where it is
+    0 for those that are not `confident` [N]: a mean over all of them. Either is 0 for a batch that
+    has no such samples.
     """
     each = F.cross_entropy(logits.float(), labels, reduction="none")
-    return (each * torch.where(labelled, 1.0, weight * confident)).mean()
+    supervised = _mean(each, labelled, labelled)
+    return supervised + weight * _mean(each, confident & ~labelled, ~labelled)
+
+
+def _mean(each: Tensor, counted: Tensor, among: Tensor) -> Tensor:
+    """Return the sum of the values [N] that are `counted`, by the number of those `among`."""
+    return (each * counted).sum() / among.sum().clamp(min=1)

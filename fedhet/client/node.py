@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,10 +15,13 @@ from fedhet.config.resolve import Config
 from fedhet.data import ClientData, DataSpec
 from fedhet.errors import SettingsError
 from fedhet.models import deal
-from fedhet.settings.schema import CountOrNone, Schema, build
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.deal import training_of
+from fedhet.settings.schema import CountOrNone, NonNegative, Schema, build
+from fedhet.settings.tables import RunSettings, TrainingSettings
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
+OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
+"""The settings of training that a node may have of its own."""
 
 
 class NodeSettings(Schema):
@@ -28,18 +32,31 @@ class NodeSettings(Schema):
     name: str = Field("", description="the client's name; empty = client-<partition-id>")
     data: str = Field("", description="the site's own data folder, instead of a partition")
     model: str = Field("", description="the site's model; empty = as the run's pool deals it")
+    optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
+        "", description="the site's optimiser; empty = as the run says or deals, as all of training"
+    )
+    lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = as the run says")
+    local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = as the run's")
+    batch_size: CountOrNone = Field(0, description="samples a minibatch; 0 = as the run says")
     device: str = Field("", description="the site's device; empty = as the run says")
     state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
+
+    def training(self, run: RunSettings) -> TrainingSettings:
+        """Return what the client trains with: its own settings, and the run's for the others."""
+        own = {name: getattr(self, name) for name in OWN_TRAINING}
+        dealt = training_of(run, self.partition_id)
+        return dealt.model_copy(update={name: value for name, value in own.items() if value})
 
 
 @dataclass(frozen=True)
 class Node:
-    """A client's identity, model, device and state directory."""
+    """A client's identity, model, training, device and state directory."""
 
     name: str
     partition: int
     folder: str
     model: str
+    training: TrainingSettings
     device: str
     state_dir: Path
 
@@ -75,6 +92,7 @@ def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "
         partition=settings.partition_id,
         folder=settings.data,
         model=settings.model or _dealt(run, settings.partition_id),
+        training=settings.training(run),
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
     )

@@ -31,7 +31,7 @@ class ClientSamples:
     """Unlabelled samples, on the device; often none. Their labels (UNKNOWN at a real site) are used
     for measurements only, never for training."""
     tests: dict[str, Split]
-    """The test splits by protocol: "personal", and "common" if there is one."""
+    """The test splits by protocol: "personal" and "common", or the one of them that there is."""
     space: Tensor
     """The client's label space: its classes [P], ascending."""
     left_aside: int
@@ -57,7 +57,13 @@ class ClientSamples:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of samples that only this client holds."""
-        yield from (self.own.x, self.unlabelled.x, self.tests["personal"].x)
+        yield from (split.x for split in self.own_splits())
+
+    def own_splits(self) -> Iterator[Split]:
+        """Yield the splits of samples that belong to this client."""
+        yield from (self.own, self.unlabelled)
+        if "personal" in self.tests:
+            yield self.tests["personal"]
 
 
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
@@ -65,9 +71,18 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, node.load_data(config)
     own, rest = labelled_parts(data, run.data, run.seed, node.name)
     count, order = len(own) + len(rest), order_of(data.classes)
-    tests = {"personal": data.test} | ({} if data.common is None else {"common": data.common})
+    tests = {"personal": data.test} if len(data.test) else {}
+    tests |= {} if data.common is None else {"common": data.common}
     return ClientSamples(
-        ClientInfo(node.name, node.model, count, len(data.classes), data.shape, order),
+        ClientInfo(
+            node.name,
+            node.model,
+            count,
+            len(data.classes),
+            data.shape,
+            order,
+            node.training.describe(),
+        ),
         _placed(own, compute),
         _placed(rest, compute),
         tests,
@@ -86,7 +101,7 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
     public = public_set(DataSpec.of(config.run), info.shape, classes)
     # A public share of the run's dataset cannot overlap its partitions, only a site's own data.
     if named != GENERATED and (named or node.folder):
-        for split in (samples.own, samples.unlabelled, samples.tests["personal"]):
+        for split in samples.own_splits():
             refuse_overlap(public, split, info.name)
     return public
 

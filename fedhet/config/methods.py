@@ -57,6 +57,8 @@ class MethodSpec:
     """Whether the method needs public data."""
     needs_unlabelled: bool = False
     """Whether the method needs unlabelled samples of the clients' own."""
+    augments: bool = False
+    """Whether the method augments images by rules of its own, without `training.augment`."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
     default_model: str = ""

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import Method, find_method, shipped_names
 from fedhet.config.sources import defaults_toml
-from fedhet.settings.schema import allowed
+from fedhet.settings.schema import takes
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Contract
 
@@ -61,7 +61,7 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
 def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
     """Return each setting's name, default, allowed values and description."""
     return [
-        (name, _literal(info.default), allowed(info), info.description or "")
+        (name, _literal(info.default), takes(info), info.description or "")
         for name, info in settings.items()
     ]
 

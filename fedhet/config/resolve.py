@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
+from fedhet.algorithms.augment import augmentation
 from fedhet.config.methods import Method, find_method, methods
 from fedhet.config.sources import all_settings
 from fedhet.devices import compute_for
@@ -137,6 +138,9 @@ def _check_names(config: Config) -> None:
     if run.attack.kind != "none" and not poisonable(method.client.sends):
         rule = f"none with {method.name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", run.attack.kind, rule)
+    if run.training.augment != "none" and method.spec.augments:
+        rule = f"none with {method.name}, which augments images by rules of its own"
+        raise refused("training.augment", run.training.augment, rule)
     for name in run.models.names:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
             able = ", ".join(m for m, found in methods()[0].items() if found.spec.any_model)
@@ -169,6 +173,7 @@ def check(config: Config) -> None:
     if run.models.num_classes not in (0, len(dataset.classes)):
         rule = f"0, or the {len(dataset.classes)} classes of {run.data.dataset}"
         raise refused("models.num-classes", run.models.num_classes, rule)
+    augmentation(run.training.augment, dataset.shape)
     for name in dict.fromkeys(run.models.names):
         any_model = config.method.spec.any_model
         models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)

@@ -57,8 +57,11 @@ def split_rows(spec: DataSpec, index: int) -> tuple[Index, Index]:
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
-    """Draw the test split of `count` rows of client `name`: (training, test) positions, sorted."""
-    test = max(1, round(spec.test_fraction * count))
+    """Draw the test split of `count` rows of client `name`: (training, test) positions, sorted.
+
+    It is empty if the run has none (`test_fraction` 0).
+    """
+    test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
     if count - test < _LEAST_TRAIN:
         raise DataError(
             f"{name}: has {count} samples; with data.test-fraction = {spec.test_fraction} at least "

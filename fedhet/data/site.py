@@ -30,8 +30,9 @@ _KEPT_CLIENTS = 32  # decoded clients cached per process
 class ClientData:
     """A client's data, ready for models: x float32, images in [-1, 1].
 
-    `test` is the client's own test split (protocol "personal"), `common` the rows of the common
-    test set, if any, in the client's label space. `space` is that label space: classes, ascending.
+    `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
+    the rows of the common test set, if any, in the client's label space. `space` is that label
+    space: classes, ascending.
     """
 
     name: str
@@ -59,7 +60,16 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     name = client_name(index, spec.clients)
     space = label_space(spec, index)
     common = _within_space(common_test(spec), space, len(dataset.classes))
+    if not len(test) and common is None:
+        raise _no_test(name, spec)
     return ClientData(name, train, test, common, dataset.classes, space)
+
+
+def _no_test(owner: str, spec: DataSpec) -> DataError:
+    return DataError(
+        f"{owner}: has no test samples: data.test-fraction = {spec.test_fraction:g} must be more "
+        "than 0 where there is no common test set"
+    )
 
 
 def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:
@@ -72,9 +82,10 @@ def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> S
 
 def validate(spec: DataSpec) -> None:
     """Raise a one-line error, before a run starts, for any fault of its data."""
-    load(spec)
+    alone = load(spec).test is None
     for index in range(spec.clients):
-        split_rows(spec, index)
+        if not len(split_rows(spec, index)[1]) and alone:
+            raise _no_test(spec.dataset, spec)
     if spec.public_dataset or spec.public_fraction:
         public = public_set(spec, load(spec).shape, None)
         if spec.public_dataset not in ("", GENERATED):
@@ -113,6 +124,8 @@ def site_data(
         train, test = _site_arrays(root, classes)
     rest, left_aside = _without_labels(root, train, spec, unlabelled)
     if test is None:
+        if not spec.test_fraction:
+            raise _no_test(f"{root}", spec)
         train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:

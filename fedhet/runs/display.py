@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedhet.config.resolve import Config
 from fedhet.runs.log import Watcher
-from fedhet.runs.records import RoundRecord, Score, Summary
+from fedhet.runs.records import PROTOCOLS, RoundRecord, Score, Summary
 from fedhet.runs.units import human_bytes, plural
 
 MOST_CLIENTS = 24
@@ -164,8 +164,11 @@ def title(config: Config, models: Mapping[str, str]) -> str:
 
 
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
-    """Return the private models' mean accuracy under `protocol`, and a text that shows it."""
-    shown = protocol if protocol in record.accuracy else "personal"
+    """Return the private models' mean accuracy and a text that shows it.
+
+    It is that under `protocol`, or under the other if only that was evaluated.
+    """
+    shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
     scores = record.accuracy.get(shown, {}).get("private")
     if scores is None:
         return None, "not evaluated"
@@ -176,7 +179,8 @@ def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
 def _private(record: RoundRecord | None, protocol: str) -> Mapping[str, float]:
     if record is None:
         return {}
-    kinds = record.accuracy.get(protocol) or record.accuracy.get("personal") or {}
+    found = record.accuracy
+    kinds = next((found[p] for p in (protocol, *PROTOCOLS) if p in found), {})
     return kinds.get("private", Score()).per_client
 
 

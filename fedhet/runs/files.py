@@ -21,8 +21,12 @@ def record_line(record: RoundRecord) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """Return a summary as the text of summary.json; `relative` is left out if empty."""
-    content = summary.model_dump(exclude=set() if summary.relative else {"relative"})
+    """Return a summary as the text of summary.json; what only some runs have is left out if empty.
+
+    These are `relative` and `training`.
+    """
+    empty = {name for name in ("relative", "training") if not getattr(summary, name)}
+    content = summary.model_dump(exclude=empty)
     return json.dumps(content, indent=1, allow_nan=False)
 
 

@@ -29,6 +29,7 @@ from fedhet.runs.records import (
     with_tails,
 )
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
+from fedhet.wire.identity import ClientInfo
 
 
 class Watcher:
@@ -63,6 +64,8 @@ class RunLog:
         self.directory = directory
         self.watchers = tuple(watchers)
         self.models: dict[str, str] = {}
+        self.training: dict[str, str] = {}
+        """What each client trains with, in words."""
         self.resumed: Checkpoint | None = None
         """The checkpoint from which the run resumes; None for a new run."""
         self._checkpoints = Checkpoints(directory)
@@ -108,15 +111,18 @@ class RunLog:
         self._started -= self._seconds.total
         self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
 
-    def begin(self, models: Mapping[str, str]) -> None:
-        """Record the clients, a mapping of names to models."""
-        self.models = dict(sorted(models.items()))
+    def begin(self, clients: Iterable[ClientInfo]) -> None:
+        """Record the clients that the run starts with."""
+        self.joined(clients)
         for watcher in self.watchers:
             watcher.run_started(self.config, self.directory, self.models)
 
-    def joined(self, models: Mapping[str, str]) -> None:
-        """Record clients that have joined since, a mapping of names to models."""
-        self.models = dict(sorted({**self.models, **models}.items()))
+    def joined(self, clients: Iterable[ClientInfo]) -> None:
+        """Record clients that have joined since."""
+        found = list(clients)
+        models = self.models | {client.name: client.model for client in found}
+        training = self.training | {client.name: client.training for client in found}
+        self.models, self.training = dict(sorted(models.items())), dict(sorted(training.items()))
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Notify watchers of the start of a round."""
@@ -169,6 +175,7 @@ class RunLog:
             rounds=len(self._history),
             clients=len(self.models),
             models=self.models,
+            training=self.training,
             headline=self._headline(),
             accuracy=with_tails(self._history),
             relative=last.relative,
@@ -181,10 +188,10 @@ class RunLog:
         )
 
     def _headline(self) -> str:
-        """Return the method's headline protocol, or "personal" if there is no common test set."""
+        """Return the method's headline protocol, or the other if only that has a test set."""
         measured = self._history[-1].accuracy if self._history else {}
         headline = self.config.method.spec.headline
-        return headline if headline in measured or not measured else "personal"
+        return headline if headline in measured or not measured else min(measured)
 
     def _write_events(self, record: RoundRecord) -> None:
         for name, value in _scalars(record, self.config.method.name):

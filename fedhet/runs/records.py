@@ -165,6 +165,8 @@ class Summary(BaseModel):
     clients: int = 0
     models: dict[str, str] = {}
     """Client -> model."""
+    training: dict[str, str] = {}
+    """Client -> what it trains with: optimiser, learning rate, epochs and batch size."""
     headline: str = ""
     """The protocol of the method's headline number."""
     accuracy: FinalScores = {}

@@ -8,12 +8,20 @@ method's own is the `MethodSettings` that it declares.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
 
@@ -99,6 +107,44 @@ def is_machine(info: FieldInfo) -> bool:
     return isinstance(info.json_schema_extra, dict) and "machine" in info.json_schema_extra
 
 
+class Dealt:
+    """Marks a setting that may have several values, comma-separated, dealt to the clients.
+
+    The annotation is the type of one value. A run's table holds either one, or the text of several;
+    `TrainingSettings.pools` reads them, and each client gets one.
+    """
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Accept what one value's type accepts, and text of several values that it accepts."""
+        as_it_is = core_schema.plain_serializer_function_ser_schema(lambda value: value)
+        return core_schema.no_info_wrap_validator_function(
+            _each, handler(source), serialization=as_it_is
+        )
+
+
+def _each(value: Any, validated: Callable[[Any], Any]) -> Any:
+    if not is_pool(value):
+        return validated(value)
+    return ",".join(str(validated(entry)) for entry in entries(value))
+
+
+def is_pool(value: object) -> bool:
+    """Tell whether the value of a dealt setting is several values."""
+    return isinstance(value, str) and "," in value
+
+
+def entries(pool: str) -> list[Scalar]:
+    """Return the values in a comma-separated text: numbers where they read as numbers."""
+    return [_read_toml(entry.strip()) for entry in pool.split(",")]
+
+
+def is_dealt(info: FieldInfo) -> bool:
+    """Tell whether a setting may have several values, of which each client gets one."""
+    return any(isinstance(rule, Dealt) for rule in _rules(info))
+
+
 def span(text: str) -> tuple[int, int]:
     """Return the ends of a range such as "6-8"; for "7", 7 and 7; for "all", 0 and 0."""
     low, _, high = text.partition("-")
@@ -117,9 +163,23 @@ def _is_number_span(text: str) -> str:
     return _is_span("" if text == "all" else text)
 
 
+def milestones(text: str) -> list[int]:
+    """Return the rounds in a comma-separated text; none if it is empty."""
+    return [int(part) for part in text.split(",")] if text else []
+
+
+def _is_milestones(text: str) -> str:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    rounds = [int(part) for part in parts if part.isdecimal() and 0 < len(part) < 8]
+    if len(rounds) < len(parts) or rounds != sorted({*rounds} - {0}):
+        raise ValueError("it takes rounds from 1, ascending and comma-separated, or nothing")
+    return ",".join(parts)
+
+
 # Types and ranges that several settings share.
 Span = Annotated[str, AfterValidator(_is_number_span)]
 SpanOrAll = Annotated[str, AfterValidator(_is_span)]
+Milestones = Annotated[str, AfterValidator(_is_milestones)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -143,6 +203,11 @@ def allowed(info: FieldInfo) -> str:
     return " or ".join(part.__name__ for part in get_args(kind)) or str(kind)
 
 
+def takes(info: FieldInfo) -> str:
+    """Describe the values that a setting accepts, and that it accepts several if it is dealt."""
+    return allowed(info) + (", or several, comma-separated" if is_dealt(info) else "")
+
+
 def _rules(info: FieldInfo) -> Iterable[object]:
     for rule in info.metadata:
         yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
@@ -160,6 +225,11 @@ def parse_text(info: FieldInfo | None, text: str) -> object:
     if info is None or info.annotation is str or get_origin(info.annotation) is Literal:
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
         return text[1:-1] if quoted and text[0] not in text[1:-1] else text
+    return _read_toml(text)
+
+
+def _read_toml(text: str) -> Any:
+    """Return the TOML value of `text`; the text itself if it is none."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -185,7 +255,7 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         name = next((n for n in _places(first["loc"]) if n in fields), "")
         if not name:
             raise SettingsError(reason) from None
-        rule = reason or f"it takes {allowed(fields[name])}"
+        rule = reason or f"it takes {takes(fields[name])}"
         raise _not_allowed(prefix + name, values.get(name), rule) from None
 
 

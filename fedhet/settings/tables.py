@@ -15,13 +15,19 @@ from pydantic import Field, model_validator
 from fedhet.settings.schema import (
     Count,
     CountOrNone,
+    Dealt,
     Fraction,
+    Milestones,
     NonNegative,
     Positive,
+    Scalar,
     Schema,
     Span,
     SpanOrAll,
+    entries,
+    is_dealt,
     is_machine,
+    is_pool,
     machine,
 )
 
@@ -56,8 +62,10 @@ class DataSettings(Schema):
         50, description="samples a client holds of each, for partition = superclasses"
     )
     min_samples: Count = Field(10, description="least samples a client may be dealt")
-    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="share of a client's samples kept as its own test split"
+    test_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.2,
+        description="share of a client's samples kept as its own test split; 0 = none, where there "
+        "is a common test set",
     )
     image_size: CountOrNone = Field(
         0, description="side to which an image folder is resized; 0 = as it is"
@@ -124,14 +132,68 @@ class ModelSettings(Schema):
 
 
 class TrainingSettings(Schema):
-    """The clients' training; a server that trains its own model uses the same settings."""
+    """The clients' training; a server that trains its own model uses the same settings.
 
-    local_epochs: Count = Field(5, description="epochs over a client's data a round")
-    batch_size: Count = Field(32, description="samples a minibatch")
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="the clients' optimiser")
-    lr: Positive = Field(1e-3, description="learning rate")
+    A run may give several values of the first four. What trains gets one of each: a client those
+    that `settings.deal.training_of` deals to it, the server the `first`.
+    """
+
+    local_epochs: Annotated[Count, Dealt()] = Field(
+        5, description="epochs over a client's data a round"
+    )
+    batch_size: Annotated[Count, Dealt()] = Field(32, description="samples a minibatch")
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], Dealt()] = Field(
+        "adam", description="the clients' optimiser"
+    )
+    lr: Annotated[Positive, Dealt()] = Field(1e-3, description="learning rate")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
     weight_decay: NonNegative = Field(0.0, description="weight decay")
+    schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
+        "constant",
+        description="how the learning rate follows the round; plateau: by 'decay' once the "
+        "training loss (of FedGEMS' server, the error on public data) has stopped falling",
+    )
+    warm_up_rounds: CountOrNone = Field(
+        0, description="first rounds, in which the learning rate rises linearly to its full value"
+    )
+    milestones: Milestones = Field(
+        "",
+        description="schedule = step: rounds after which the learning rate falls, ascending, such "
+        "as 300,500; empty = after half and after three quarters of the rounds",
+    )
+    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="schedule = step or plateau: factor by which the learning rate falls"
+    )
+    patience: CountOrNone = Field(
+        10,
+        description="schedule = plateau: rounds without an improvement, after which the learning "
+        "rate falls with the next",
+    )
+    clip: NonNegative = Field(
+        0.0, description="greatest norm of a step's gradient, which is scaled down to it; 0 = any"
+    )
+    augment: Literal["none", "crop", "flip", "crop-flip", "randaugment"] = Field(
+        "none",
+        description="random changes to each training image: shifted by up to an eighth with black "
+        "borders, mirrored, both, or both and two operations of RandAugment",
+    )
+    keep_optimizer: bool = Field(
+        False, description="keep the optimiser's state over rounds, with the private models"
+    )
+
+    def pools(self) -> dict[str, list[Scalar]]:
+        """Return the values of the settings that have several, in the order of declaration."""
+        dealt = [name for name, info in type(self).model_fields.items() if is_dealt(info)]
+        return {name: entries(text) for name in dealt if is_pool(text := getattr(self, name))}
+
+    def first(self) -> TrainingSettings:
+        """Return the settings with the first value of each."""
+        return self.model_copy(update={name: pool[0] for name, pool in self.pools().items()})
+
+    def describe(self) -> str:
+        """Return what a client trains with, in one line."""
+        step = f"{self.optimizer}, lr {self.lr:g}"
+        return f"{step}, epochs {self.local_epochs}, batch {self.batch_size}"
 
 
 class ComputeSettings(Schema):

@@ -16,6 +16,7 @@ MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 _ORDER = re.compile(r"([0-9a-f]{16})?")
 _MODEL = re.compile(r"[\w.:-]{1,200}")
+_WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class ClientInfo:
     """The shape of one sample."""
     order: str = ""
     """A digest of the classes' names in their order (`order_of`)."""
+    training: str = ""
+    """What it trains with, in words for the run's records: optimiser, rate, epochs, batch size."""
 
     def properties(self) -> dict[str, int | str]:
         """Return the description as flat properties; `read_properties` is the inverse."""
@@ -42,6 +45,7 @@ class ClientInfo:
             "classes": self.classes,
             "shape": shape,
             "order": self.order,
+            "training": self.training,
         }
 
 
@@ -71,7 +75,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     order = properties.get("order", "")
     if not isinstance(order, str) or not _ORDER.fullmatch(order):
         raise KnowledgeError(name, "order", "must be 16 hexadecimal digits, or empty")
-    return ClientInfo(name, model, samples, classes, shape, order)
+    training = properties.get("training", "")
+    if not isinstance(training, str) or not _WORDS.fullmatch(training):
+        raise KnowledgeError(name, "training", "must be at most 200 letters, digits and ' ,.+-'")
+    return ClientInfo(name, model, samples, classes, shape, order, training)
 
 
 def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:

@@ -1,0 +1,70 @@
+"""Learning rates over the rounds of a run.
+
+The factor of a round is a function of its number, so that it does not depend on when a client was
+sampled, or on whether the run was resumed. The formulas are those of torch.optim.lr_scheduler, with
+rounds for epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedhet.settings.schema import milestones
+from fedhet.settings.tables import TrainingSettings
+
+MILESTONES = (0.5, 0.75)
+"""Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""
+LEAST_CHANGE = 1e-4
+"""Relative improvement that counts as one; ReduceLROnPlateau's default."""
+
+
+def rate_factor(settings: TrainingSettings, round: int, rounds: int) -> float:
+    """Return the factor on the learning rate in `round`, 1 to `rounds`, in (0, 1].
+
+    That of a plateau is in `Plateau.factor`, and not in this one.
+    """
+    factor = warm_up(round, settings.warm_up_rounds)
+    if settings.schedule == "cosine":
+        factor *= cosine(round - settings.warm_up_rounds, rounds - settings.warm_up_rounds)
+    elif settings.schedule == "step":
+        ends = milestones(settings.milestones) or [max(1, int(s * rounds)) for s in MILESTONES]
+        factor *= steps(round, ends, settings.decay)
+    return factor
+
+
+def warm_up(round: int, rounds: int) -> float:
+    """Return the factor of a linear warm-up: 1/(rounds + 1) in round 1, and 1 after `rounds`."""
+    return min(1.0, round / (rounds + 1))
+
+
+def cosine(round: int, rounds: int) -> float:
+    """Return the factor of cosine annealing: 1 in round 1, close to 0 in the last of `rounds`."""
+    return (1 + math.cos(math.pi * max(0, round - 1) / max(1, rounds))) / 2
+
+
+def steps(round: int, ends: Sequence[int], decay: float) -> float:
+    """Return `decay` to the power of the number of `ends`, ascending, that lie before `round`."""
+    return decay ** bisect_left(ends, round)
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """What torch's ReduceLROnPlateau knows: the least value so far, and rounds without a lower one.
+
+    `factor` is the present one on the learning rate.
+    """
+
+    best: float = math.inf
+    waited: int = 0
+    factor: float = 1.0
+
+    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
+        """Return the state after a round whose loss or error is `value`."""
+        if value < self.best * (1 - LEAST_CHANGE):
+            return Plateau(value, 0, self.factor)
+        if self.waited < patience:
+            return Plateau(self.best, self.waited + 1, self.factor)
+        return Plateau(self.best, 0, self.factor * decay)
