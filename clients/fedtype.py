@@ -181,7 +181,7 @@ class Reciprocity:
     @torch.no_grad()
     def calibrate(self) -> None:
         """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
-        held, size = self.client.held_out, self.client.run.training.batch_size
+        held, size = self.client.held_out, self.client.training.batch_size
         with statistics_kept(self.private), statistics_kept(self.proxy.model):
             parts = [self.held_out_views(part) for part in torch.split(held.x, size)]
         private, proxy = (torch.cat(part).float() for part in zip(*parts, strict=True))
@@ -192,7 +192,7 @@ class Reciprocity:
 
         It is filled up with training samples: batch norms see few samples otherwise.
         """
-        missing = max(self.client.run.training.batch_size - len(x), 0)
+        missing = max(self.client.training.batch_size - len(x), 0)
         rows = self.parts[:missing].to(x.device)
         with self.client.compute.autocast():
             private, proxy = self.views(torch.cat([x, self.client.x[rows]]))

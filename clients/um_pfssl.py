@@ -115,7 +115,7 @@ class UmPfsslClient(HetClient):
         self.state.facts["trained"] = round
         if len(self.y) < LEAST_BATCH:
             return
-        model, steps = self.network.train(), math.ceil(len(self.y) / self.run.training.batch_size)
+        model, steps = self.network.train(), math.ceil(len(self.y) / self.training.batch_size)
         epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
         optimizing = self.optimization(model.parameters())
         generator, loss_of = self.generator(round, "warm-up"), cross_entropy_of(model)
