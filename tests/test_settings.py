@@ -176,11 +176,9 @@ OLD_KEYS = {
     "attack-scale": "attack.scale",
 }
 NEW_KEYS = {
-    f"training.{name}"
-    for name in (
-        "schedule", "warm-up-rounds", "milestones", "decay", "patience", "clip", "augment",
-        "keep-optimizer",
-    )
+    "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
+    "training.patience", "training.clip", "training.augment", "training.keep-optimizer",
+    "data.labelled-least",
 }  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
