@@ -166,6 +166,11 @@ class EngineSettings(ComputeSettings):
         "server's memory; 0 = as many as there are workers, in a deployment all",
     )
     max_payload_mb: Positive = machine(2048.0, "a reply larger than this is refused, MB")
+    samples_cap: NonNegative = Field(
+        10.0,
+        description="a client counts for at most so many times the samples of the median client, "
+        "whatever it claims to have; 0 = no limit",
+    )
 
 
 class AttackSettings(Schema):
