@@ -107,7 +107,7 @@ def test_a_client_that_claims_too_many_samples_is_named_once(notices):
 
 def test_what_a_node_says_of_its_failure_is_one_line(members, notices):
     node = Node("a")
-    node.get_properties = lambda *_: GetPropertiesRes(
+    node.get_properties = lambda *_, **__: GetPropertiesRes(
         Status(
             Code.GET_PROPERTIES_NOT_IMPLEMENTED, "\x1b[2J\rround 9 accuracy 1.0\nnote: all well"
         ),

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
+from fedhet.errors import one_line
 from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
 from fedhet.runs.files import record_line, summary_text
 from fedhet.runs.records import PastRound, RoundRecord, Seconds, Summary, peak_memory_mb
@@ -119,12 +120,12 @@ class RunLog:
     def client_answered(self, client: str, error: str = "") -> None:
         """Notify watchers of a client's reply."""
         for watcher in self.watchers:
-            watcher.client_answered(client, error)
+            watcher.client_answered(client, one_line(error))
 
     def notice(self, text: str) -> None:
-        """Pass a notice to watchers."""
+        """Pass a notice to watchers, as one printable line: a peer may have chosen its words."""
         for watcher in self.watchers:
-            watcher.notice(text)
+            watcher.notice(one_line(text))
 
     def round_finished(self, record: RoundRecord) -> None:
         """Write a round's record and notify watchers."""

@@ -67,7 +67,9 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")
     if not isinstance(name, str) or not is_name(name) or name == SERVER:
-        raise KnowledgeError(node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'")
+        raise KnowledgeError(
+            node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'"
+        )
     model = properties.get("model")
     if not isinstance(model, str) or not _MODEL.fullmatch(model):
         raise KnowledgeError(name, "model", "must be a model's name")

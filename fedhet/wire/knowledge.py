@@ -24,7 +24,7 @@ DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 )
 MAX_MANIFEST_BYTES = 2**16
-"""Limit on a manifest without tensors: its fields cost many times their bytes once they are read."""
+"""Limit on a manifest without tensors: once read, fields cost many times their bytes."""
 MAX_SPEC_BYTES = 1024
 """What a manifest may be larger for each tensor that came with it."""
 MAX_HEADER_BYTES = 1024
