@@ -13,12 +13,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.settings.schema import (
+    Bytes,
     Count,
     CountOrNone,
     Fraction,
     NonNegative,
     Positive,
     Schema,
+    Side,
     Span,
     SpanOrAll,
     is_machine,
@@ -59,8 +61,13 @@ class DataSettings(Schema):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="share of a client's samples kept as its own test split"
     )
-    image_size: CountOrNone = Field(
+    image_size: Side = Field(
         0, description="side to which an image folder is resized; 0 = as it is"
+    )
+    max_bytes: Bytes = machine(
+        2 * 2**30,
+        "most bytes that the arrays, the decoded images or the table of one dataset may take; more "
+        "is refused before it is read",
     )
     max_samples: CountOrNone = Field(
         0, description="train on a seeded subset of this size; 0 = all"
