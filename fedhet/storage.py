@@ -90,11 +90,6 @@ class ClientStore:
         """Return only the facts of the state of `round`."""
         return load_facts(self.path(round))
 
-    def set_aside(self, round: int) -> None:
-        """Rename the state of `round`, which cannot be read, so that it is ignored."""
-        with contextlib.suppress(OSError):
-            self.path(round).replace(self.path(round).with_suffix(".unreadable"))
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -59,7 +59,6 @@ class RunLog:
         self.models: dict[str, str] = {}
         self.resumed: Checkpoint | None = None
         """The checkpoint from which the run resumes; None for a new run."""
-        self._checkpoints = Checkpoints(directory)
         self.workers = workers
         """Number of clients that train at once."""
         self._history: list[RoundRecord] = []
@@ -88,6 +87,11 @@ class RunLog:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
         with replacing(self.directory / "config.toml") as path:
             path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        identity = {"run": self.run_name, "method": self.config.method.name}
+        return Checkpoints(self.directory, identity)
 
     def _go_on(self) -> None:
         """Resume the run after its last complete round; records of later rounds are dropped."""
