@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow lint format types proto proto-check reference bench clean
+.PHONY: help install demo test slow fuzz lint format types proto proto-check reference bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -25,6 +25,9 @@ test: install lint types proto-check ## what CI runs
 
 slow: install    ## the longer tests
 	$(BIN)/python -m pytest -m slow
+
+fuzz: install    ## a million damaged replies, each refused or within the contract
+	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest tests/test_fuzz.py
 
 lint: install    ## ruff
 	$(BIN)/ruff check .

@@ -49,6 +49,14 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
+def shown(value: object) -> str:
+    """Return `value`, which a peer may have chosen, for an error message."""
+    try:
+        return one_line(repr(value))
+    except ValueError:  # an integer of more digits than Python converts
+        return f"{'-' if isinstance(value, int) and value < 0 else ''}a very large number"
+
+
 def words_of(error: BaseException) -> str:
     """Return an error's message; for our errors raised at a client, without Flower's wrapping."""
     text = str(error)

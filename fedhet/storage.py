@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,6 +32,7 @@ from fedhet.wire.knowledge import is_name
 
 Facts = Mapping[str, int | float | str]
 _KEY = "fedhet"
+_ROUND = re.compile(r"round-[0-9]{1,18}\.safetensors")
 KEPT_STATES = 3
 """States kept per client, so that a server that resumes from an earlier round finds its state."""
 KEPT_CHECKPOINTS = 2
@@ -64,7 +66,7 @@ class ClientStore:
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a state, ascending."""
-        return sorted(map(round_of, self.folder.glob("round-*.safetensors")))
+        return sorted(map(round_of, _states(self.folder)))
 
     def save(self, round: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
         """Save the state of `round` atomically.
@@ -101,8 +103,10 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
+        """`identity`: the run and the method; a checkpoint says so, and no other is taken."""
         self._folder = directory / "checkpoints"
+        self._identity = identity
 
     def write(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
         """Save the checkpoint of `round`, then remove all but the last two. Raises StateError."""
@@ -110,29 +114,37 @@ class Checkpoints:
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
         }
-        save(self._folder / f"round-{round:06d}.safetensors", kept, facts)
+        whole = {**facts, **self._identity, "round": round}
+        save(self._folder / f"round-{round:06d}.safetensors", kept, whole)
         for old in self._files()[:-KEPT_CHECKPOINTS]:
             with contextlib.suppress(OSError):
                 old.unlink()
 
     def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
-        """Return the last readable checkpoint, or None if there are none.
+        """Return the last whole checkpoint of this run, or None if there are none.
 
-        Unreadable ones are skipped with a notice. Raises StateError if there are checkpoints, but
-        none is readable.
+        Others are skipped with a notice: those that cannot be read, are of another run, method or
+        round, or hold NaN. Raises StateError if there are checkpoints, but none is whole.
         """
         files = self._files()
         for path in reversed(files):
             try:
-                tensors, facts = load(path, torch.device("cpu"))
+                return self._read(path)
             except StateError as error:
                 notice(f"{error}; the checkpoint before it is tried")
-                continue
-            found = {name: tensor.numpy() for name, tensor in tensors.items()}
-            return Checkpoint(round_of(path), found, facts)
         if files:
             raise StateError(f"{self._folder}: none of {len(files)} checkpoints can be read")
         return None
+
+    def _read(self, path: Path) -> Checkpoint:
+        tensors, facts = load(path, torch.device("cpu"))
+        number = round_of(path)
+        refuse_other(path, facts, {**self._identity, "round": number})
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise StateError(f"{path}: {name} holds NaN or infinity")
+        found = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return Checkpoint(number, found, facts)
 
     def forget_after(self, round: int) -> None:
         """Rename the unreadable checkpoints after `round`, so that they are ignored."""
@@ -141,7 +153,7 @@ class Checkpoints:
                 path.replace(path.with_suffix(".unreadable"))
 
     def _files(self) -> list[Path]:
-        return sorted(self._folder.glob("round-*.safetensors"))
+        return sorted(_states(self._folder), key=round_of)
 
 
 @dataclass(frozen=True)
@@ -183,12 +195,23 @@ class ModelStore:
         return self.folder / f"{key[0]}-{key[1]}.safetensors"
 
 
+def refuse_other(
+    path: Path, facts: Facts, identity: Mapping[str, str | int], whose: str = "this run's"
+) -> None:
+    """Raise StateError unless the facts of `path` hold every entry of `identity`."""
+    for name, value in identity.items():
+        if facts.get(name) != value:
+            raise StateError(f"{path} is of {name} {facts.get(name)!r}, {whose} is {value!r}")
+
+
+def _states(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder that are named as a state is; others are somebody else's."""
+    return (path for path in folder.glob("round-*.safetensors") if _ROUND.fullmatch(path.name))
+
+
 def round_of(path: Path) -> int:
-    """Return the round of a file named round-<n>.safetensors. Raises StateError."""
-    number = path.name.removeprefix("round-").removesuffix(".safetensors")
-    if not number.isdecimal():
-        raise StateError(f"{path} is not named as a state is: round-<number>.safetensors")
-    return int(number)
+    """Return the round of a file named round-<n>.safetensors."""
+    return int(path.name.removeprefix("round-").removesuffix(".safetensors"))
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
@@ -262,9 +285,13 @@ def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
         facts = json.loads((file.metadata() or {})[_KEY])
     except (KeyError, ValueError, RecursionError):
         raise StateError(f"{path} is no state of fedhet's") from None
-    if not isinstance(facts, dict):
+    if not isinstance(facts, dict) or not all(map(_is_fact, facts.values())):
         raise StateError(f"{path} is no state of fedhet's")
     return facts
+
+
+def _is_fact(value: object) -> bool:
+    return isinstance(value, int | float | str)
 
 
 def _clear_leavings(path: Path) -> None:

@@ -254,7 +254,8 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size:
         target = y[part].to(compute.device)
         with compute.autocast():
             logits = model(compute.images(x[part])).float()
-        correct += (logits.argmax(1) == target).sum()
+        top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
+        correct += ((guess == target) & top.isfinite()).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
     return Score(correct.item() / len(y), loss.item() / len(y))
 

@@ -59,7 +59,7 @@ class HetStrategy(Strategy):
         engine = self.run.engine
         weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
         pool = self.run.models.names if weighed else None
-        self._members = Members(engine.round_timeout, pool, log.notice)
+        self._members = Members(engine.round_timeout, pool, log.notice, engine.samples_cap)
         self.state = RoundState(log.workers, log.notice)
         limit = int(engine.max_payload_mb * 1e6)
         self._exchange = Exchange(log.run_name, config.method, limit, self.state)

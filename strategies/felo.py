@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
@@ -98,6 +99,15 @@ class FeloStrategy(HetStrategy):
         if client.model not in self._instructions_by_model:
             self._instructions_by_model[client.model] = self._instruction_for(client.model)
         return self._instructions_by_model[client.model]
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply, with counts that sum to no more samples than its client counts with."""
+        tensors = reply.knowledge.tensors
+        claimed = int(tensors["counts"].sum())
+        if claimed <= reply.samples:
+            return reply
+        fewer = np.maximum(tensors["counts"] * (reply.samples / claimed), 1).astype(np.int64)
+        return reply.saying(Knowledge({**tensors, "counts": fewer}, reply.knowledge.scalars))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedhet.client.state import ClientState
@@ -189,10 +191,80 @@ def test_a_state_that_could_not_be_read_is_not_taken_for_the_one_before(tmp_path
     wide.restore("run-1", before=1)
     wide.begin_round()
     wide.save(2)
-    with pytest.raises(StateError, match="does not fit"):
-        state.restore("run-1", before=3)
-    state.restore("run-1", before=2)
-    assert (weight(state) == 1.0).all()
+    with torch.no_grad():
+        weight(state).fill_(5.0)
+    state.restore("run-1", before=3)
+    assert (weight(state) == 1.0).all(), "read again: what is in memory is not of round 1"
+
+
+def spoil(path, fault):
+    """Damage a state, or put another in its place."""
+    folder, root = path.parent, path.parents[2]
+    if fault == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif fault == "empty":
+        path.write_bytes(b"")
+    elif fault == "no state":
+        save_file({"w": torch.zeros(2)}, path)
+    elif fault == "NaN":
+        tensors = load_file(path)
+        tensors["private/0.weight"][0, 0] = torch.nan
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        save_file(tensors, path, metadata)
+    elif fault == "of another client":
+        play(opened(root, client="client-1"), 3, 7.0)
+        path.write_bytes((folder.with_name("client-1") / path.name).read_bytes())
+    elif fault == "of another run":
+        play(opened(root), 3, 7.0, run="run-2")
+        path.write_bytes((root / "run-2" / folder.name / path.name).read_bytes())
+    else:
+        assert fault == "of another round"
+        path.write_bytes((folder / "round-000001.safetensors").read_bytes())
+
+
+FAULTS = [
+    "cut", "empty", "no state", "NaN", "of another client", "of another run", "of another round"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_last_whole_state_is_used(tmp_path, fault, caplog):
+    state = opened(tmp_path)
+    for round in (1, 2, 3):
+        play(state, round, float(round))
+    spoil(state.folder / "round-000003.safetensors", fault)
+    again = opened(tmp_path)
+    play(again, 4, 4.0)
+    assert again.facts["participations"] == 3, "rounds 1, 2 and 4"
+    assert "round-000003" in caplog.text
+    assert "the state of round 2 is used" in caplog.text
+    caplog.clear()
+    play(again, 5, 5.0)
+    fresh = opened(tmp_path)
+    fresh.restore("run-1", before=6)
+    assert (weight(fresh) == 5.0).all()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("fault", FAULTS[:4])
+def test_a_client_none_of_whose_states_is_whole_does_not_begin_anew(tmp_path, fault):
+    state = opened(tmp_path)
+    play(state, 1, 1.0)
+    spoil(state.folder / "round-000001.safetensors", fault)
+    with pytest.raises(StateError, match="round-000001"):
+        opened(tmp_path).restore("run-1", before=2)
+
+
+def test_other_files_among_the_states_are_left_alone(tmp_path):
+    state = opened(tmp_path)
+    play(state, 1, 1.0)
+    odd = [state.folder / f"round-{name}.safetensors" for name in ("x", "\u0663", "1" * 40, "-2")]
+    for path in odd:
+        path.touch()
+    for round in (2, 3, 4, 5):
+        play(opened(tmp_path), round, float(round))
+    assert all(path.exists() for path in odd)
 
 
 class Majority:

@@ -111,12 +111,13 @@ def test_no_entries_at_all_are_sound():
     ("tensors", "scalars"),
     [
         ({"classes": np.array([0, 1, 3])}, {}),
-        ({"counts": np.array([1, 1, 2**63 - 1])}, {}),
+        ({"counts": np.array([1, 1, 10**12])}, {}),
         ({}, {"loss": 0.0}),
         ({}, {"loss": 10.0}),
         ({}, {"steps": 1}),
         ({}, {"note": "ü\n" * 10}),
-        ({"features": np.full((3, 2), np.finfo(np.float32).max)}, {}),
+        ({"features": np.full((3, 2), np.float32(-9.9e11))}, {}),
+        ({"weights/fc.weight": np.full((4, 2), np.float32(9.9e11))}, {}),
     ],
 )
 def test_the_edges_of_what_is_allowed(tensors, scalars):
@@ -169,6 +170,23 @@ TENSOR_FAULTS = {
     "a huge id": ("classes", np.array([0, 1, 2**63 - 1]), [str(2**63 - 1), "0 to 3"]),
     "a huge id below 0": ("classes", np.array([0, 1, -(2**63)]), [str(-(2**63)), "0 to 3"]),
     "below the least": ("counts", np.array([1, 0, 3]), ["0", "1"]),
+    "a count that would overflow a sum": (
+        "counts",
+        np.array([1, 1, 10**12 + 1]),
+        ["1000000000001", "1e+12"],
+    ),
+    "the largest of int64": ("counts", np.array([1, 1, 2**63 - 1]), [str(2**63 - 1), "1e+12"]),
+    "the largest of float32": (
+        "features",
+        np.full((3, 2), np.finfo(np.float32).max),
+        ["3.40", "1e+12"],
+    ),
+    "the least of float32": (
+        "features",
+        np.full((3, 2), np.finfo(np.float32).min),
+        ["-3.40", "1e+12"],
+    ),
+    "a square's overflow": ("square", np.full((1, 1, 3), 1e200), ["1e+200", "1e+12"]),
     "just below the least": ("square", np.full((1, 1, 3), np.nextafter(-1.5, -2)), ["-1.5"]),
 }
 
@@ -233,11 +251,37 @@ def test_a_fault_of_a_scalar(case):
         assert part in message
 
 
-def test_a_float_without_range_is_still_finite():
-    contract = Contract((ScalarField("x", float, "x"),))
-    for value in (math.nan, math.inf, -math.inf):
+def test_a_number_without_range_is_finite_and_bounded():
+    contract = Contract((ScalarField("x", float, "x"), ScalarField("n", int, "n", required=False)))
+    for value in (math.nan, math.inf, -math.inf, 1.7e308, -1.7e308, 1.1e12):
         refusal("x", {}, {"x": value}, contract=contract)
-    check({}, {"x": 1.7e308}, contract=contract)
+    for count in (2**63 - 1, -(2**63), 10**12 + 1):
+        refusal("n", {}, {"x": 0.0, "n": count}, contract=contract)
+    check({}, {"x": -1e12, "n": 10**12}, contract=contract)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_variance_is_not_negative(stacked):
+    """A batch norm takes its root: one below 0 makes every logit NaN."""
+    contract = Contract((WeightsField("weights", "model", stacked="N" if stacked else ""),))
+    shapes = {
+        "bn.running_mean": ((2,), "float32"),
+        "bn.running_var": ((2,), "float32"),
+        "running_variety": ((2,), "float32"),
+    }
+
+    def sent(**changes):
+        one = {name: np.float32([0, -1]) for name in shapes} | {
+            "bn.running_var": np.float32([0, 1])
+        }
+        found = {f"weights/{name}": value for name, value in (one | changes).items()}
+        return {name: np.stack([value] * 3) if stacked else value for name, value in found.items()}
+
+    check(sent(), {}, contract=contract, shapes=shapes)
+    for least in (-1e-30, -1.0, -1e30):
+        bad = sent(**{"bn.running_var": np.float32([1, least])})
+        message = refusal("weights/bn.running_var", bad, {}, contract=contract, shapes=shapes)
+        assert "the least is 0" in message
 
 
 # --- names ----------------------------------------------------------------------------------
@@ -406,7 +450,8 @@ def oracle_of_weights(tensors, names):
     return (
         (weight.dtype.str, weight.shape) == ("<f4", (4, 2))
         and (count.dtype.str, count.shape) == ("<i8", ())
-        and all(map(math.isfinite, weight.ravel().tolist()))
+        and all(-1e12 <= value <= 1e12 for value in weight.ravel().tolist())
+        and -(10**12) <= count.item() <= 10**12
     )
 
 
@@ -421,13 +466,13 @@ def oracle_of_tensors(tensors):
     ids = classes.tolist()
     if len(set(ids)) < len(ids) or any(label not in (0, 1, 2, 3) for label in ids):
         return False
-    if not all(math.isfinite(x) for row in features.tolist() for x in row):
+    if not all(-1e12 <= x <= 1e12 for row in features.tolist() for x in row):
         return False
     counts = tensors.get("counts")
     if counts is not None:
         if counts.dtype.str != "<i8" or counts.shape != classes.shape:
             return False
-        if any(count < 1 for count in counts.tolist()):
+        if any(count < 1 or count > 10**12 for count in counts.tolist()):
             return False
     square = tensors.get("square")
     if square is None:
@@ -436,7 +481,7 @@ def oracle_of_tensors(tensors):
         return False
     if square.shape[0] != square.shape[1] or square.shape[2] != 3:
         return False
-    return all(math.isfinite(x) and x >= -1.5 for x in square.ravel().tolist())
+    return all(-1.5 <= x <= 1e12 for x in square.ravel().tolist())
 
 
 DTYPES = ("int64", "float32", "float64", "int32")

@@ -9,8 +9,12 @@ from flwr.common import parameters_to_ndarrays
 from fedhet import models
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
+from fedhet.runs.records import Measured
 from fedhet.training import batches
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode
+from strategies.base import Reply
+from strategies.felo import FeloStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +169,23 @@ def test_without_its_terms_and_weights_felo_is_local(tmp_path):
     local = run(small("local", **changes), tmp_path / "local")
     assert felo["accuracy"] == local["accuracy"]
     assert records(tmp_path / "felo")[-1]["loss"] == records(tmp_path / "local")[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "samples", "expected"),
+    [
+        ([3, 9], 12, [3, 9]),
+        ([3, 5], 12, [3, 5]),
+        ([300, 900], 12, [3, 9]),
+        ([1, 10**12], 12, [1, 11]),
+        ([10**12, 10**12], 10**6, [500_000, 500_000]),
+    ],
+)
+def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected):
+    client = ClientInfo("a", "mlp", samples, 3, (4,))
+    tensors = {"classes": np.array([0, 2]), "counts": np.array(counts)}
+    reply = Reply(client, Knowledge(tensors), Measured({}, None, 0.0, 0.0, 0.0))
+    found = FeloStrategy.accept(None, 1, reply).knowledge.tensors
+    assert found["counts"].tolist() == expected
+    assert found["counts"].dtype == np.int64
+    assert found["classes"].tolist() == [0, 2]

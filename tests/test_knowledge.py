@@ -381,6 +381,38 @@ def test_a_bad_array_is_refused_without_memory_for_its_claims(case):
     assert peak < 2_000_000
 
 
+LONG = {
+    "a shape without end": b"(" + b"1," * 2**20,
+    "a shape of spaces": b"(" + b" " * 2**21,
+    "a shape of zeros": b"(" + b"0" * 2**21,
+    "a whole shape": b"(" + b"1," * 2**20 + b"), }\n",
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("claim", [b"\xff\xff", b"\x00\x04", b"\x00\x00"])
+def test_a_header_is_bounded_before_it_is_read(case, claim):
+    """To match a header costs hundreds of times its bytes."""
+    start = b"\x93NUMPY\x01\x00" + claim + b"{'descr': '<f4', 'fortran_order': False, 'shape': "
+    payload = [start + LONG[case]]
+    tracemalloc.start()
+    try:
+        refusal(lambda: receive(payload), "array 0")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**18
+
+
+def test_a_manifest_may_grow_with_its_tensors_alone():
+    """A field of two bytes becomes an object of seventy."""
+    head = np.frombuffer(manifest().SerializeToString() + b"\x32\x00" * 50_000, np.uint8)
+    assert "bytes" in refusal(lambda: decoded(head), "manifest")
+    many = {f"weights/{'layer.' * 30}{n}": np.zeros(1, np.float32) for n in range(2000)}
+    _, knowledge = receive(send(Knowledge(many)))
+    assert list(knowledge.tensors) == list(many)
+
+
 @pytest.mark.parametrize("case", ["no bytes", "2**50 elements", "dtype: structure"])
 def test_a_bad_array_is_named_by_its_position(case):
     head = arrays_of(manifest())[0]
@@ -472,8 +504,8 @@ def test_another_schema_version(version):
 def test_a_manifest_too_large():
     start = manifest(run="r" * 1000).ByteSize() - 1000
     for spare in (-1, 0, 1):
-        # The length of `run` takes four bytes rather than two.
-        head = arrays_of(manifest(run="r" * (MAX_MANIFEST_BYTES - start - 2 - spare)))
+        # The length of `run` takes three bytes rather than two.
+        head = arrays_of(manifest(run="r" * (MAX_MANIFEST_BYTES - start - 1 - spare)))
         assert head[0].size == MAX_MANIFEST_BYTES - spare
         if spare < 0:
             refusal(lambda head=head: decoded(*head), "manifest")

@@ -9,10 +9,10 @@ from flwr.server.client_manager import SimpleClientManager
 
 from fedhet import simulate as simulation
 from fedhet.client.node import read_node
-from fedhet.errors import FedhetError, KnowledgeError, StateError
+from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Members, commonest_task
-from fedhet.wire.identity import ClientInfo, order_of, read_properties
+from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
 
@@ -59,15 +59,62 @@ def members(notices):
         ("model", "m" * 300), ("model", "[red]a"), ("model", ""), ("samples", 1), ("samples", True),
         ("samples", 2.5), ("classes", 1), ("classes", 10**9), ("shape", "1,8,"), ("shape", "0"),
         ("shape", "1,2,3,4,5"), ("shape", 8), ("order", "cat,dog"), ("order", 3),
+        ("samples", 10**12), ("samples", 10**5000), ("shape", 10**5000), ("model", "m\u202elp"),
+        ("shape", "65000,65000,65000"), ("shape", "\u0663,3"), ("classes", 10**5000),
+        ("name", 10**5000), ("name", "a\x1b[2J"), ("order", "a" * 16 + "\n"),
     ],
+    ids=lambda value: shown(value)[:30],
 )  # fmt: skip
 def test_what_a_client_says_is_checked(field, value):
-    if field == "shape" and value == 8:
-        assert read_properties({**GOOD, "shape": 8}, "node").shape == (8,)
-        return
     with pytest.raises(KnowledgeError) as caught:
         read_properties({**GOOD, field: value}, "node 1")
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("samples", "most", "counted"),
+    [
+        ([100, 120, 10**9], 10, [100, 120, 1200]),
+        ([100, 10**9], 10, [100, 1000]),  # of two, the lower one is the median
+        ([10**9, 10**9, 100], 10, [10**9, 10**9, 100]),  # a majority is believed
+        ([5, 7, 9, 90], 10, [5, 7, 9, 70]),
+        ([100, 120, 10**9], 0, [100, 120, 10**9]),
+        ([10, 15], 1.5, [10, 15]),
+        ([7], 10, [7]),
+        ([], 10, []),
+    ],
+)
+def test_no_client_counts_for_more_than_some_medians(samples, most, counted):
+    infos = [ClientInfo(f"c{k}", "mlp", count, 3, (4,)) for k, count in enumerate(samples)]
+    assert list(capped(infos, most).values()) == counted
+
+
+def test_a_client_that_claims_too_many_samples_is_named_once(notices):
+    members = Members(1.0, None, notices.append, samples_cap=10.0)
+    manager = Manager(Node("a", samples=100), Node("b", samples=120), Node("c", samples=10**9))
+    for _ in range(2):
+        found = members.present(manager)
+        assert {name: each.info.samples for name, each in found.items()} == {
+            "a": 100, "b": 120, "c": 1200,
+        }  # fmt: skip
+    assert notices == [
+        "client c claims 1000000000 samples and counts with 1200: 'engine.samples-cap' allows "
+        "10 times the median client's"
+    ]
+    del manager.nodes["a"]  # it counts with the median of those who are there
+    assert members.present(manager)["c"].info.samples == 1200
+
+
+def test_what_a_node_says_of_its_failure_is_one_line(members, notices):
+    node = Node("a")
+    node.get_properties = lambda *_, **__: GetPropertiesRes(
+        Status(
+            Code.GET_PROPERTIES_NOT_IMPLEMENTED, "\x1b[2J\rround 9 accuracy 1.0\nnote: all well"
+        ),
+        {},
+    )
+    members.present(Manager(node))
+    assert notices == [r"node a is left out: \x1b[2J\rround 9 accuracy 1.0\nnote: all well"]
 
 
 def test_identity_round_trip():

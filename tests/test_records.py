@@ -6,10 +6,18 @@ import math
 import pytest
 
 from fedhet.errors import StateError
-from fedhet.runs.files import read_records, read_summary, record_line, summary_text
+from fedhet.runs.directory import read_run_name
+from fedhet.runs.files import (
+    read_partition,
+    read_records,
+    read_summary,
+    record_line,
+    summary_text,
+)
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
+    Score,
     Seconds,
     Summary,
     Tail,
@@ -80,11 +88,93 @@ def test_what_other_versions_write_is_read(tmp_path):
     assert "cut short" in notes[0]
 
 
-def test_a_figure_that_is_no_number_is_not_written():
+def test_what_is_not_finite_is_written_as_null(tmp_path):
+    """One odd number must not end a run."""
     record = RoundRecord(1)
-    record.method["share"] = math.nan
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        record_line(record)
+    record.method |= {"share": math.nan, "most": math.inf, "kept": 7.0}
+    record.accuracy = {"common": {"private": Score(mean=-math.inf, per_client={"a": 0.5})}}
+    (tmp_path / "metrics.jsonl").write_text(record_line(record))
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written["method"] == {"share": None, "most": None, "kept": 7.0}
+    assert written["accuracy"]["common"]["private"] == {
+        "mean": None, "std": None, "worst": None, "per_client": {"a": 0.5},
+    }  # fmt: skip
+    (found,), _ = read_records(tmp_path / "metrics.jsonl")
+    assert math.isnan(found.method["share"])
+
+
+@pytest.mark.parametrize("least", [5e-324, 1e-300, 9e-13])
+def test_no_ratio_to_an_accuracy_that_no_test_set_gives(least):
+    kinds = {"private": {"a": 1.0, "b": 0.5}, "local": {"a": least, "b": 0.25}}
+    assert relative({"common": kinds})["common"].per_client == {"b": 2.0}
+
+
+DEEP = "[" * 100_000
+TAMPERED = {
+    "a loss beyond all": '{"round": 1, "loss": {"mean": 1e308}}',
+    "an accuracy beyond all": '{"round": 1, "accuracy": {"common": {"private": {"mean": -1e300}}}}',
+    "a figure beyond all": '{"round": 1, "method": {"kept": 1e308}}',
+    "a text beyond all": '{"round": 1, "seconds": {"total": "1e400"}}',
+    "an integer beyond all": '{"round": 1, "peak_memory_mb": ' + "9" * 400 + "}",
+    "more digits than Python reads": '{"round": 1, "bytes_up": ' + "9" * 5000 + "}",
+    "a round of 10^30": '{"round": 1' + "0" * 30 + "}",
+    "a round below 0": '{"round": -1}',
+    "bytes of 10^30": '{"round": 1, "bytes_up": 1' + "0" * 30 + "}",
+    "bytes below 0": '{"round": 1, "bytes_down": -1}',
+    "deep": '{"round": 1, "asked": ' + DEEP + "}",
+    "only deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_a_tampered_record_costs_one_line(tmp_path, case):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(TAMPERED[case] + '\n{"round": 2}\n')
+    with pytest.raises(StateError, match=r"metrics\.jsonl: line 1: ") as caught:
+        read_records(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("change", ["deep", "seed", "bytes", "mean"])
+def test_a_tampered_summary_costs_one_line(tmp_path, change):
+    path = tmp_path / "summary.json"
+    sound = {"method": "felo", "dataset": "digits", "seed": 1, "rounds": 3}
+    changes = {
+        "deep": {},
+        "seed": {"seed": 10**30},
+        "bytes": {"bytes_up": 10**30},
+        "mean": {"accuracy": {"common": {"private": {"mean": 1e308}}}},
+    }
+    path.write_text(DEEP if change == "deep" else json.dumps({**sound, **changes[change]}))
+    with pytest.raises(StateError, match=r"summary\.json: "):
+        read_summary(path)
+
+
+def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
+    path = tmp_path / "partition.json"
+    for text in (DEEP, '{"classes": ["a"], "counts": {"c": [1' + "0" * 30 + "]}}"):
+        path.write_text(text)
+        with pytest.raises(StateError, match=r"partition\.json: "):
+            read_partition(path)
+    for text in (DEEP, "9" * 5000, "[]", '{"run": 3}', '{"run": "../x"}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(StateError, match=r"run\.json"):
+            read_run_name(tmp_path)
+
+
+def test_texts_of_a_runs_files_are_printable(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    odd = "\x1b[2Ja\nb"
+    score = {"per_client": {odd: 0.5}}
+    path.write_text(
+        json.dumps(
+            {"round": 1, "asked": [odd], "failed": {odd: odd}, "accuracy": {odd: {odd: score}}}
+        )
+    )
+    (record,), _ = read_records(path)
+    shown = [*record.asked, *record.failed, *record.failed.values(), *record.accuracy]
+    shown += [*record.accuracy[shown[-1]], *record.accuracy[shown[-1]][shown[-1]].per_client]
+    assert shown == [r"\x1b[2Ja\nb"] * 6
 
 
 def test_a_summary_is_written_field_by_field(tmp_path):

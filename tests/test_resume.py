@@ -20,7 +20,7 @@ from fedhet.config.methods import method_names
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import StateError
 from fedhet.settings.tables import RunSettings
-from fedhet.storage import Checkpoints
+from fedhet.storage import Checkpoints, save
 
 PYTHON = [sys.executable, "-m", "fedhet"]
 
@@ -117,6 +117,38 @@ def cut_short(whole, directory, after=3):
     return config
 
 
+def checkpoints_of(config, directory):
+    """Return a run's checkpoints, as the run itself opens them."""
+    run_name = json.loads((directory / "run.json").read_text())["run"]
+    return Checkpoints(directory, {"run": run_name, "method": config.method.name})
+
+
+@pytest.mark.parametrize("change", ["NaN", "run", "method", "round", "no run"])
+def test_a_checkpoint_that_is_not_this_runs_or_not_finite_is_passed_over(tmp_path, change):
+    ours = Checkpoints(tmp_path, {"run": "run-1", "method": "felo"})
+    ours.write(1, {"w": np.ones(2, np.float32)}, {"state": "1"})
+    ours.write(2, {"w": np.full(2, 2, np.float32)}, {"state": "2"})
+    last = tmp_path / "checkpoints" / "round-000002.safetensors"
+    theirs = {
+        "NaN": ({"w": torch.tensor([1, torch.nan])}, {}),
+        "run": ({"w": torch.ones(2)}, {"run": "run-2"}),
+        "method": ({"w": torch.ones(2)}, {"method": "fedtype"}),
+        "round": ({"w": torch.ones(2)}, {"round": 1}),
+        "no run": ({"w": torch.ones(2)}, {"run": None}),
+    }
+    tensors, facts = theirs[change]
+    sound = {"run": "run-1", "method": "felo", "round": 2, "state": "2", **facts}
+    save(last, tensors, {name: value for name, value in sound.items() if value is not None})
+    notices = []
+    found = ours.newest(notices.append)
+    assert (found.round, found.facts["state"]) == (1, "1")
+    assert found.tensors["w"].tolist() == [1, 1]
+    assert "round-000002" in notices[0]
+    assert "the checkpoint before it is tried" in notices[0]
+    save(last, {"w": torch.ones(2)}, {**sound, "run": "run-1", "method": "felo", "round": 2})
+    assert ours.newest(notices.append).round == 2
+
+
 def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     last = tmp_path / "cut" / "checkpoints" / "round-000003.safetensors"
@@ -179,7 +211,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.unlink()
-    Checkpoints(tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
+    checkpoints_of(config, tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
     with pytest.raises(StateError, match=f"does not fit the method {config.method.name}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
@@ -189,7 +221,7 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
     config = small("velo", rounds=2, models="mlp", max_samples=200, **VELO)
     with pytest.raises(CutError):
         run(config, tmp_path / "cut", [CutOff(2, "before")])
-    checkpoints = Checkpoints(tmp_path / "cut")
+    checkpoints = checkpoints_of(config, tmp_path / "cut")
     last = checkpoints.newest(print)
     kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
     checkpoints.write(last.round, kept, last.facts)

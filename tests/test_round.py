@@ -1,18 +1,31 @@
 """The round's record on the server, and the messages that are counted into it."""
 
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from federation import small
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+from flwr.common import (
+    Code,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+)
 
 from fedhet.errors import KnowledgeError, StateError
 from fedhet.runs.records import Measured
+from fedhet.server import exchange as exchanges
 from fedhet.server import round as rounds
 from fedhet.server.exchange import Exchange
+from fedhet.server.members import Member
+from fedhet.server.proxy import ClientFailureError, NamedProxy, reasons
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -97,6 +110,65 @@ def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
     assert state.present(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too far"), RecursionError("deep")])
+def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
+    with state.dropping("a"):
+        raise error
+    assert state.record.failed == {"a": f"cannot be used ({type(error).__name__}: {error})"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OverflowError("too far"), RecursionError("deep"), OSError("gone"), KeyError(1)],
+)
+@pytest.mark.parametrize("step", ["decode", "read_arrays", "read_measures"])
+def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, error, step):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(exchanges, step, fails)
+    with pytest.raises(KnowledgeError) as caught:
+        exchange.read(1, CLIENT, answer(means()), SIZES)
+    assert (caught.value.sender, caught.value.field) == ("a", "answer")
+    assert type(error).__name__ in caught.value.fault
+    if step == "read_measures":
+        with pytest.raises(KnowledgeError):
+            exchange.read_evaluation("a", EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
+
+
+FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"
+
+
+def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state, notices):
+    for metrics, status in (({"error": FORGED}, Code.OK), ({}, Code.FIT_NOT_IMPLEMENTED)):
+        result = FitRes(Status(status, FORGED), answer(means()).parameters, 1, metrics)
+        with state.dropping("a"):
+            exchange.read(1, CLIENT, result, SIZES)
+        assert "owned" in state.record.failed["a"]
+        assert state.record.failed["a"].isprintable()
+    state.absent("b", FORGED)
+    assert all(text.isprintable() for text in [*state.record.failed.values(), *notices])
+
+
+def test_reasons_of_failures_are_printable():
+    proxy = NamedProxy(Member(CLIENT, SimpleNamespace(cid="1")), lambda *_: None)
+    result = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, FORGED), answer(means()).parameters, 1, {})
+    found = reasons([(proxy, result), ClientFailureError("b", FORGED)])
+    assert found.keys() == {"a", "b"}
+    assert all(reason.isprintable() for reason in found.values())
+
+
+def test_an_error_that_a_client_answers_is_printable():
+    told = []
+    proxy = NamedProxy(Member(CLIENT, SimpleNamespace(cid="1")), lambda *each: told.append(each))
+    proxy._proxy.fit = lambda *_: FitRes(
+        Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED}
+    )
+    proxy.fit(FitIns(Parameters([], ""), {}), None, None)
+    assert told[0][0] == "a"
+    assert told[0][1].isprintable()
+
+
 def test_figures_are_numbers_that_json_has(state):
     state.figures({"half": np.float32(0.5), "seven": np.int64(7), "none": np.nan, "inf": np.inf})
     assert state.record.method == {"half": 0.5, "seven": 7.0}
@@ -127,7 +199,10 @@ def test_what_is_known_of_clients_outlives_the_process(state, notices):
     assert other.to_evaluate("b")
     assert not other.to_evaluate("a")
     assert other.close(evaluated=True).accuracy["common"]["private"].per_client == {"a": 0.5}
-    for text in ("{}", "[]", "", json.dumps({"accuracy": {}})):
+    odd = [{"common": {"private": {"a": value}}} for value in (math.nan, math.inf, 1e308, -1, "x")]
+    texts = [json.dumps({"accuracy": each, "changed": []}) for each in (3, [], *odd)]
+    texts.append(json.dumps({"accuracy": {}, "changed": 3}))
+    for text in ("{}", "[]", "", json.dumps({"accuracy": {}}), *texts):
         with pytest.raises((ValueError, KeyError, TypeError)):
             other.load_json(text)
 
@@ -168,12 +243,12 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
 
 
 def test_a_reply_is_read_and_counted(exchange, state):
-    result = answer(means(), {"accuracy.common.private": 0.5, "accuracy.common.server": 0.9})
+    result = answer(means(), {"accuracy.common.private": 0.5})
     reply = exchange.read(1, CLIENT, result, SIZES)
     assert reply.samples == 12
     np.testing.assert_array_equal(reply.knowledge.tensors["counts"], [1, 5])
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors))
-    assert reply.measured.accuracy == {("common", "private"): 0.5}, "of the method's kinds alone"
+    assert reply.measured.accuracy == {("common", "private"): 0.5}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +260,13 @@ def test_a_reply_is_read_and_counted(exchange, state):
         (answer(means(), sender="b"), "sender"),
         (answer(means(features=np.ones((2, 3), np.float32))), "features"),
         (answer(means(), {"seconds.train": float("nan")}), "seconds.train"),
+        (answer(means(), {"accuracy.common.server": 0.9}), "accuracy.common.server"),
+        (answer(means(), {"accuracy.common.local": 5e-324}), "accuracy.common.local"),
+        (answer(means(), {"accuracy.elsewhere.private": 0.9}), "accuracy.elsewhere.private"),
+        (answer(means(), {"accuracy.common.private": 5e-324}), "accuracy.common.private"),
+        (answer(means(), {"accuracy.common.private": 10**400}), "accuracy.common.private"),
+        (answer(means(), {"memory": 10**5000}), "memory"),
+        (answer(means(), {"more": 1.0}), "more"),
         (answer(means(), {"error": "disk full"}), "answer"),
         (answer(means(more=np.zeros(LIMIT, np.uint8))), "payload"),
     ],

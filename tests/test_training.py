@@ -328,6 +328,28 @@ def test_evaluation_of_more_than_one_batch_of_the_usual_size():
 
 
 @pytest.mark.parametrize("training", [True, False])
+class Fixed(nn.Module):
+    """A model whose outputs are given."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, x):
+        return self.logits[: len(x)]
+
+
+def test_logits_that_are_not_finite_are_wrong():
+    """argmax alone takes NaN for the largest, and rows of one value for the first class."""
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        [nan, nan, nan], [nan, 1.0, 2.0], [inf, 1.0, 2.0], [inf, inf, inf], [-inf, -inf, -inf],
+        [3.0, -inf, -inf], [3.0, 1.0, 2.0], [1.0, 1.0, nan],
+    ]  # fmt: skip
+    x, y = torch.zeros(len(rows), 1), torch.zeros(len(rows), dtype=torch.int64)
+    assert evaluate(Fixed(rows), x, y, CPU).accuracy == 2 / 8, "the masked one and the sound one"
+
+
 def test_evaluation_changes_nothing(training):
     model = small_net(dropout=0.5).train(training)
     x, y = data()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +13,12 @@ from fedhet.arrays import group, grouped
 from fedhet.devices import Compute
 from fedhet.errors import StateError
 from fedhet.models import Refitted
-from fedhet.storage import ClientStore
+from fedhet.storage import ClientStore, Facts, refuse_other
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""
 UNSAVED = -1
+LOG = logging.getLogger("fedhet")
 
 
 class ClientState:
@@ -74,24 +76,24 @@ class ClientState:
     def restore(self, run: str, before: int) -> None:
         """Restore the state of the last round before round `before`, or start a new one.
 
-        A server that resumes may ask again for a round that this client has completed. Raises
-        StateError if a state cannot be read, or belongs to another method, model or task.
+        A server that resumes may ask again for a round that this client has completed. A state that
+        is damaged, not finite, or of another run, client, method, model or task is passed over with
+        a warning. Raises StateError if there are states, but none is whole.
         """
         store = ClientStore(self._root, run, self._client)
-        last = max((known for known in store.rounds() if known < before), default=None)
-        version = 0 if last is None else _version_of(store, last)
         self._newest = _newest_version(store)
-        if (store, version) == (self._store, self._version):
+        past = [known for known in store.rounds() if known < before]
+        version = _version_of(store, past[-1]) if past else 0
+        readable = version > 0 or not past
+        if readable and (store, version) == (self._store, self._version):
             return
-        self._version = UNSAVED
-        self.models, self.tensors, self.facts = self._setup(), {}, {}
-        if last is not None:
-            self._load(store, last)
+        self._store, self._version = store, UNSAVED
+        version = self._load_last(past)
         for model in self.models.values():
             self._compute.place(model)
             if isinstance(model, Refitted) and self.participations:
                 model.fit_later(*self._training_set())
-        self._store, self._version = store, version
+        self._version = version
 
     def begin_round(self) -> None:
         """Mark the state as changing: unless it is saved, it is read from disk the next time."""
@@ -109,29 +111,52 @@ class ClientState:
                 "came too late, and the newer state stands"
             )
         version = self._newest + 1
+        facts = {**self.facts, **self._identity_in(store, round), "version": version}
         tensors: dict[str, Tensor] = {}
         for kind, model in self.models.items():
             tensors |= grouped(kind, model.state_dict())
         tensors |= grouped(BESIDE_MODELS, self.tensors)
-        store.save(round, tensors, {**self.facts, **self._identity, "version": version})
+        store.save(round, tensors, facts)
         self._version = self._newest = version
 
-    def _load(self, store: ClientStore, round: int) -> None:
-        tensors, facts = store.load(round, torch.device("cpu"))
-        path = store.path(round)
-        for name, value in self._identity.items():
-            if facts.get(name) != value:
-                raise StateError(
-                    f"{path} is of {name} {facts.get(name)!r}, this client's is {value!r}"
-                )
-        for kind, model in self.models.items():
+    def _load_last(self, rounds: Sequence[int]) -> int:
+        """Load the last whole state of `rounds`; return its version, or 0 for new models."""
+        faults: dict[int, StateError] = {}
+        for round in reversed(rounds):
+            self.models, self.tensors, self.facts = self._setup(), {}, {}
             try:
-                model.load_state_dict(group(tensors, kind))
+                version = self._load(self._opened, round)
+            except StateError as error:
+                faults[round] = error
+                continue
+            for fault in faults.values():
+                LOG.warning("%s: %s; the state of round %d is used", self._client, fault, round)
+            return version
+        if faults:
+            raise faults[rounds[-1]]
+        self.models, self.tensors, self.facts = self._setup(), {}, {}
+        return 0
+
+    def _load(self, store: ClientStore, round: int) -> int:
+        tensors, facts = store.load(round, torch.device("cpu"))
+        path, identity = store.path(round), self._identity_in(store, round)
+        refuse_other(path, facts, identity, "this client's")
+        for kind, model in self.models.items():
+            weights = group(tensors, kind)
+            try:
+                model.load_state_dict(weights)
             except RuntimeError as error:
                 raise StateError(f"{path} does not fit the model {kind}: {error}") from None
+            if not all(bool(value.isfinite().all()) for value in weights.values()):
+                raise StateError(f"{path}: the model {kind} holds NaN or infinity")
         beside = group(tensors, BESIDE_MODELS)
         self.tensors = {name: value.to(self._compute.device) for name, value in beside.items()}
-        self.facts = {k: v for k, v in facts.items() if k not in {*self._identity, "version"}}
+        self.facts = {k: v for k, v in facts.items() if k not in {*identity, "version"}}
+        return _version_in(facts)
+
+    def _identity_in(self, store: ClientStore, round: int) -> dict[str, str | int]:
+        """Return what a state says of itself: whose it is, and of which round."""
+        return {**self._identity, "run": store.run, "client": store.client, "round": round}
 
     @property
     def _opened(self) -> ClientStore:
@@ -140,10 +165,18 @@ class ClientState:
 
 
 def _newest_version(store: ClientStore) -> int:
-    """Return the version of the last round's state; 0: there is none."""
-    rounds = store.rounds()
-    return _version_of(store, rounds[-1]) if rounds else 0
+    """Return the version of the last round's state that can be read; 0: there is none."""
+    return next((v for round in reversed(store.rounds()) if (v := _version_of(store, round))), 0)
 
 
 def _version_of(store: ClientStore, round: int) -> int:
-    return int(store.facts(round).get("version", 0))
+    """Return the version of a round's state, from 1; 0: it cannot be read."""
+    try:
+        return _version_in(store.facts(round))
+    except StateError:
+        return 0
+
+
+def _version_in(facts: Facts) -> int:
+    version = facts.get("version")
+    return version if isinstance(version, int) and version > 0 else 0

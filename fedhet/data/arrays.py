@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.errors import DataError, SettingsError
 
 MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
 _PARTS = ("train", "test")
+_READ_AS = {"x.npy": 4, "y.npy": 8}  # bytes a value, as float32 and int64
 _ALLOWED_X = (
     "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
 )
 
 
-def read_npz(path: Path) -> Split:
-    """Read a file's arrays x and y. [N, H, W] gets a channel; all but uint8 becomes float32."""
-    x, y = _arrays(path)
+def read_npz(path: Path, spec: DataSpec) -> Split:
+    """Read a file's arrays x and y. [N, H, W] gets a channel; all but uint8 becomes float32.
+
+    Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
+    """
+    x, y = _arrays(path, spec)
     labels = _labels(y, path)
     samples = _samples(x, path)
     if len(samples) != len(labels):
@@ -53,8 +57,8 @@ def read_clients(folder: str, spec: DataSpec) -> Dataset:
         )
     root = Path(folder).expanduser()
     files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
-    splits = [read_npz(path) for path in files]
-    common = read_npz(root / "common.npz") if (root / "common.npz").exists() else None
+    splits = _read_all(files, spec)
+    common = read_npz(root / "common.npz", spec) if (root / "common.npz").exists() else None
     every = [*zip(files, splits, strict=True)]
     every += [(root / "common.npz", common)] if common is not None else []
     for path, split in every:
@@ -87,24 +91,60 @@ def _count(root: Path) -> int:
     return clients
 
 
-def _arrays(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _read_all(files: list[Path], spec: DataSpec) -> list[Split]:
+    """Read files that together may take `data.max-bytes`."""
+    splits: list[Split] = []
+    for path in files:
+        splits.append(read_npz(path, spec))
+        refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, path.parents[1])
+    return splits
+
+
+def _arrays(path: Path, spec: DataSpec) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return the file's arrays x and y unchanged; pickled arrays are refused, not loaded."""
     try:
+        refuse_more(_unpacked(path), spec, path)
         with np.load(path, allow_pickle=False) as file:
-            keys = sorted(file.files)
-            if not {"x", "y"} <= set(keys):
-                raise DataError(
-                    f"{path}: needs the arrays x and y, has {', '.join(keys) or 'none'}"
-                )
             return file["x"], file["y"]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        raise DataError(f"{path}: not a readable .npz file ({error})") from error
-    except (ValueError, pickle.UnpicklingError) as error:
-        raise DataError(
-            f"{path}: pickled objects are refused, save plain numeric arrays x and y ({error})"
-        ) from error
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, zlib, lzma, tokenize and numpy have each their own
+        fault = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: not a readable .npz file ({fault})") from error
+
+
+def _unpacked(path: Path) -> int:
+    """Return the bytes that x and y take as they are, or as float32 if that is more.
+
+    Nothing is unpacked but the headers, which must agree with the sizes in the archive's index.
+    """
+    with zipfile.ZipFile(path) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+        if not {"x.npy", "y.npy"} <= sizes.keys():
+            keys = ", ".join(name.removesuffix(".npy") for name in sorted(sizes)) or "none"
+            raise DataError(f"{path}: needs the arrays x and y, has {keys}")
+        return sum(_array_bytes(archive, f"{key}.npy", path) for key in ("x", "y"))
+
+
+def _array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
+        if header is None:
+            raise DataError(f"{path}: {member} is an .npy of version {version}, not (1, 0)")
+        shape, _, dtype = header(file)
+        if dtype.hasobject:
+            raise DataError(
+                f"{path}: pickled objects are refused, save plain numeric arrays x and y"
+            )
+        size = math.prod(shape) * dtype.itemsize
+        if file.tell() + size != archive.getinfo(member).file_size:
+            claim = f"claims {dtype} {list(shape)}, which is not what it holds"
+            raise DataError(f"{path}: {member} {claim}")
+    read = 1 if member == "x.npy" and dtype == np.uint8 else _READ_AS[member]
+    return max(size, read * math.prod(shape))
 
 
 def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:

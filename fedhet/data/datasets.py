@@ -34,6 +34,7 @@ _READ = (
     "data_dir",
     "download",
     "image_size",
+    "max_bytes",
     "max_samples",
     "max_test_samples",
     "public_fraction",

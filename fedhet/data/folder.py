@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more, stratified
 from fedhet.errors import DataError, nearest
 from fedhet.seeding import numpy_rng
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _FORMAT = 1  # part of the cache key: increase it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
 _CHANNELS = {"L": 1, "RGB": 3}
+_OTHER_PART = {"train": "test", "test": "train"}
 
 UNLABELLED = "unlabelled"
 """A site's folder for images without a class, next to its class folders."""
@@ -52,11 +53,11 @@ def read_tree(path: str, spec: DataSpec) -> Dataset:
     if 0 < spec.max_samples < len(files):
         rows = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
         files, labels = [files[row] for row in rows], labels[rows]
-    train = Split(decode(files, spec.image_size), torch.from_numpy(labels))
+    train = Split(decode(files, spec), torch.from_numpy(labels))
     test = None
     if test_root is not None:
         files, labels = listing(test_root, classes)
-        x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+        x = decode(files, spec, like=tuple(train.x.shape[1:]))
         test = Split(x, torch.from_numpy(labels))
     return Dataset(spec.dataset, train, test, classes)
 
@@ -79,6 +80,11 @@ def class_folders(root: Path) -> tuple[str, ...]:
     classes = tuple(sorted(name for name in folders if name != UNLABELLED))
     if not classes:
         raise DataError(f"{root}: has no folders; expected one folder of images for each class")
+    for name in classes:
+        if not name.isprintable():  # nor are bytes that are no UTF-8, which Python escapes
+            raise DataError(
+                f"{root / name}: a folder names its class, in printable characters of UTF-8"
+            )
     return classes
 
 
@@ -95,11 +101,32 @@ def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[
             close = nearest(name, classes)
             raise DataError(f"{root / name}: not a class of the training set{close}")
     labels = {name: label for label, name in enumerate(classes) if name in found}
+    refuse_links_back(root, found)
     try:
         pairs = make_dataset(str(root), labels, extensions=IMG_EXTENSIONS)
     except FileNotFoundError as error:
         raise DataError(f"{root}: {error}") from error
     return [path for path, _ in pairs], np.array([label for _, label in pairs], dtype=np.int64)
+
+
+def refuse_links_back(root: Path, folders: Sequence[str]) -> None:
+    """Raise DataError if a link among `root`'s folders leads back to the data.
+
+    Links to folders elsewhere are followed, but one to a folder above `root`, to one that another
+    folder or link has reached, or to the other part (train, test) would give images a second label.
+    """
+    here = Path(os.path.realpath(root))
+    other = Path(os.path.realpath(root.parent / _OTHER_PART.get(root.name, root.name)))
+    seen: dict[Path, str] = {}
+    for name in folders:
+        for folder, _, _ in os.walk(root / name, followlinks=True):
+            real = Path(os.path.realpath(folder))
+            again = seen.setdefault(real, folder) != folder
+            elsewhere = other != here and real.is_relative_to(other)
+            if again or elsewhere or here.is_relative_to(real):
+                raise DataError(
+                    f"{folder}: is a link to {real}, whose images are in the data already"
+                )
 
 
 def unlabelled_files(root: Path) -> list[str]:
@@ -108,6 +135,7 @@ def unlabelled_files(root: Path) -> list[str]:
         return []
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+    refuse_links_back(root, [*class_folders(root), UNLABELLED])
     found = make_dataset(str(root), {UNLABELLED: 0}, extensions=IMG_EXTENSIONS, allow_empty=True)
     return [path for path, _ in found]
 
@@ -118,17 +146,18 @@ def refuse_unlabelled(root: Path, rule: str) -> None:
         raise DataError(f"{root / UNLABELLED}: is not allowed here: {rule}")
 
 
-def decode(files: Sequence[str], image_size: int, like: tuple[int, ...] | None = None) -> Tensor:
+def decode(files: Sequence[str], spec: DataSpec, like: tuple[int, ...] | None = None) -> Tensor:
     """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
 
     They are resized to `image_size`, or (0) must all have the size of the first. They become
     greyscale (C = 1) if every file is, else RGB. `like` (C, H, W) sets channels and size instead.
+    Raises DataError for a file that is no image, and if they take more than `data.max-bytes`.
     """
-    target = _cache_file(files, image_size, like)
+    target = _cache_file(files, spec.image_size, like)
     try:
         cached = _open(target, len(files))
         if cached is None:
-            cached = _build(target, files, image_size, like)
+            cached = _build(target, files, spec, like)
     except OSError as error:
         raise DataError(
             f"{target.parent}: cannot hold the decoded images ({error}); "
@@ -166,7 +195,7 @@ def _open(target: Path, count: int) -> Pixels | None:
 
 
 def _build(
-    target: Path, files: Sequence[str], image_size: int, like: tuple[int, ...] | None
+    target: Path, files: Sequence[str], spec: DataSpec, like: tuple[int, ...] | None
 ) -> Pixels:
     """Decode into `target`; other processes that need the same array wait and then use it."""
     from filelock import FileLock
@@ -176,10 +205,12 @@ def _build(
         cached = _open(target, len(files))
         if cached is not None:
             return cached
-        mode, size = _form(files, image_size, like)
+        mode, size = _form(files, spec.image_size, like)
+        taken = len(files) * _CHANNELS[mode] * size[0] * size[1]
+        refuse_more(taken, spec, Path(files[0]).parents[1])
         with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
             try:
-                _write(file, files, mode, size, resize=image_size > 0)
+                _write(file, files, mode, size, resize=spec.image_size > 0)
                 os.replace(file.name, target)
             except BaseException:
                 os.unlink(file.name)
@@ -210,7 +241,7 @@ def _image(path: str) -> Image:
 
     try:
         return PIL.Image.open(path)
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+    except Exception as error:  # every format of Pillow's has its own
         raise _unreadable(path, error) from error
 
 
@@ -254,7 +285,7 @@ def _pixels(path: str, mode: str, size: tuple[int, int], resize: bool) -> Pixels
             )
         try:
             image = image.convert(mode)
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
+        except Exception as error:  # as in `_image`
             raise _unreadable(path, error) from error
         pixels = np.asarray(image.resize(size) if resize and image.size != size else image)
     return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)

@@ -89,6 +89,7 @@ def _of_public(spec: DataSpec) -> DataSpec:
         data_dir=spec.data_dir,
         download=spec.download,
         image_size=spec.image_size,
+        max_bytes=spec.max_bytes,
         max_samples=0 if whole else spec.public_samples,
         seed=spec.seed,
     )

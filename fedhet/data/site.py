@@ -121,7 +121,7 @@ def site_data(
         names = names or _folder_names(root / "train", classes)
         train, test = _site_images(root, names, spec)
     else:
-        train, test = _site_arrays(root, classes)
+        train, test = _site_arrays(root, classes, spec)
     rest, left_aside = _without_labels(root, train, spec, unlabelled)
     if test is None:
         if not spec.test_fraction:
@@ -156,7 +156,7 @@ def _without_labels(
         return train.take(torch.arange(0)).scaled(), len(files)
     if not files:
         raise DataError(f"{folder}: has no images; remove it, and labels of others are hidden")
-    x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+    x = decode(files, spec, like=tuple(train.x.shape[1:]))
     return Split(x, torch.full((len(x),), UNKNOWN)).scaled(), 0
 
 
@@ -196,27 +196,27 @@ def _site_images(root: Path, names: tuple[str, ...], spec: DataSpec) -> tuple[Sp
         )
     refuse_unlabelled(root / "test", "test images need a class")
     files, labels = listing(root / "train", names)
-    train = Split(decode(files, spec.image_size), torch.from_numpy(labels))
+    train = Split(decode(files, spec), torch.from_numpy(labels))
     if not (root / "test").is_dir():
         return train, None
     files, labels = listing(root / "test", names)
-    x = decode(files, spec.image_size, like=tuple(train.x.shape[1:]))
+    x = decode(files, spec, like=tuple(train.x.shape[1:]))
     return train, Split(x, torch.from_numpy(labels))
 
 
-def _site_arrays(root: Path, classes: int) -> tuple[Split, Split | None]:
-    train = _within(root / "train.npz", classes)
+def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None]:
+    train = _within(root / "train.npz", classes, spec)
     path = root / "test.npz"
     if not path.exists():
         return train, None
-    test = _within(path, classes)
+    test = _within(path, classes, spec)
     same_kind(train, test, "train.npz", path)
     return train, test
 
 
-def _within(path: Path, classes: int) -> Split:
+def _within(path: Path, classes: int, spec: DataSpec) -> Split:
     """Read a file, with labels among the run's classes."""
-    split = read_npz(path)
+    split = read_npz(path, spec)
     if len(split) and int(split.y.max()) >= classes:
         raise DataError(
             f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedhet.errors import DataError
 from fedhet.settings.schema import Count, CountOrNone
 from fedhet.settings.tables import DataSettings, RunSettings
 
@@ -99,6 +100,14 @@ def global_random_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(legacy)
+
+
+def refuse_more(size: int, spec: DataSettings, where: object) -> None:
+    """Raise DataError if what is read from `where` takes more than `data.max-bytes`."""
+    if size > spec.max_bytes:
+        raise DataError(
+            f"{where}: takes {size} bytes once it is read, 'data.max-bytes' allows {spec.max_bytes}"
+        )
 
 
 def scaled(x: Tensor) -> Tensor:

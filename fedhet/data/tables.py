@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more, stratified
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
 
@@ -27,6 +29,8 @@ _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
 _ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)  # of the 14 columns in adult.names
 _ADULT_COLUMNS = 15  # the last is the class
+_MOST_CHARACTERS = 200  # in a field: numpy gives every field the room of the longest
+_MOST_NUMBER = 1e15  # squares of such numbers and their sums are finite
 
 Rows = npt.NDArray[np.str_]
 
@@ -55,7 +59,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     root = Path(folder).expanduser()
     found = [_file(root, name) for name in ("adult.data", "adult.test")]
     if found[0] is not None and found[1] is not None:
-        train, test = (_read_rows(path) for path in found if path is not None)
+        train, test = (_read_rows(path, spec) for path in found if path is not None)
     elif spec.download:
         rows = _openml_rows(root)
         train, test = (rows[part] for part in _cut_rows(rows))
@@ -103,24 +107,39 @@ def _file(root: Path, name: str) -> Path | None:
     return found[0] if found else None
 
 
-def _read_rows(path: Path) -> Rows:
+def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Return the rows of one file as text [N, 15]; '?' is treated as a category."""
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
-            lines = list(csv.reader(file, skipinitialspace=True))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = _read_bounded(file, spec, path)
+        text = io.StringIO(content.decode("utf-8"), newline="")
+        lines = list(csv.reader(text, skipinitialspace=True))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise DataError(f"{path}: not a readable table ({error})") from error
     # adult.test starts with a line of one field; both files end with an empty line.
     rows = [line for line in lines if len(line) > 1]
     for number, row in enumerate(rows, 1):
         if len(row) != _ADULT_COLUMNS:
             raise DataError(f"{path}: row {number} has {len(row)} columns, Adult has 15")
+        if max(map(len, row)) > _MOST_CHARACTERS:
+            raise DataError(
+                f"{path}: row {number} has a field of {max(map(len, row))} characters, at most "
+                f"{_MOST_CHARACTERS} are allowed"
+            )
     if not rows:
         raise DataError(f"{path}: holds no rows")
     table: Rows = np.array(rows, dtype=np.str_)
     table[:, -1] = np.char.rstrip(table[:, -1], ".")
     return table
+
+
+def _read_bounded(file: gzip.GzipFile | io.BufferedReader, spec: DataSpec, path: Path) -> bytes:
+    """Read a file in small pieces. Raises DataError if it has more than `data.max-bytes`."""
+    content = bytearray()
+    while piece := file.read(2**20):
+        content += piece
+        refuse_more(len(content), spec, path)
+    return bytes(content)
 
 
 def _openml_rows(root: Path) -> Rows:
@@ -162,6 +181,13 @@ def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
 
 def _floats(name: str, rows: Rows, columns: Sequence[int]) -> npt.NDArray[np.float64]:
     try:
-        return rows[:, columns].astype(np.float64)
+        numbers = rows[:, columns].astype(np.float64)
     except ValueError as error:
         raise DataError(f"{name}: a column of numbers holds a word ({error})") from error
+    odd = numbers[~(np.abs(numbers) <= _MOST_NUMBER)]
+    if odd.size:
+        raise DataError(
+            f"{name}: a column of numbers holds {odd[0]}, they must be finite and at most "
+            f"{_MOST_NUMBER:g} either way"
+        )
+    return numbers

@@ -65,7 +65,7 @@ def read_run_name(directory: Path) -> str:
     path = directory / "run.json"
     try:
         name = json.loads(path.read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"cannot read {path}: {error!r}") from None
     if not isinstance(name, str) or not is_name(name):
         raise StateError(f"{path}: {name!r} cannot name a run")

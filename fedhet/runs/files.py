@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,8 @@ T = TypeVar("T")
 
 
 def record_line(record: RoundRecord) -> str:
-    """Return a record as a line of metrics.jsonl."""
-    content = TypeAdapter(RoundRecord).dump_python(record)
+    """Return a record as a line of metrics.jsonl, with null for what is not finite."""
+    content = _finite(TypeAdapter(RoundRecord).dump_python(record))
     return json.dumps(content, allow_nan=False) + "\n"
 
 
@@ -27,7 +28,15 @@ def summary_text(summary: Summary) -> str:
     """
     empty = {name for name in ("relative", "training") if not getattr(summary, name)}
     content = summary.model_dump(exclude=empty)
-    return json.dumps(content, indent=1, allow_nan=False)
+    return json.dumps(_finite(content), indent=1, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
@@ -41,7 +50,7 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     for number, line in lines:
         try:
             content = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number != lines[-1][0]:
                 raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
             note = "the last line of metrics.jsonl was cut short and is left out"
@@ -88,7 +97,7 @@ def read_text(path: Path) -> str:
 def _read_json(path: Path, schema: type[T]) -> T:
     try:
         content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
     return _validated(schema, content, str(path))
 

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
+from fedhet.errors import one_line
 from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
 from fedhet.runs.files import record_line, summary_text
 from fedhet.runs.records import (
@@ -68,7 +69,6 @@ class RunLog:
         """What each client trains with, in words."""
         self.resumed: Checkpoint | None = None
         """The checkpoint from which the run resumes; None for a new run."""
-        self._checkpoints = Checkpoints(directory)
         self.workers = workers
         """Number of clients that train at once."""
         self._history: list[RoundRecord] = []
@@ -97,6 +97,11 @@ class RunLog:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
         with replacing(self.directory / "config.toml") as path:
             path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        identity = {"run": self.run_name, "method": self.config.method.name}
+        return Checkpoints(self.directory, identity)
 
     def _go_on(self) -> None:
         """Resume the run after its last complete round; records of later rounds are dropped."""
@@ -132,12 +137,12 @@ class RunLog:
     def client_answered(self, client: str, error: str = "") -> None:
         """Notify watchers of a client's reply."""
         for watcher in self.watchers:
-            watcher.client_answered(client, error)
+            watcher.client_answered(client, one_line(error))
 
     def notice(self, text: str) -> None:
-        """Pass a notice to watchers."""
+        """Pass a notice to watchers, as one printable line: a peer may have chosen its words."""
         for watcher in self.watchers:
-            watcher.notice(text)
+            watcher.notice(one_line(text))
 
     def round_finished(self, record: RoundRecord) -> None:
         """Write a round's record and notify watchers."""

@@ -15,11 +15,18 @@ from typing import Annotated
 
 import numpy as np
 import pydantic.dataclasses
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+)
 
-from fedhet.errors import KnowledgeError
+from fedhet.errors import KnowledgeError, nearest, one_line, shown
 
-Accuracy = dict[str, dict[str, dict[str, float]]]
+Accuracy = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=1)]]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""
 
 PROTOCOLS = ("personal", "common")
@@ -30,6 +37,11 @@ MOST = 1e15
 """The largest loss, time or size that a client may report; keeps sums and squares finite."""
 TAIL = 5
 """The tail of a run is one round in this many: the last fifth."""
+LEAST_ACCURACY = 1e-12
+"""The smallest accuracy besides 0: far below one of a billion samples; keeps ratios finite."""
+LARGEST = 1e18
+"""The largest number in a run's files: beyond every sum of what clients may report."""
+MOST_ROUNDS = 1_000_000
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -39,6 +51,12 @@ def _or_nan(value: object) -> object:
     return NAN if value is None or infinite else value
 
 
+def _bounded(value: float) -> float:
+    if abs(value) > LARGEST:
+        raise ValueError(f"is {value:g}, the largest allowed is {LARGEST:g}")
+    return value
+
+
 def _numbers(values: object) -> object:
     """Drop strings and tables, which other versions may have logged besides the numbers."""
     if not isinstance(values, Mapping):
@@ -46,8 +64,13 @@ def _numbers(values: object) -> object:
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
 
 
-Number = Annotated[float, BeforeValidator(_or_nan)]
-Figures = Annotated[dict[str, Number], BeforeValidator(_numbers)]
+Number = Annotated[float, BeforeValidator(_or_nan), AfterValidator(_bounded)]
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Round = Annotated[int, Field(ge=0, le=MOST_ROUNDS)]
+Text = Annotated[str, AfterValidator(one_line)]
+"""A name or a reason, as one printable line: files may come from elsewhere."""
+Figures = Annotated[dict[Text, Number], BeforeValidator(_numbers)]
 
 
 class Score(BaseModel):
@@ -58,7 +81,7 @@ class Score(BaseModel):
     mean: Number = NAN
     std: Number = NAN
     worst: Number = NAN
-    per_client: dict[str, Number] = {}
+    per_client: dict[Text, Number] = {}
 
 
 class FinalScore(Score):
@@ -74,9 +97,9 @@ class Ratio(Score):
     best: Number = NAN
 
 
-Scores = dict[str, dict[str, Score]]
+Scores = dict[Text, dict[Text, Score]]
 """protocol -> kind -> accuracies of the clients' models."""
-FinalScores = dict[str, dict[str, FinalScore]]
+FinalScores = dict[Text, dict[Text, FinalScore]]
 Loss = Annotated[
     Score | None,
     BeforeValidator(lambda loss: loss or None),
@@ -110,18 +133,18 @@ class Seconds(BaseModel):
 class RoundRecord:
     """One line of metrics.jsonl; filled in during the round."""
 
-    round: int
-    asked: list[str] = field(default_factory=list)
-    answered: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    round: Round
+    asked: list[Text] = field(default_factory=list)
+    answered: list[Text] = field(default_factory=list)
+    failed: dict[Text, Text] = field(default_factory=dict)
     """Client -> reason."""
     accuracy: Scores = field(default_factory=dict)
-    relative: dict[str, Ratio] = field(default_factory=dict)
+    relative: dict[Text, Ratio] = field(default_factory=dict)
     """By protocol."""
     loss: Loss = None
     """Training losses."""
-    bytes_up: int = 0
-    bytes_down: int = 0
+    bytes_up: Whole = 0
+    bytes_down: Whole = 0
     seconds: Seconds = field(default_factory=Seconds)
     method: Figures = field(default_factory=dict)
     """The method's own metrics of the round."""
@@ -134,10 +157,10 @@ class PastRound(BaseModel):
 
     model_config = READING
 
-    round: int
-    accuracy: dict[str, dict[str, Number]] = {}
-    bytes_up: int = 0
-    bytes_down: int = 0
+    round: Round
+    accuracy: dict[Text, dict[Text, Number]] = {}
+    bytes_up: Whole = 0
+    bytes_down: Whole = 0
     seconds: Number = NAN
 
     @classmethod
@@ -158,26 +181,26 @@ class Summary(BaseModel):
 
     model_config = READING
 
-    method: str
-    dataset: str
-    seed: int
-    rounds: int
-    clients: int = 0
-    models: dict[str, str] = {}
+    method: Text
+    dataset: Text
+    seed: Whole
+    rounds: Round
+    clients: Whole = 0
+    models: dict[Text, Text] = {}
     """Client -> model."""
-    training: dict[str, str] = {}
+    training: dict[Text, Text] = {}
     """Client -> what it trains with: optimiser, learning rate, epochs and batch size."""
-    headline: str = ""
+    headline: Text = ""
     """The protocol of the method's headline number."""
     accuracy: FinalScores = {}
-    relative: dict[str, Ratio] = {}
+    relative: dict[Text, Ratio] = {}
     history: list[PastRound] = []
-    bytes_up: int = 0
-    bytes_down: int = 0
+    bytes_up: Whole = 0
+    bytes_down: Whole = 0
     seconds: Seconds = Seconds()
     peak_memory_mb: Number = NAN
     """The highest memory use of any process, of the server or of clients."""
-    versions: dict[str, str] = {}
+    versions: dict[Text, Text] = {}
 
     @property
     def last_round(self) -> int:
@@ -198,8 +221,8 @@ class Partition(BaseModel):
 
     model_config = READING
 
-    classes: list[str]
-    counts: dict[str, list[int]]
+    classes: list[Text]
+    counts: dict[Text, list[Count]]
 
 
 def metric_name(protocol: str, kind: str) -> str:
@@ -232,7 +255,8 @@ def summarise(accuracy: Accuracy, without: Collection[str] = ()) -> Scores:
 def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Ratio]:
     """Return, by protocol, `spread` and the best of each client's private / local accuracy.
 
-    Only for clients that reported both; a client whose local accuracy is 0 has no ratio.
+    Only for clients that reported both; a client whose local accuracy is 0 has no ratio, nor has
+    one whose accuracy is below any that a test set can give.
     """
     found: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):
@@ -240,7 +264,7 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Rat
         ratios = {
             name: after[name] / before[name]
             for name in (before.keys() & after.keys()) - set(without)
-            if before[name] > 0
+            if before[name] >= LEAST_ACCURACY
         }
         if ratios:
             found[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))
@@ -318,24 +342,37 @@ def write_measures(measured: Measured) -> dict[str, float]:
     return flat
 
 
+MEASURES = ("loss", "seconds.train", "seconds.evaluate", "memory")
+"""The metric names of `write_measures` besides the accuracies."""
+
+
 def read_measures(sender: str, metrics: Mapping[str, object], kinds: Sequence[str]) -> Measured:
     """Return a client's measurements of models of the method's `kinds`.
 
-    Raises KnowledgeError naming the sender and the metric.
+    Raises KnowledgeError naming the sender and the metric, for any other metric too.
     """
-    accuracy = {
-        (protocol, kind): _number(sender, metrics, metric_name(protocol, kind), high=1.0)
-        for protocol in PROTOCOLS
-        for kind in kinds
-        if metric_name(protocol, kind) in metrics
+    names = {
+        metric_name(protocol, kind): (protocol, kind) for protocol in PROTOCOLS for kind in kinds
     }
+    known = (*names, *MEASURES)
+    for name in metrics:
+        if name not in known:
+            raise KnowledgeError(sender, name, f"is no metric of this method{nearest(name, known)}")
     return Measured(
-        accuracy,
+        {key: _accuracy(sender, metrics, name) for name, key in names.items() if name in metrics},
         _number(sender, metrics, "loss", low=-MOST) if "loss" in metrics else None,
         _number(sender, metrics, "seconds.train"),
         _number(sender, metrics, "seconds.evaluate"),
         _number(sender, metrics, "memory"),
     )
+
+
+def _accuracy(sender: str, metrics: Mapping[str, object], name: str) -> float:
+    value = _number(sender, metrics, name, high=1.0)
+    if 0 < value < LEAST_ACCURACY:
+        fault = f"is {value}, must be 0 or from {LEAST_ACCURACY:g} to 1"
+        raise KnowledgeError(sender, name, fault)
+    return value
 
 
 def _number(
@@ -346,8 +383,8 @@ def _number(
     high: float = MOST,
 ) -> float:
     value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise KnowledgeError(sender, name, f"is {value!r}, must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise KnowledgeError(sender, name, f"is {shown(value)}, must be a finite number")
     if not low <= value <= high:
-        raise KnowledgeError(sender, name, f"is {value}, must be from {low:g} to {high:g}")
+        raise KnowledgeError(sender, name, f"is {shown(value)}, must be from {low:g} to {high:g}")
     return float(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
 
 from fedhet.config.methods import Method
-from fedhet.errors import KnowledgeError
+from fedhet.errors import FedhetError, KnowledgeError, words_of
 from fedhet.runs.records import Measured, read_measures
 from fedhet.server.proxy import StoredReply
 from fedhet.server.round import RoundState
@@ -75,6 +76,10 @@ class Exchange:
 
     def read(self, round: int, client: ClientInfo, result: FitRes, sizes: Sizes) -> Reply:
         """Return a client's reply. Raises KnowledgeError if it violates the contract."""
+        with _from_outside(client.name):
+            return self._read(round, client, result, sizes)
+
+    def _read(self, round: int, client: ClientInfo, result: FitRes, sizes: Sizes) -> Reply:
         payload, name = result.parameters, client.name
         if isinstance(payload, StoredReply):  # kept out of `result`, which lives longer
             payload = payload.take()
@@ -90,11 +95,28 @@ class Exchange:
 
     def read_evaluation(self, name: str, result: EvaluateRes) -> Measured:
         """Return a client's measurements from an evaluation. Raises KnowledgeError."""
-        if "error" in result.metrics:
-            raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
-        return read_measures(name, result.metrics, self._kinds)
+        with _from_outside(name):
+            if "error" in result.metrics:
+                raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
+            return read_measures(name, result.metrics, self._kinds)
 
     def check(self, reply: Reply, sizes: Sizes) -> None:
         """Raise KnowledgeError unless a reply satisfies the contract."""
         said = reply.knowledge
         self._receives.check(reply.client.name, said.tensors, said.scalars, sizes)
+
+
+@contextlib.contextmanager
+def _from_outside(sender: str) -> Iterator[None]:
+    """Raise KnowledgeError for whatever goes wrong in the block, which reads what `sender` sent.
+
+    No list of exceptions is complete: memory, recursion, a library's own. One reply must not cost
+    the others, and the reason is in the notice.
+    """
+    try:
+        yield
+    except FedhetError:
+        raise
+    except Exception as error:
+        fault = f"cannot be read ({type(error).__name__}: {words_of(error)})"
+        raise KnowledgeError(sender, "answer", fault) from error

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import FedhetError, words_of
+from fedhet.errors import FedhetError, one_line, words_of
 from fedhet.models import is_registered
 from fedhet.settings.tables import EngineSettings
-from fedhet.wire.identity import ClientInfo, read_properties
+from fedhet.wire.identity import ClientInfo, capped, read_properties
 
 Task = tuple[int, tuple[int, ...]]
 """The number of classes, and the shape of a sample."""
@@ -32,10 +32,20 @@ class Members:
     """The members of a federation, kept up to date as nodes come and go."""
 
     def __init__(
-        self, timeout: float, pool: Collection[str] | None, notice: Callable[[str], None]
+        self,
+        timeout: float,
+        pool: Collection[str] | None,
+        notice: Callable[[str], None],
+        samples_cap: float = 0.0,
     ) -> None:
-        """`pool`: the run's models, or None if the server need not know the clients' models."""
+        """`pool`: the run's models, or None if the server need not know the clients' models.
+
+        `samples_cap`: a member counts for at most so many times the median's samples; 0: no limit.
+        """
         self._timeout = timeout
+        self._samples_cap = samples_cap
+        self._counted: dict[str, int] = {}
+        """The samples with which each client counts that claims more."""
         self._pool = pool
         self._notice = notice
         self.one_model = ""
@@ -94,7 +104,23 @@ class Members:
         ]
         self._welcome(new)
         members = {info.name: Member(info, proxies[node]) for node, info in self._infos.items()}
-        return dict(sorted(members.items()))
+        return self._capped(dict(sorted(members.items())))
+
+    def _capped(self, members: dict[str, Member]) -> dict[str, Member]:
+        """Return the members with the samples they count with; a notice names a new limit."""
+        counted = capped([member.info for member in members.values()], self._samples_cap)
+        for name, member in members.items():
+            most, claimed = counted[name], member.info.samples
+            if most < claimed and self._counted.get(name) != most:
+                self._counted[name] = most
+                self._notice(
+                    f"client {name} claims {claimed} samples and counts with {most}: 'engine."
+                    f"samples-cap' allows {self._samples_cap:g} times the median client's"
+                )
+        return {
+            name: replace(member, info=replace(member.info, samples=counted[name]))
+            for name, member in members.items()
+        }
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:
         if not proxies:
@@ -124,7 +150,7 @@ class Members:
         try:
             answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             if answer.status.code != Code.OK:
-                return f"node {proxy.cid} is left out: {answer.status.message[:300]}"
+                return f"node {proxy.cid} is left out: {one_line(answer.status.message)[:300]}"
             return read_properties(answer.properties, f"node {proxy.cid}")
         except FedhetError as error:
             self._refused.add(proxy.cid)

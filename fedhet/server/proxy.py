@@ -9,7 +9,7 @@ from pathlib import Path
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import words_of
+from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
@@ -45,7 +45,7 @@ class NamedProxy(ClientProxy):
         except Exception as error:
             self._on_answer(self.name, words_of(error))
             raise ClientFailureError(self.name, words_of(error)) from error
-        self._on_answer(self.name, str(result.metrics.get("error", "")))
+        self._on_answer(self.name, one_line(str(result.metrics.get("error", ""))))
         return result
 
     def evaluate(
@@ -108,8 +108,8 @@ def reasons(failures: Failures) -> dict[str, str]:
     found: dict[str, str] = {}
     for failure in failures:
         if isinstance(failure, ClientFailureError):
-            found[failure.client] = " ".join(failure.reason.split())[:300] or "failed"
+            found[failure.client] = one_line(" ".join(failure.reason.split()))[:300] or "failed"
         elif isinstance(failure, tuple):
             proxy, result = failure
-            found[name_of(proxy)] = result.status.message[:300] or "failed"
+            found[name_of(proxy)] = one_line(result.status.message)[:300] or "failed"
     return found

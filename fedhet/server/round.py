@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from fedhet.errors import FedhetError, KnowledgeError
+from pydantic import TypeAdapter
+
+from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.runs.records import Accuracy, Measured, RoundRecord, relative, spread, summarise
 
 
@@ -114,15 +116,21 @@ class RoundState:
 
     @contextlib.contextmanager
     def dropping(self, name: str) -> Iterator[None]:
-        """Drop a client from the round if the block raises an error about its reply."""
+        """Drop a client from the round if the block raises an error about its reply.
+
+        Its content may also be the cause if memory or Python's limits do not suffice.
+        """
         try:
             yield
         except KnowledgeError as error:
             self._drop(name, f"{error.field}: {error.fault}")
         except FedhetError as error:
             self._drop(name, str(error))
+        except (MemoryError, OverflowError, RecursionError) as error:
+            self._drop(name, f"cannot be used ({type(error).__name__}: {words_of(error)})")
 
     def _drop(self, name: str, reason: str) -> None:
+        reason = one_line(reason)
         self.record.failed[name] = reason
         self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
@@ -152,4 +160,5 @@ class RoundState:
     def load_json(self, text: str) -> None:
         """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         known = json.loads(text)
-        self._accuracy, self._changed = known["accuracy"], set(known["changed"])
+        self._accuracy = TypeAdapter(Accuracy).validate_python(known["accuracy"])
+        self._changed = set(TypeAdapter(list[str]).validate_python(known["changed"]))

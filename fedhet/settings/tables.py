@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.settings.schema import (
+    Bytes,
     Count,
     CountOrNone,
     Dealt,
@@ -22,6 +23,7 @@ from fedhet.settings.schema import (
     Positive,
     Scalar,
     Schema,
+    Side,
     Span,
     SpanOrAll,
     entries,
@@ -67,8 +69,13 @@ class DataSettings(Schema):
         description="share of a client's samples kept as its own test split; 0 = none, where there "
         "is a common test set",
     )
-    image_size: CountOrNone = Field(
+    image_size: Side = Field(
         0, description="side to which an image folder is resized; 0 = as it is"
+    )
+    max_bytes: Bytes = machine(
+        2 * 2**30,
+        "most bytes that the arrays, the decoded images or the table of one dataset may take; more "
+        "is refused before it is read",
     )
     max_samples: CountOrNone = Field(
         0, description="train on a seeded subset of this size; 0 = all"
@@ -233,6 +240,11 @@ class EngineSettings(ComputeSettings):
         "server's memory; 0 = as many as there are workers, in a deployment all",
     )
     max_payload_mb: Positive = machine(2048.0, "a reply larger than this is refused, MB")
+    samples_cap: NonNegative = Field(
+        10.0,
+        description="a client counts for at most so many times the samples of the median client, "
+        "whatever it claims to have; 0 = no limit",
+    )
 
 
 class AttackSettings(Schema):

@@ -16,6 +16,15 @@ import numpy as np
 from fedhet.arrays import Array, Shapes
 from fedhet.errors import KnowledgeError, nearest
 
+MAX_MAGNITUDE = 1e12
+"""The largest absolute value of a number that travels, unless its field allows another.
+
+No model or logit comes near it. Sums of squares of such numbers, and their sums over a million
+clients, are finite in float32; sums of such integers fit into int64.
+"""
+VARIANCES = "running_var"
+"""The name in a state dict under which batch normalisation keeps its variances."""
+
 
 @dataclass(frozen=True)
 class TensorField:
@@ -72,6 +81,7 @@ class ScalarField:
     required: bool = True
     low: float | None = None
     high: float | None = None
+    """Maximum value; None: MAX_MAGNITUDE."""
 
     def describe(self) -> str:
         """Return the type's name."""
@@ -175,10 +185,12 @@ def _check_scalar(
     if isinstance(value, float) and not np.isfinite(value):
         raise KnowledgeError(sender, field.name, f"is {value}, must be finite")
     if isinstance(value, int | float):
-        if field.low is not None and value < field.low:
-            raise KnowledgeError(sender, field.name, f"is {value}, must be at least {field.low}")
-        if field.high is not None and value > field.high:
-            raise KnowledgeError(sender, field.name, f"is {value}, must be at most {field.high}")
+        low = -MAX_MAGNITUDE if field.low is None else field.low
+        high = MAX_MAGNITUDE if field.high is None else field.high
+        if value < low:
+            raise KnowledgeError(sender, field.name, f"is {value}, must be at least {low}")
+        if value > high:
+            raise KnowledgeError(sender, field.name, f"is {value}, must be at most {high}")
 
 
 def _check_tensor(
@@ -207,11 +219,11 @@ def _check_tensor(
             fault = f"has shape {list(value.shape)}, must be {field.describe()}{where}"
             raise KnowledgeError(sender, field.name, fault)
     check_finite(sender, field.name, value)
-    _check_low(sender, field.name, value, field.low)
     if field.numbers:
         _check_below(sender, field.name, value, sizes[field.numbers])
     if field.ids:
         _check_ids(sender, field, value, sizes[field.ids])
+    _check_range(sender, field.name, value, field.low)
     for name in field.needs:
         if name not in tensors:
             raise KnowledgeError(sender, name, f"missing, {field.name} needs it")
@@ -251,7 +263,8 @@ def _check_weights(
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
-        _check_low(sender, name, value, field.low)
+        low = 0.0 if name.endswith(VARIANCES) else field.low
+        _check_range(sender, name, value, low)
 
 
 def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
@@ -259,9 +272,18 @@ def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
     return sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
 
 
-def _check_low(sender: str, name: str, value: Array, low: float | None) -> None:
-    if low is not None and value.size and value.min() < low:
-        raise KnowledgeError(sender, name, f"holds {value.min()}, the least is {low}")
+def _check_range(sender: str, name: str, value: Array, low: float | None) -> None:
+    if not value.size:
+        return
+    # As Python's numbers: numpy would compare in the tensor's type, where the limit may be inf.
+    least, most = value.min().item(), value.max().item()
+    if low is not None and least < low:
+        raise KnowledgeError(sender, name, f"holds {least}, the least is {low}")
+    if least < -MAX_MAGNITUDE or most > MAX_MAGNITUDE:
+        odd = least if least < -MAX_MAGNITUDE else most
+        raise KnowledgeError(
+            sender, name, f"holds {odd}, the most allowed is {MAX_MAGNITUDE:g} either way"
+        )
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:

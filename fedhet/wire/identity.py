@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
-from fedhet.errors import KnowledgeError
+from fedhet.errors import KnowledgeError, shown
 from fedhet.wire.knowledge import is_name
 
 SERVER = "server"
 """The sender's name in the server's messages; no client may have it."""
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
+MAX_VALUES = 2**28
+"""Values in one sample."""
+MAX_SAMPLES = 10**9
+_SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
-_MODEL = re.compile(r"[\w.:-]{1,200}")
+_MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
 
@@ -65,12 +71,14 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")
     if not isinstance(name, str) or not is_name(name) or name == SERVER:
-        raise KnowledgeError(node, "name", f"is {name!r}, must be letters, digits, '.', '_', '-'")
+        raise KnowledgeError(
+            node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'"
+        )
     model = properties.get("model")
     if not isinstance(model, str) or not _MODEL.fullmatch(model):
         raise KnowledgeError(name, "model", "must be a model's name")
     shape = _shape(name, properties.get("shape"))
-    samples = _whole(name, "samples", properties.get("samples"), 2, 10**12)
+    samples = _whole(name, "samples", properties.get("samples"), 2, MAX_SAMPLES)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
     order = properties.get("order", "")
     if not isinstance(order, str) or not _ORDER.fullmatch(order):
@@ -83,13 +91,29 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
 
 def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        fault = f"is {value!r}, must be an integer from {low} to {high}"
+        fault = f"is {shown(value)}, must be an integer from {low} to {high}"
         raise KnowledgeError(sender, field, fault)
     return value
 
 
 def _shape(sender: str, text: object) -> tuple[int, ...]:
-    sides = str(text).split(",")
-    if not 1 <= len(sides) <= 4 or not all(s.isdecimal() and len(s) < 6 for s in sides):
-        raise KnowledgeError(sender, "shape", f"is {text!r}, must be 1 to 4 sizes like '3,32,32'")
-    return tuple(_whole(sender, "shape", int(s), 1, MAX_SIDE) for s in sides)
+    if not isinstance(text, str) or not _SHAPE.fullmatch(text):
+        fault = f"is {shown(text)}, must be 1 to 4 sizes like '3,32,32'"
+        raise KnowledgeError(sender, "shape", fault)
+    shape = tuple(_whole(sender, "shape", int(side), 1, MAX_SIDE) for side in text.split(","))
+    if math.prod(shape) > MAX_VALUES:
+        fault = f"is {text}, one sample must have at most {MAX_VALUES} values"
+        raise KnowledgeError(sender, "shape", fault)
+    return shape
+
+
+def capped(infos: Iterable[ClientInfo], most: float) -> dict[str, int]:
+    """Return the number of samples with which each client counts, by name.
+
+    It is what the client reports, but no more than `most` times the median client's (of an even
+    number of clients, the lower median); 0: no limit. No server can count a client's samples, and
+    methods weight clients by them.
+    """
+    said = {info.name: info.samples for info in infos}
+    limit = int(most * median_low(said.values())) if said and most else MAX_SAMPLES
+    return {name: min(samples, limit) for name, samples in said.items()}

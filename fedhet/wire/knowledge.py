@@ -23,13 +23,18 @@ SCHEMA_VERSION = 1
 DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 )
-MAX_MANIFEST_BYTES = 4 * 2**20
+MAX_MANIFEST_BYTES = 2**16
+"""Limit on a manifest without tensors: once read, fields cost many times their bytes."""
+MAX_SPEC_BYTES = 1024
+"""What a manifest may be larger for each tensor that came with it."""
+MAX_HEADER_BYTES = 1024
+"""Limit on an .npy header, read before anything in it; numpy writes 118 bytes for most shapes."""
 MAX_RANK = 8
 _DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
-_NPY = re.compile(
-    rb"\x93NUMPY\x01\x00(..)\{'descr': '(..\d)', 'fortran_order': (True|False), "
-    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n",
-    re.DOTALL,
+_MAGIC = b"\x93NUMPY\x01\x00"
+_HEADER = re.compile(
+    rb"\{'descr': '(..\d)', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
 """The header that numpy writes for the allowed types; any other valid header is rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -156,15 +161,17 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 
 def _read_npy(data: bytes, sender: str, name: str) -> Array:
     """Return the array of an .npy file; its header must match the actual number of bytes."""
-    header = _NPY.match(data)
-    if header is None or int.from_bytes(header[1], "little") != header.end() - header.end(1):
+    start = len(_MAGIC) + 2
+    end = start + int.from_bytes(data[start - 2 : start], "little")
+    header = _HEADER.fullmatch(data[start:end]) if end <= start + MAX_HEADER_BYTES else None
+    if header is None or data[: len(_MAGIC)] != _MAGIC:
         raise KnowledgeError(sender, name, "is not an .npy array of a type that travels")
-    dtype, body = _DTYPES.get(header[2]), memoryview(data)[header.end() :]
+    dtype, body = _DTYPES.get(header[1]), memoryview(data)[end:]
     if dtype is None:
         raise KnowledgeError(
-            sender, name, f"holds {header[2].decode('latin1')}, which cannot travel"
+            sender, name, f"holds {header[1].decode('latin1')}, which cannot travel"
         )
-    shape = tuple(int(side) for side in header[4].split(b",") if side.strip())
+    shape = tuple(int(side) for side in header[3].split(b",") if side.strip())
     if len(shape) > MAX_RANK or math.prod(shape) * dtype.itemsize != len(body):
         fault = f"claims {dtype} {list(shape)}, {len(body)} bytes came"
         raise KnowledgeError(sender, name, fault)
@@ -172,7 +179,7 @@ def _read_npy(data: bytes, sender: str, name: str) -> Array:
         raise KnowledgeError(sender, name, "holds a truth that is neither 0 nor 1")
     try:
         flat = np.frombuffer(body, dtype=dtype)
-        return flat.reshape(shape, order="F" if header[3] == b"True" else "C")
+        return flat.reshape(shape, order="F" if header[2] == b"True" else "C")
     except ValueError as error:
         raise KnowledgeError(sender, name, f"claims {list(shape)} ({error})") from None
 
@@ -180,8 +187,9 @@ def _read_npy(data: bytes, sender: str, name: str) -> Array:
 def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
     if not arrays or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
         raise KnowledgeError(sender, "manifest", "the first array must be uint8 [bytes]")
-    if arrays[0].size > MAX_MANIFEST_BYTES:
-        fault = f"is {arrays[0].size} bytes, the most allowed is {MAX_MANIFEST_BYTES}"
+    most = MAX_MANIFEST_BYTES + MAX_SPEC_BYTES * (len(arrays) - 1)
+    if arrays[0].size > most:
+        fault = f"is {arrays[0].size} bytes, the most allowed is {most}"
         raise KnowledgeError(sender, "manifest", fault)
     manifest = wire.Manifest()
     try:

@@ -1,0 +1,371 @@
+"""Data files that are damaged or made to harm: each costs one line, and little memory."""
+
+import contextlib
+import gzip
+import io
+import os
+import tracemalloc
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from pydantic import ValidationError
+from test_tables import write_adult
+
+from fedhet.data import DataSpec, load, site_data, validate
+from fedhet.data.folder import decode
+from fedhet.errors import DataError
+
+SITE = DataSpec(test_fraction=0.25)
+ROWS = {"x": np.ones((8, 3), np.float32), "y": np.arange(8) % 2}
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    load.__globals__["_load"].cache_clear()
+    site_data.cache_clear()
+
+
+def fault(call):
+    """The one printable line of the DataError."""
+    with pytest.raises(DataError) as caught:
+        call()
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def site(folder, spec=SITE, classes=2):
+    return site_data(str(folder), spec=spec, classes=classes, name="site")
+
+
+# --- npz ------------------------------------------------------------------------------------
+
+
+def saved(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def archive(path, members, compression=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return path
+
+
+def header(text, size=118):
+    return b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"
+
+
+GOOD = {f"{name}.npy": saved(value) for name, value in ROWS.items()}
+NPY_OF = b"{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
+MEMBERS = {
+    "no array": {"x": b"not an array", "y.npy": GOOD["y.npy"]},
+    "an empty member": {**GOOD, "x.npy": b""},
+    "text": {**GOOD, "x.npy": b"hello" * 100},
+    "a header that is no Python": {**GOOD, "x.npy": header(b"{'descr': '<f4', 'shape': ((((((")},
+    "a header of brackets": {**GOOD, "x.npy": header(b"(" * 9000, 9100)},
+    "a header that is code": {**GOOD, "x.npy": header(b"__import__('os').system('true')")},
+    "a header that lacks a key": {**GOOD, "x.npy": header(b"{'descr': '<f4'}")},
+    "a type that there is not": {
+        **GOOD,
+        "x.npy": header(NPY_OF.replace(b"<f4", b"<q9") % b"(8, 3)"),
+    },
+    "more rows than bytes": {**GOOD, "x.npy": header(NPY_OF % b"(9, 3)") + bytes(96)},
+    "fewer rows than bytes": {**GOOD, "x.npy": header(NPY_OF % b"(7, 3)") + bytes(96)},
+    "rows below 0": {**GOOD, "x.npy": header(NPY_OF % b"(-8, -3)") + bytes(96)},
+    "10^18 rows": {**GOOD, "x.npy": header(NPY_OF % b"(1000000000000000000, 3)") + bytes(96)},
+    "a pickle": {**GOOD, "x.npy": saved(np.array([None] * 8))},
+    "version 3": {**GOOD, "x.npy": b"\x93NUMPY\x03\x00" + GOOD["x.npy"][8:]},
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+def test_a_member_that_is_no_array(tmp_path, case):
+    path = archive(tmp_path / "train.npz", MEMBERS[case])
+    tracemalloc.start()
+    try:
+        message = fault(lambda: site(tmp_path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert message.startswith(f"{path}: ")
+    assert peak < 4_000_000
+
+
+def patched(path, change):
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def damage_stream(data):
+    at = data.index(b"x.npy") + 40
+    data[at : at + 20] = b"\xff" * 20
+
+
+def set_field(offset, value):
+    def change(data):
+        for start, more in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+            at = data.index(start) + offset + more
+            data[at : at + 2] = value.to_bytes(2, "little")
+
+    return change
+
+
+ZIPS = {
+    "a damaged stream": damage_stream,
+    "an unknown compression": set_field(8, 99),
+    "encrypted": set_field(6, 1),
+    "cut": lambda data: data.__delitem__(slice(len(data) // 2, None)),
+    "empty": bytearray.clear,
+}
+
+
+@pytest.mark.parametrize("case", ZIPS)
+def test_an_archive_that_is_damaged(tmp_path, case):
+    path = archive(tmp_path / "train.npz", GOOD)
+    patched(path, ZIPS[case])
+    assert fault(lambda: site(tmp_path)).startswith(f"{path}: not a readable .npz file (")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RecursionError("deep"), zlib.error("bad"), KeyError(1)]
+)
+def test_whatever_a_library_raises_names_the_file(tmp_path, monkeypatch, error):
+    path = archive(tmp_path / "train.npz", GOOD)
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(np, "load", fails)
+    message = fault(lambda: site(tmp_path))
+    assert message.startswith(f"{path}: not a readable .npz file ({type(error).__name__}")
+
+
+def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
+    """Zeros compress to a thousandth."""
+    rows = 100_000
+    path = tmp_path / "train.npz"
+    np.savez_compressed(path, x=np.zeros((rows, 1, 8, 8), np.uint8), y=np.zeros(rows, np.uint8))
+    assert path.stat().st_size < 50_000
+    takes = rows * 64 + rows * 8  # bytes stay bytes, labels become int64
+    tracemalloc.start()
+    try:
+        message = fault(lambda: site(tmp_path, SITE.but(max_bytes=takes - 1)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (
+        message
+        == f"{path}: takes {takes} bytes once it is read, 'data.max-bytes' allows {takes - 1}"
+    )
+    assert peak < 1_000_000
+    assert len(site(tmp_path, SITE.but(max_bytes=takes)).train) == 75_000
+
+
+def test_values_that_become_float32_are_counted_as_such(tmp_path):
+    np.savez(tmp_path / "train.npz", x=np.zeros((1000, 50), np.int8), y=np.arange(1000) % 2)
+    takes = 1000 * 50 * 4 + 1000 * 8
+    assert "takes" in fault(lambda: site(tmp_path, SITE.but(max_bytes=takes - 1)))
+    assert len(site(tmp_path, SITE.but(max_bytes=takes)).train) == 750
+
+
+def test_the_files_of_all_clients_are_counted_together(tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        for k in range(2):
+            np.savez(tmp_path / part / f"{k}.npz", **ROWS)
+    each = 8 * 3 * 4 + 8 * 8
+    spec = DataSpec(dataset=f"npz:{tmp_path}", clients=2, max_bytes=4 * each)
+    assert len(load(spec).train) == 32
+    message = fault(lambda: load(spec.but(max_bytes=4 * each - 1)))
+    assert message == (
+        f"{tmp_path}: takes {4 * each} bytes once it is read, "
+        f"'data.max-bytes' allows {4 * each - 1}"
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e400", "1e16", "-1e300"])
+def test_a_number_that_is_none(tmp_path, number):
+    dataset = write_adult(tmp_path)
+    path = tmp_path / "adult.data"
+    first, _, rest = path.read_text().partition(",")
+    assert first.strip().isdecimal()
+    path.write_text(f"{number},{rest}")
+    message = fault(lambda: load(DataSpec(dataset=dataset)))
+    assert "a column of numbers holds" in message
+    assert "must be finite and at most 1e+15" in message
+
+
+def test_a_field_without_end(tmp_path):
+    """Each of 15 x 30 fields would take four bytes a character of the longest."""
+    dataset = write_adult(tmp_path)
+    with (tmp_path / "adult.data").open("a") as file:
+        file.write(", ".join(["w" * 100_000] * 15) + "\n")
+    tracemalloc.start()
+    try:
+        message = fault(lambda: load(DataSpec(dataset=dataset)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "has a field of 100000 characters, at most 200 are allowed" in message
+    assert peak < 20_000_000
+
+
+def test_a_small_archive_of_a_large_table_is_refused(tmp_path):
+    dataset = write_adult(tmp_path)
+    path = tmp_path / "adult.data.gz"
+    path.write_bytes(gzip.compress(b"\n" * 5_000_000))
+    (tmp_path / "adult.data").unlink()
+    message = fault(lambda: load(DataSpec(dataset=dataset, max_bytes=1_000_000)))
+    assert message.startswith(f"{path}: takes {2**20} bytes once it is read")
+
+
+@pytest.mark.parametrize("at", [12, 40, 100])
+def test_a_damaged_archive_of_a_table(tmp_path, at):
+    dataset = write_adult(tmp_path)
+    path = tmp_path / "adult.data"
+    packed = bytearray(gzip.compress(path.read_bytes()))
+    packed[at : at + 8] = b"\xff" * 8
+    path.unlink()
+    path.with_name("adult.data.gz").write_bytes(packed)
+    assert "adult.data.gz: not a readable table" in fault(lambda: load(DataSpec(dataset=dataset)))
+
+
+# --- image folders --------------------------------------------------------------------------
+
+
+def tree(root, classes=("ant", "cat", "dog"), each=2):
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for row in range(each):
+            PIL.Image.new("RGB", (6, 5), (row, 0, 0)).save(root / name / f"{row}.png")
+    return root
+
+
+def folder(root, **changes):
+    return DataSpec(dataset=f"imagefolder:{root}", clients=1, min_samples=1, **changes)
+
+
+LINKS = {
+    "to its parent": ("ant/more", ".."),
+    "to itself": ("ant/more", "."),
+    "above the data": ("ant/more", "../../.."),
+    "to another class": ("ant/more", "../cat"),
+    "a class to another": ("elk", "cat"),
+    "a class to all of it": ("elk", "."),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+@pytest.mark.parametrize("part", ["", "train"])
+def test_a_link_back_into_the_data(tmp_path, case, part):
+    root = tree(tmp_path / "tree" / part)
+    place, target = LINKS[case]
+    (root / place).symlink_to(target, target_is_directory=True)
+    message = fault(lambda: load(folder(tmp_path / "tree")))
+    assert "is a link to" in message
+    assert "whose images are in the data already" in message
+
+
+@pytest.mark.parametrize(("part", "other"), [("train", "test"), ("test", "train")])
+def test_a_link_to_the_other_part(tmp_path, part, other):
+    for name in ("train", "test"):
+        tree(tmp_path / name)
+    (tmp_path / part / "ant" / "more").symlink_to(tmp_path / other / "cat")
+    message = fault(lambda: load(folder(tmp_path)))
+    assert message.startswith(f"{tmp_path / part / 'ant' / 'more'}: is a link to")
+
+
+def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
+    """Each level would double the walk, down to the system's limit of forty."""
+    root = tree(tmp_path / "tree")
+    for number in range(6):
+        (root / "ant" / f"more{number}").symlink_to("..")
+    assert "is a link to" in fault(lambda: load(folder(root)))
+
+
+def test_unlabelled_images_are_nobody_elses(tmp_path):
+    train = tree(tmp_path / "train")
+    (train / "unlabelled").symlink_to("cat")
+    with pytest.raises(DataError, match="whose images are in the data already"):
+        site_data(str(tmp_path), spec=SITE, classes=3, name="s", unlabelled=True)
+
+
+@pytest.mark.parametrize("part", ["", "train"])
+def test_links_to_folders_elsewhere_are_followed(tmp_path, part):
+    root = tree(tmp_path / "here" / part)
+    tree(tmp_path / "there", ("elks", "cats"))
+    (root / "elk").symlink_to(tmp_path / "there" / "elks")
+    (root / "cat" / "more").symlink_to(tmp_path / "there" / "cats")
+    data = load(folder(tmp_path / "here"))
+    assert data.classes == ("ant", "cat", "dog", "elk")
+    assert np.bincount(data.train.y).tolist() == [2, 4, 2, 2]
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"a\x1b[2Jb", b"a\nb", "a\u202eb".encode()])
+def test_a_class_that_cannot_be_shown(tmp_path, name):
+    root = tree(tmp_path / "tree")
+    os.rename(os.fsencode(root / "cat"), os.fsencode(root) + b"/" + name)
+    message = fault(lambda: validate(folder(root)))
+    assert "a folder names its class, in printable characters of UTF-8" in message
+
+
+def test_a_file_name_that_is_not_utf_8(tmp_path):
+    root = tree(tmp_path / "tree", each=3)
+    odd = os.fsencode(root / "cat") + b"/caf\xe9.png"
+    os.rename(root / "cat" / "0.png", odd)
+    assert len(load(folder(root)).train) == 9
+    Path(os.fsdecode(odd)).write_bytes(b"no image")
+    load.__globals__["_load"].cache_clear()
+    assert r"caf\udce9.png: not a readable image" in fault(lambda: load(folder(root)))
+
+
+def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
+    root = tree(tmp_path / "tree")
+    takes = 6 * 3 * 40 * 40
+    spec = folder(root, image_size=40)
+    message = fault(lambda: load(spec.but(max_bytes=takes - 1)))
+    assert (
+        message
+        == f"{root}: takes {takes} bytes once it is read, 'data.max-bytes' allows {takes - 1}"
+    )
+    assert not list((tmp_path / "cache").glob("*.npy"))
+    assert load(spec.but(max_bytes=takes)).train.x.nbytes == takes
+    assert "bytes once it is read" in fault(lambda: load(folder(root, image_size=65_535)))
+
+
+def test_a_side_has_a_limit():
+    with pytest.raises(ValidationError, match="65535"):
+        DataSpec(image_size=65_536)
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "tiff", "webp", "jpeg", "ppm"])
+def test_a_damaged_image_of_any_format_is_named(tmp_path, suffix, monkeypatch):
+    """Damaged anywhere, it is decoded or refused; nothing else is raised."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    rng = np.random.default_rng(0)
+    image = PIL.Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    stream, odd, refused = io.BytesIO(), tmp_path / f"odd.{suffix}", 0
+    image.save(stream, suffix)
+    for attempt in range(40):
+        data = bytearray(stream.getvalue())
+        for _ in range(1 + attempt % 4):
+            data[rng.integers(len(data))] = rng.integers(256)
+        if attempt % 3 == 0:
+            del data[rng.integers(len(data)) :]
+        odd.write_bytes(data)
+        with contextlib.suppress(DataError):
+            assert decode([str(odd)], DataSpec(image_size=4)).shape[2:] == (4, 4)
+            continue
+        refused += 1
+    assert refused > 3

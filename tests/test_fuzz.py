@@ -1,0 +1,348 @@
+"""Replies with random damage, of every method: refused in one line, or within the contract.
+
+The ordinary run tries a few thousand; `make fuzz` tries a million (FEDHET_FUZZ).
+"""
+
+import io
+import json
+import math
+import os
+import random
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
+
+from fedhet._generated import knowledge_pb2 as wire
+from fedhet.config.methods import find_method, shipped_names
+from fedhet.errors import KnowledgeError
+from fedhet.runs.files import record_line
+from fedhet.runs.records import RoundRecord, relative, spread, summarise
+from fedhet.server.exchange import Exchange
+from fedhet.server.round import RoundState
+from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo, read_properties
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
+
+METHODS = sorted(shipped_names())
+TRIES = int(os.environ.get("FEDHET_FUZZ", "4200")) // len(METHODS)
+AXES = {"C": 3, "D": 2, "N": 5, "Q": 4, "K": 4, "S": 2, "L": 4}
+FREE = 2
+"""The size of an axis that the message itself fixes."""
+MODEL = {
+    "fc.weight": ((3, 2), "float32"),
+    "bn.running_var": ((2,), "float32"),
+    "bn.num_batches_tracked": ((), "int64"),
+}
+NUMBERS = (
+    0, 1, -1, 2, 5e-324, -5e-324, 1e-12, 1e11, -1e11, 1e13, -1e13, 1e20, 3.4e38, -3.4e38, 1.797e308,
+    2**31, 2**63 - 1, -(2**63), 2**64 - 1, math.nan, math.inf, -math.inf,
+)  # fmt: skip
+WORDS = (
+    "",
+    "server",
+    "a",
+    "b",
+    "run-1",
+    "x" * 5000,
+    "\x1b[2J\nnote: all well",
+    "\u202e",
+    "weights/",
+)
+TYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16", "uint64", "object")
+
+
+def sound(method, rng):
+    """A message that satisfies the contract, and metrics of the method's kinds."""
+    tensors, scalars = {}, {}
+    for field in method.client.sends.fields:
+        if isinstance(field, WeightsField):
+            for name, (shape, dtype) in MODEL.items():
+                whole = (FREE, *shape) if field.stacked else shape
+                tensors[f"{field.name}/{name}"] = np.full(whole, max(field.low or 0, 1), dtype)
+        elif isinstance(field, TensorField):
+            shape = tuple(a if isinstance(a, int) else AXES.get(a, FREE) for a in field.axes)
+            dtype = "uint8" if field.dtype == "uint" else field.dtype
+            flat = np.arange(math.prod(shape)) if field.ids else np.ones(math.prod(shape))
+            tensors[field.name] = flat.reshape(shape).astype(dtype)
+        else:
+            scalars[field.name] = {bool: True, int: 1, float: 0.5, str: "a"}[field.type]
+    metrics = {"seconds.train": 1.0, "seconds.evaluate": 0.5, "memory": 100.0, "loss": 1.5}
+    for kind in method.spec.kinds:
+        metrics[f"accuracy.common.{kind}"] = rng.random()
+    return tensors, scalars, metrics
+
+
+def number_of(rng):
+    return rng.choice([*NUMBERS, rng.uniform(-2, 2), rng.randrange(-5, 300)])
+
+
+def change_knowledge(tensors, scalars, rng):
+    """Change a tensor or a scalar; what results is encoded without a fault."""
+    name = rng.choice([*tensors, *scalars, "extra", "weights/extra"])
+    kind = rng.randrange(6)
+    if name in scalars or (name == "extra" and kind < 3):
+        odd = rng.choice([number_of(rng), rng.choice(WORDS), True, None])
+        scalars[name] = odd if not isinstance(odd, int) or -(2**63) <= odd < 2**63 else 0
+        if odd is None:
+            del scalars[name]
+    elif name in tensors and kind == 0:
+        del tensors[name]
+    elif name in tensors and kind in (1, 2, 3) and tensors[name].size:
+        with np.errstate(all="ignore"):
+            changed = tensors[name].copy()
+            odd = np.array([number_of(rng)], np.float64)
+            changed.reshape(-1)[rng.randrange(changed.size)] = odd.astype(changed.dtype)[0]
+        tensors[name] = changed
+    else:
+        shape = tuple(rng.randrange(5) for _ in range(rng.randrange(4)))
+        dtype = rng.choice(TYPES[:-1])
+        if name in tensors and rng.random() < 0.5:
+            shape = tensors[name].shape
+        with np.errstate(all="ignore"):
+            tensors[name] = np.full(shape, float(number_of(rng))).astype(dtype)
+
+
+def change_bytes(parts, rng):
+    """Damage the bytes of an array, or the list of arrays; the first one is the manifest."""
+    at = rng.randrange(len(parts))
+    data = bytearray(parts[at])
+    place = rng.randrange(min(len(data), rng.choice([12, 140, 10**9])) or 1)
+    match rng.randrange(9):
+        case 0:
+            data[place : place + 1] = bytes([rng.randrange(256)])
+        case 1:
+            del data[place:]
+        case 2:
+            data[place:place] = rng.choice([b"1,", b"(", b"0", b"\x00", b"9" * 30]) * rng.choice(
+                [1, 3, 5000]
+            )
+        case 3:
+            number = rng.choice(NUMBERS[4:15] + NUMBERS[-3:])
+            packed = struct.pack("<d", number) if rng.random() < 0.5 else None
+            data[-8:] = packed or struct.pack("<f", max(min(number, 3.4e38), -3.4e38)) * 2
+        case 4:
+            data += bytes(rng.randrange(20))
+        case 5:
+            parts.append(parts[rng.randrange(len(parts))])
+        case 6:
+            other = rng.randrange(len(parts))
+            parts[at], parts[other] = parts[other], parts[at]
+            return
+        case 7:
+            parts.pop()
+            return
+        case _:
+            stream = io.BytesIO()
+            np.save(stream, np.zeros(rng.randrange(4), rng.choice(TYPES)), allow_pickle=True)
+            data = bytearray(stream.getvalue())
+    parts[at] = bytes(data)
+
+
+def change_manifest(parts, rng):
+    """Change one entry of the manifest."""
+    manifest = wire.Manifest()
+    manifest.ParseFromString(np.load(io.BytesIO(parts[0])).tobytes())
+    match rng.randrange(7):
+        case 0:
+            manifest.schema_version = rng.choice([0, 2, 2**32 - 1])
+        case 1:
+            setattr(manifest, rng.choice(["run", "method", "sender"]), rng.choice(WORDS))
+        case 2:
+            manifest.round = rng.choice([0, 2, 2**32 - 1])
+        case 3 if manifest.tensors:
+            rng.choice(manifest.tensors).name = rng.choice([*WORDS, manifest.tensors[0].name])
+        case 4 if manifest.tensors:
+            rng.choice(manifest.tensors).dtype = rng.choice([*TYPES, *WORDS])
+        case 5 if manifest.tensors:
+            rng.choice(manifest.tensors).shape.append(rng.choice([0, 1, 2**63, 2**64 - 1]))
+        case _:
+            manifest.scalars[rng.choice(WORDS)].SetInParent()
+    head = np.frombuffer(manifest.SerializeToString(), np.uint8)
+    parts[0] = ndarrays_to_parameters([head]).tensors[0]
+
+
+def change_metrics(metrics, rng):
+    name = rng.choice([*metrics, "accuracy.common.server", "accuracy.personal.local", "error", "x"])
+    if rng.random() < 0.1:
+        metrics.pop(name, None)
+    else:
+        metrics[name] = rng.choice([number_of(rng), rng.choice(WORDS), True, None, b"", [1]])
+
+
+def damaged(method, rng):
+    """A reply, damaged in up to three places."""
+    tensors, scalars, metrics = sound(method, rng)
+    parts = None
+    for step in sorted(rng.choices(range(4), k=rng.randrange(4))):
+        if step == 0:
+            change_knowledge(tensors, scalars, rng)
+            continue
+        parts = parts or payload(method, tensors, scalars)
+        if step == 1 and parts:
+            try:
+                change_manifest(parts, rng)
+            except Exception:  # it is damaged already
+                change_bytes(parts, rng)
+        elif step == 2 and parts:
+            change_bytes(parts, rng)
+        else:
+            change_metrics(metrics, rng)
+    return parts or payload(method, tensors, scalars), metrics
+
+
+def payload(method, tensors, scalars):
+    envelope = Envelope("run-1", method.name, 1, "a")
+    return list(ndarrays_to_parameters(encode(envelope, Knowledge(tensors, scalars))).tensors)
+
+
+# --- what may be accepted, written out once more ----------------------------------------------
+
+
+def assert_allowed(method, parts, metrics, reply):
+    """Whatever was accepted is what came, and is within the contract."""
+    manifest = wire.Manifest()
+    arrays = [np.load(io.BytesIO(part), allow_pickle=False) for part in parts]
+    manifest.ParseFromString(arrays[0].tobytes())
+    signed = (manifest.run, manifest.method, manifest.round, manifest.sender)
+    assert signed == ("run-1", method.name, 1, "a")
+    names = [spec.name for spec in manifest.tensors]
+    assert list(reply.knowledge.tensors) == names
+    for name, array in zip(names, arrays[1:], strict=True):
+        came = reply.knowledge.tensors[name]
+        assert (came.dtype, came.shape) == (array.dtype, array.shape)
+        assert came.tobytes() == array.tobytes()
+    fields = {field.name: field for field in method.client.sends.fields}
+    bound: dict[str, int] = dict(AXES)
+    for name, array in reply.knowledge.tensors.items():
+        values = array.reshape(-1).tolist()
+        assert all(-1e12 <= value <= 1e12 for value in values), name
+        field = fields[name.partition("/")[0]]
+        low = field.low
+        if isinstance(field, WeightsField):
+            key = name.partition("/")[2]
+            shape, dtype = MODEL[key]
+            assert array.dtype == dtype
+            assert array.shape[1 if field.stacked else 0 :] == shape
+            low = 0 if key.endswith("running_var") else low
+        else:
+            assert array.dtype == ("uint8" if field.dtype == "uint" else field.dtype)
+            assert array.ndim == len(field.axes)
+            for axis, size in zip(field.axes, array.shape, strict=True):
+                assert size == (axis if isinstance(axis, int) else bound.setdefault(axis, size))
+            if letter := field.ids or field.numbers:
+                assert all(0 <= value < bound[letter] for value in values)
+            assert not field.ids or len(set(values)) == len(values)
+            assert all(other in reply.knowledge.tensors for other in field.needs)
+        assert low is None or all(value >= low for value in values), name
+    assert_whole(fields, reply.knowledge)
+    assert_measures(method, metrics, reply)
+
+
+def assert_whole(fields, knowledge):
+    """Nothing required is missing, a model is there whole, and scalars are in range."""
+    for name, field in fields.items():
+        there = {key for key in knowledge.tensors if key.partition("/")[0] == name}
+        if isinstance(field, WeightsField):
+            assert there == {f"{name}/{key}" for key in MODEL} or not (there or field.required)
+        elif isinstance(field, TensorField):
+            assert there or not field.required
+        else:
+            assert isinstance(field, ScalarField)
+            value = knowledge.scalars.get(name)
+            if value is None:
+                assert not field.required
+                continue
+            assert type(value) is field.type
+            if field.type in (int, float):
+                low = -1e12 if field.low is None else field.low
+                assert low <= value <= (1e12 if field.high is None else field.high)
+    assert knowledge.scalars.keys() <= fields.keys()
+
+
+def assert_measures(method, metrics, reply):
+    """All that is derived from the metrics is finite, and JSON takes it."""
+    measured = reply.measured
+    assert "error" not in metrics
+    said = {f"accuracy.{p}.{k}": value for (p, k), value in measured.accuracy.items()}
+    assert {kind for _, kind in measured.accuracy} <= set(method.spec.kinds)
+    assert said.items() <= metrics.items()
+    assert metrics.keys() - said.keys() <= {"loss", "seconds.train", "seconds.evaluate", "memory"}
+    assert all(value == 0 or 1e-12 <= value <= 1 for value in said.values())
+    accuracy = {}
+    for (protocol, kind), value in measured.accuracy.items():
+        for name, each in (("a", value), ("b", 1.0)):
+            accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = each
+    record = RoundRecord(1, accuracy=summarise(accuracy), relative=relative(accuracy))
+    losses = {} if measured.loss is None else {"a": measured.loss, "b": -measured.loss}
+    record.loss = spread(losses) if losses else None
+    record.seconds.train = measured.train_seconds + measured.evaluate_seconds
+    assert "null" not in record_line(record)
+    assert json.loads(record_line(record))["round"] == 1
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traced():
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.timeout(0)  # a million take half an hour
+@pytest.mark.parametrize("name", METHODS)
+def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced):
+    method, rng = find_method(name), random.Random(f"replies of {name}")
+    exchange = Exchange("run-1", method, 10**6, RoundState(1, print))
+    weights = [f.name for f in method.client.sends.fields if isinstance(f, WeightsField)]
+    sizes = Sizes(AXES, dict.fromkeys(weights, MODEL))
+    client = ClientInfo("a", "mlp", 10, 3, (4,))
+    verdicts = {True: 0, False: 0}
+    for _ in range(TRIES):
+        parts, metrics = damaged(method, rng)
+        result = FitRes(Status(Code.OK, ""), Parameters(parts, "numpy.ndarray"), 1, metrics)
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        try:
+            # What `read` itself is made of: `read` would turn any exception into a KnowledgeError.
+            reply = exchange._read(1, client, result, sizes)
+        except KnowledgeError as error:
+            verdicts[False] += 1
+            reply, message = None, str(error)
+        taken = tracemalloc.get_traced_memory()[1] - before
+        assert taken < 4 * sum(map(len, parts)) + 200_000
+        if reply is None:
+            assert message.startswith("a: ")
+            assert message.isprintable()
+        else:
+            verdicts[True] += 1
+            assert_allowed(method, parts, metrics, reply)
+    assert min(verdicts.values()) > TRIES // 20, verdicts
+
+
+def test_a_damaged_description_is_refused_or_in_range():
+    rng, verdicts, senders = random.Random("descriptions"), {True: 0, False: 0}, set()
+    for _ in range(TRIES):
+        info = ClientInfo("a", "mlp", 10, 3, (1, 8, 8), "0123456789abcdef")
+        properties = dict(info.properties())
+        for _ in range(rng.randrange(3)):
+            odd = [number_of(rng), *WORDS, True, None, "1," * 3, "9" * 6, "8,8", "cnn2", b"mlp"]
+            properties[rng.choice([*properties, "error", "more"])] = rng.choice(odd)
+        try:
+            found = read_properties(properties, "node 1")
+        except KnowledgeError as error:
+            verdicts[False] += 1
+            senders.add(error.sender)
+            continue
+        verdicts[True] += 1
+        assert found.name.isascii()
+        assert found.name != "server"
+        assert 2 <= found.samples <= 10**9
+        assert 2 <= found.classes <= 100_000
+        assert 1 <= math.prod(found.shape) <= 2**28
+    assert senders <= {"node 1", "a", "b", "run-1"}
+    assert min(verdicts.values()) > TRIES // 20, verdicts
