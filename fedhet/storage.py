@@ -32,6 +32,7 @@ from fedhet.wire.knowledge import is_name
 
 Facts = Mapping[str, int | float | str]
 _KEY = "fedhet"
+_MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
 _ROUND = re.compile(r"round-[0-9]{1,18}\.safetensors")
 KEPT_STATES = 3
 """States kept per client, so that a server that resumes from an earlier round finds its state."""
@@ -177,8 +178,8 @@ class ModelStore:
 
     def contents(self) -> list[Key]:
         """Return the keys of all models, sorted."""
-        names = (path.stem.split("-") for path in self.folder.glob("*-*.safetensors"))
-        return sorted((int(number), int(version)) for number, version in names)
+        names = (_MODEL.fullmatch(path.name) for path in self.folder.glob("*-*.safetensors"))
+        return sorted((int(name[1]), int(name[2])) for name in names if name)
 
     def trim(self, number: int, newest: int) -> None:
         """Remove all but the newest versions of a model."""

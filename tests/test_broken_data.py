@@ -320,6 +320,16 @@ def test_a_class_that_cannot_be_shown(tmp_path, name):
     assert "a folder names its class, in printable characters of UTF-8" in message
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\u202eb", "a\x00b"])
+def test_a_class_in_a_list_that_cannot_be_shown(tmp_path, name):
+    np.savez(tmp_path / "train.npz", **ROWS)
+    (tmp_path / "classes.txt").write_text(f"{name}\ndog\n")
+    assert "classes.txt: the name" in fault(lambda: site(tmp_path))
+    (tmp_path / "classes.txt").write_text("chat épais\ndog\n")
+    site_data.cache_clear()
+    assert site(tmp_path).classes == ("chat épais", "dog")
+
+
 def test_a_file_name_that_is_not_utf_8(tmp_path):
     root = tree(tmp_path / "tree", each=3)
     odd = os.fsencode(root / "cat") + b"/caf\xe9.png"

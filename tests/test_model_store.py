@@ -59,3 +59,13 @@ def test_a_payload_waits_on_disk(tmp_path, tensors):
     assert (tmp_path / "inbox" / "client-0").stat().st_size == sum(map(len, tensors))
     assert waiting.take() == given
     assert not list((tmp_path / "inbox").iterdir())
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    store = ModelStore(tmp_path)
+    store.put((1, 2), {"w": np.ones(2)})
+    for name in ("a-b", "1-2-3", "1-", "\u0663-1"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert store.contents() == [(1, 2)]
+    store.keep([])
+    assert len(list(tmp_path.iterdir())) == 4

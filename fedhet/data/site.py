@@ -175,6 +175,9 @@ def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
             f"{path}: has {len(names)} names ({len(set(names))} different), the run has "
             f"{classes} classes: give each one line, in the run's order"
         )
+    for name in names:
+        if not name.isprintable():
+            raise DataError(f"{path}: the name {name!r} is not printable")
     return names
 
 
