@@ -30,6 +30,10 @@ class NodeSettings(Schema):
     model: str = Field("", description="the site's model; empty = as the run's pool deals it")
     device: str = Field("", description="the site's device; empty = as the run says")
     state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
+    allow_models: str = Field(
+        "", description="modules, or module:function, that a run may import here; * = any"
+    )
+    allow_paths: str = Field("", description="folders that a run may read here, beside 'data'")
 
 
 @dataclass(frozen=True)
