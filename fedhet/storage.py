@@ -104,16 +104,27 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self._folder = directory / "checkpoints"
 
-    def write(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
-        """Save the checkpoint of `round`, then remove all but the last two. Raises StateError."""
+    def write(
+        self, round: int, tensors: Mapping[str, Array], facts: Facts, kept_too: int = 0
+    ) -> None:
+        """Save the checkpoint of `round`, then remove all but the last two and that of `kept_too`.
+
+        Raises StateError.
+        """
         kept = {
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
         }
-        save(self._folder / f"round-{round:06d}.safetensors", kept, facts)
+        save(self._path(round), kept, facts)
         for old in self._files()[:-KEPT_CHECKPOINTS]:
-            with contextlib.suppress(OSError):
-                old.unlink()
+            if old != self._path(kept_too):
+                with contextlib.suppress(OSError):
+                    old.unlink()
+
+    def read(self, round: int) -> Checkpoint:
+        """Return the checkpoint of `round`. Raises StateError."""
+        tensors, facts = load(self._path(round), torch.device("cpu"))
+        return Checkpoint(round, {name: tensor.numpy() for name, tensor in tensors.items()}, facts)
 
     def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
         """Return the last readable checkpoint, or None if there are none.
@@ -124,12 +135,9 @@ class Checkpoints:
         files = self._files()
         for path in reversed(files):
             try:
-                tensors, facts = load(path, torch.device("cpu"))
+                return self.read(round_of(path))
             except StateError as error:
                 notice(f"{error}; the checkpoint before it is tried")
-                continue
-            found = {name: tensor.numpy() for name, tensor in tensors.items()}
-            return Checkpoint(round_of(path), found, facts)
         if files:
             raise StateError(f"{self._folder}: none of {len(files)} checkpoints can be read")
         return None
@@ -139,6 +147,9 @@ class Checkpoints:
         for path in self._files():
             if round_of(path) > round:
                 path.replace(path.with_suffix(".unreadable"))
+
+    def _path(self, round: int) -> Path:
+        return self._folder / f"round-{round:06d}.safetensors"
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))

@@ -107,6 +107,11 @@ class FeloStrategy(HetStrategy):
         self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
 
+    def forget(self, client: str) -> None:
+        """Drop a client's class means from the server dataset."""
+        self.means.pop(client, None)
+        self._instructions_by_model = {}
+
     def state_dict(self) -> dict[str, Array]:
         """Return the server dataset and each architecture's weights."""
         kept: dict[str, Array] = {}

@@ -11,7 +11,8 @@ from fedhet import simulate as simulation
 from fedhet.client.node import read_node
 from fedhet.errors import FedhetError, KnowledgeError, StateError
 from fedhet.runs.log import RunLog
-from fedhet.server.members import Members, commonest_task
+from fedhet.server.members import Members
+from fedhet.server.rules import commonest_task
 from fedhet.wire.identity import ClientInfo, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}

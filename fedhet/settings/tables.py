@@ -166,6 +166,21 @@ class EngineSettings(ComputeSettings):
         "server's memory; 0 = as many as there are workers, in a deployment all",
     )
     max_payload_mb: Positive = machine(2048.0, "a reply larger than this is refused, MB")
+    outlier_factor: NonNegative = Field(
+        1000.0,
+        description="a reply is refused if a field's root mean square is more than so many times "
+        "the other clients' median; 0 = never",
+    )
+    refusals: CountOrNone = Field(
+        3,
+        description="rounds running after which a client whose replies are refused is set aside; "
+        "0 = never",
+    )
+    silences: CountOrNone = Field(
+        2,
+        description="rounds running after which a client that does not answer is asked only now "
+        "and then; 0 = it is asked in every round",
+    )
 
 
 class AttackSettings(Schema):
