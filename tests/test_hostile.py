@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from federation import Server, records, run, small
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
 
 from fedhet import simulate as simulation
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
+from fedhet.deployment.local import LocalDeployment
 from fedhet.errors import FedhetError
+from fedhet.server.proxy import StoredReply
 from fedhet.wire.knowledge import decode, encode
 
 HOSTILE = "client-1"
@@ -343,3 +347,28 @@ def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
     monkeypatch.setattr("fedhet.server.proxy.NamedProxy.fit", deaf)
     with pytest.raises(FedhetError, match="no client has answered in any round"):
         run(config, tmp_path / "run")
+
+
+@pytest.fixture
+def _usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_replies_on_disk_are_their_owners(tmp_path):
+    stored = StoredReply(tmp_path / "inbox" / "a", Parameters([b"12", b"345"], "numpy.ndarray"))
+    assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
+    assert stored.take().tensors == [b"12", b"345"]
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_a_local_deployments_files_are_their_owners(tmp_path):
+    """The SuperLink's database, which Flower creates, holds what clients send."""
+    deployment = LocalDeployment(tmp_path, nodes=1)
+    (tmp_path / "log").mkdir()
+    deployment._start("server", "touch", tmp_path / "superlink.db")
+    deployment.processes["server"].wait(60)
+    assert stat.S_IMODE((tmp_path / "superlink.db").stat().st_mode) == 0o600
