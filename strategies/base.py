@@ -33,6 +33,7 @@ from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_s
 from fedhet.server.round import RoundState, Selection
 from fedhet.server.rules import rules_of
 from fedhet.server.standing import Standing
+from fedhet.settings.tables import EngineSettings
 from fedhet.storage import Checkpoint
 from fedhet.training import evaluate
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -314,9 +315,14 @@ class HetStrategy(Strategy):
         models = self.eval_models()
         if not models or (common := self.common_test()) is None:
             return
-        compute, size = compute_for(self.run.engine), self.run.engine.eval_batch_size
-        accuracy = {
-            ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
-            for kind, model in models.items()
-        }
-        self.state.measured(SERVER, Measured(accuracy, None, 0.0, 0.0, 0.0))
+        self.state.measured(SERVER, measured_on(common, models, self.run.engine))
+
+
+def measured_on(common: Split, models: Mapping[str, nn.Module], engine: EngineSettings) -> Measured:
+    """Return the accuracies of the server's own models, by kind, on the common test set."""
+    compute, size = compute_for(engine), engine.eval_batch_size
+    accuracy = {
+        ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
+        for kind, model in models.items()
+    }
+    return Measured(accuracy, None, 0.0, 0.0, 0.0)

@@ -24,8 +24,10 @@ HOSTILE = "client-1"
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _cheap(monkeypatch):
+    """One thread, and no report: its figures take longer than these runs."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 class Huge(simulation.InlineProxy):
@@ -131,6 +133,7 @@ def without(tmp_path_factory):
         if method not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(simulation, "InlineProxy", Silent)
+                patch.setattr(simulation.report, "write", lambda directory: None)
                 summary = run(five(method), tmp_path_factory.mktemp(method) / "run")
             known[method] = summary["accuracy"]["common"]["private"]["per_client"]
         return known[method]

@@ -98,10 +98,13 @@ class RoundState:
         return name in self._changed
 
     def present(self, names: Collection[str]) -> list[str]:
-        """Return, sorted, the clients in `names` that may be asked, and have not been silent."""
+        """Return, sorted, the clients in `names` to whom it makes sense to speak in this round.
+
+        Not those that have been silent in it, and of those that were not asked none that rests.
+        """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
-        heard = sorted(set(names) - silent)
-        return self.standing.eligible(self.record.round, heard) if heard else []
+        resting = {n for n in names if self.standing.rests(self.record.round, n)}
+        return sorted(set(names) - silent - (resting - set(self.record.asked)))
 
     def measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""

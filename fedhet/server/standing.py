@@ -47,6 +47,10 @@ class Standing:
             )
         return [name for name in left if not self._rests(round, name)] or left
 
+    def rests(self, round: int, name: str) -> bool:
+        """Tell whether a client may not be asked in a round while there are others."""
+        return self._is_aside(name) or self._rests(round, name)
+
     def enter(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
     ) -> list[str]:
