@@ -20,6 +20,7 @@ from fedhet.server import nodes
 from fedhet.server.members import Members
 from fedhet.server.nodes import asked_again, registered_name
 
+GIVEN_UP = SimpleNamespace(reason="its time is over")
 SAYS = {"model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
 
 
@@ -32,6 +33,7 @@ class Grid:
         self.sent = []
         self.answers = lambda message: True
         self.looks = 0
+        self.given_up = set()
         self.meanwhile = lambda grid: None
 
     def add(self, node_id, claims, registered=None):
@@ -54,13 +56,16 @@ class Grid:
         assert self.looks < 100, "it waits in vain"
         self.meanwhile(self)
         for number, message in self.sent:
-            if number in numbers and self.answers(message):
-                yield self.reply(message)
+            if number in numbers and number in self.given_up:
+                about = SimpleNamespace(reply_to_message_id=number)
+                yield SimpleNamespace(metadata=about, has_error=lambda: True, error=GIVEN_UP)
+            elif number in numbers and self.answers(message):
+                yield self.reply(message, number)
 
     def send_and_receive(self, messages):
         return [self.reply(message) for message in messages]
 
-    def reply(self, message):
+    def reply(self, message, number=""):
         said = {**SAYS, "name": self.claims[message.metadata.dst_node_id]}
         if message.metadata.message_type == "train":
             answer = FitRes(Status(Code.OK, ""), Parameters([], ""), 7, {})
@@ -69,7 +74,8 @@ class Grid:
             content = compat.getpropertiesres_to_recorddict(
                 GetPropertiesRes(Status(Code.OK, ""), said)
             )
-        return SimpleNamespace(content=content, has_error=lambda: False)
+        about = SimpleNamespace(reply_to_message_id=number)
+        return SimpleNamespace(metadata=about, content=content, has_error=lambda: False)
 
 
 class Manager:
@@ -185,6 +191,29 @@ def test_a_node_that_restarts_again_is_asked_again_each_time(grid):
     grid.answers = lambda message: len(grid.sent) == 4
     assert asking(grid).num_examples == 7
     assert len(grid.sent) == 4
+
+
+def test_the_message_that_the_former_session_took_may_expire(grid):
+    def meanwhile(grid):
+        restarts(grid, 3)
+        if grid.looks > 10:
+            grid.given_up = {"message-0"}
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: grid.looks > 20 and message is grid.sent[-1][1]
+    assert asking(grid).num_examples == 7
+    assert len(grid.sent) == 2
+
+
+def test_a_message_whose_time_is_over_fails(grid):
+    def meanwhile(grid):
+        if grid.looks > 10:
+            grid.given_up = {number for number, _ in grid.sent}
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: False
+    with pytest.raises(ValueError, match="its time is over"):
+        asking(grid)
 
 
 def test_a_node_that_is_slow_is_asked_once(grid):

@@ -79,14 +79,24 @@ class AskingAgain:
         node, end = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
         session = self._nodes.session(node, fresh=True)
         sent = set(self._grid.push_messages([message]))
-        while not (replies := list(self._grid.pull_messages(sent))):
+        while not (replies := self._received(sent)):
             time.sleep(POLL_SECONDS)
             now, left = self._nodes.session(node), end - time.monotonic()
             if now not in ("", session) and left > 0:
                 session = now
                 sent |= set(self._grid.push_messages([_anew(message, left)]))
-        # A node that was asked twice may answer twice, and Flower may report the first as expired.
-        return [next((reply for reply in replies if not reply.has_error()), replies[0])]
+        return replies
+
+    def _received(self, sent: set[str]) -> list[Message]:
+        """Return the first reply to any of the messages `sent`, if there is one.
+
+        An error counts only if no other message is under way: Flower may give up the first.
+        """
+        for reply in self._grid.pull_messages(sent):
+            sent.discard(reply.metadata.reply_to_message_id)
+            if not (reply.has_error() and sent):
+                return [reply]
+        return []
 
 
 def registered_name(proxy: ClientProxy) -> str:
