@@ -9,12 +9,14 @@ from flwr.common import Context
 
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
+from fedhet.client.permissions import permitted
 from fedhet.config.resolve import Config, resolve_items
 
 
 def client_fn(context: Context) -> Client:
-    """Return this node's client in a deployed run."""
-    return _client(resolve_items(tuple(context.run_config.items())), "", context)
+    """Return this node's client in a deployed run, as far as the site allows what it asks."""
+    settings = permitted(context.node_config, context.run_config)
+    return _client(resolve_items(tuple(settings.items())), "", context)
 
 
 def simulated_app(config: Config, state_dir: str) -> ClientApp:

@@ -13,7 +13,7 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
 from fedhet.config.resolve import Config, resolve
-from fedhet.errors import SettingsError
+from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.wire.knowledge import is_name
@@ -32,9 +32,14 @@ class FederationServer(Server):
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the remaining rounds, then write the summary."""
+        """Run the remaining rounds, then write the summary.
+
+        Raises FedhetError if no client has answered in the last rounds: there is no result then.
+        """
         result = super().fit(num_rounds - self._log.done, timeout)
         self._log.finish()
+        if fault := self._log.unanswered():
+            raise FedhetError(fault)
         return result
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:

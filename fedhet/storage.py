@@ -109,17 +109,33 @@ class Checkpoints:
         self._folder = directory / "checkpoints"
         self._identity = identity
 
-    def write(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
-        """Save the checkpoint of `round`, then remove all but the last two. Raises StateError."""
+    def write(
+        self, round: int, tensors: Mapping[str, Array], facts: Facts, kept_too: int = 0
+    ) -> None:
+        """Save the checkpoint of `round`, then remove all but the last two and that of `kept_too`.
+
+        Raises StateError.
+        """
         kept = {
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
         }
         whole = {**facts, **self._identity, "round": round}
-        save(self._folder / f"round-{round:06d}.safetensors", kept, whole)
+        save(self._path(round), kept, whole)
         for old in self._files()[:-KEPT_CHECKPOINTS]:
-            with contextlib.suppress(OSError):
-                old.unlink()
+            if old != self._path(kept_too):
+                with contextlib.suppress(OSError):
+                    old.unlink()
+
+    def read(self, round: int) -> Checkpoint:
+        """Return the checkpoint of `round`. Raises StateError unless it is whole and this run's."""
+        path = self._path(round)
+        tensors, facts = load(path, torch.device("cpu"))
+        refuse_other(path, facts, {**self._identity, "round": round})
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise StateError(f"{path}: {name} holds NaN or infinity")
+        return Checkpoint(round, {name: tensor.numpy() for name, tensor in tensors.items()}, facts)
 
     def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
         """Return the last whole checkpoint of this run, or None if there are none.
@@ -130,28 +146,21 @@ class Checkpoints:
         files = self._files()
         for path in reversed(files):
             try:
-                return self._read(path)
+                return self.read(round_of(path))
             except StateError as error:
                 notice(f"{error}; the checkpoint before it is tried")
         if files:
             raise StateError(f"{self._folder}: none of {len(files)} checkpoints can be read")
         return None
 
-    def _read(self, path: Path) -> Checkpoint:
-        tensors, facts = load(path, torch.device("cpu"))
-        number = round_of(path)
-        refuse_other(path, facts, {**self._identity, "round": number})
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise StateError(f"{path}: {name} holds NaN or infinity")
-        found = {name: tensor.numpy() for name, tensor in tensors.items()}
-        return Checkpoint(number, found, facts)
-
     def forget_after(self, round: int) -> None:
         """Rename the unreadable checkpoints after `round`, so that they are ignored."""
         for path in self._files():
             if round_of(path) > round:
                 path.replace(path.with_suffix(".unreadable"))
+
+    def _path(self, round: int) -> Path:
+        return self._folder / f"round-{round:06d}.safetensors"
 
     def _files(self) -> list[Path]:
         return sorted(_states(self._folder), key=round_of)

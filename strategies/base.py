@@ -22,16 +22,18 @@ from fedhet.config.methods import MethodSpec
 from fedhet.config.resolve import Config
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
-from fedhet.errors import DataError, KnowledgeError, StateError
+from fedhet.errors import DataError, StateError
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured
 from fedhet.seeding import numpy_rng
 from fedhet.server.attacks import attack_of
-from fedhet.server.exchange import Exchange, Reply
+from fedhet.server.exchange import Exchange, Reply, in_proportion
 from fedhet.server.members import Member, Members
-from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons
+from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_sizes
 from fedhet.server.round import RoundState, Selection
-from fedhet.settings.schema import refused
+from fedhet.server.rules import rules_of
+from fedhet.server.standing import Standing
+from fedhet.settings.tables import EngineSettings
 from fedhet.storage import Checkpoint
 from fedhet.training import evaluate
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -59,8 +61,11 @@ class HetStrategy(Strategy):
         engine = self.run.engine
         weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
         pool = self.run.models.names if weighed else None
-        self._members = Members(engine.round_timeout, pool, log.notice, engine.samples_cap)
-        self.state = RoundState(log.workers, log.notice)
+        self._members = Members(
+            engine.join_timeout, pool, log.notice, rules_of(config), engine.samples_cap
+        )
+        standing = Standing(engine.refusals, engine.silences, log.notice)
+        self.state = RoundState(log.workers, log.notice, standing)
         limit = int(engine.max_payload_mb * 1e6)
         self._exchange = Exchange(log.run_name, config.method, limit, self.state)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
@@ -95,6 +100,9 @@ class HetStrategy(Strategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Aggregate the replies, sorted by client; return the method's own metrics of the round."""
         raise NotImplementedError
+
+    def forget(self, client: str) -> None:
+        """Drop what a client has contributed: it left, fails again and again, or is set aside."""
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the instruction that `client` needs to evaluate its models after `round`.
@@ -144,7 +152,6 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
-        self._check_models()
         self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)
         self.init()
@@ -159,7 +166,8 @@ class HetStrategy(Strategy):
         self.state.start(server_round)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined(member.info for member in self.members.values())
-        selection = self.select(server_round, [member.info for member in self.members.values()])
+        eligible = self.state.standing.eligible(server_round, self.members)
+        selection = self.select(server_round, [self.members[name].info for name in eligible])
         self.state.ask(selection)
         self.log.round_started(server_round, selection.names)
         evaluated = selection.training if self._evaluates(server_round) else ()
@@ -177,13 +185,16 @@ class HetStrategy(Strategy):
         self.state.go_on()
         self.state.changed(self.state.selection.training)
         accepted = []
-        replies = self._replies(results, failures)
-        for reply in self._attack(server_round, replies, state=self.state, check=self._check):
+        sent = self._replies(results, failures)
+        replies = self._attack(server_round, sent, state=self.state, check=self._check)
+        factor = self.run.engine.outlier_factor
+        for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
             with self.state.dropping(reply.client.name):
                 accepted.append(self.accept(server_round, reply))
                 self.state.measured(reply.client.name, reply.measured)
-        self.state.record.answered = [reply.client.name for reply in accepted]
-        if accepted:
+        if self.state.settle([reply.client.name for reply in accepted]):
+            self._go_back()
+        elif accepted:
             self.state.figures(self.aggregate(server_round, accepted))
         return NOTHING, dict(self.state.record.method)
 
@@ -210,29 +221,15 @@ class HetStrategy(Strategy):
         """Record the accuracies and close the round."""
         self.state.go_on()
         for name, reason in sorted(reasons(failures).items()):
-            self.log.notice(f"client {name} was not evaluated: {reason}")
+            self.state.not_evaluated(name, reason, "silent")
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
-            try:
+            with self.state.not_evaluating(name):
                 self.state.measured(name, self._exchange.read_evaluation(name, result))
-            except KnowledgeError as error:
-                self.log.notice(f"client {name} was not evaluated: {error}")
         self._close_round()
         return None, {}
 
     # The steps of these methods.
-
-    def _check_models(self) -> None:
-        """Raise SettingsError if clients that must share one architecture have several."""
-        found = sorted({member.info.model for member in self.members.values()})
-        if self.spec.one_model and len(found) > 1:
-            raise refused(
-                "models.pool",
-                self.run.models.pool,
-                f"one model for all clients with {self.run.method}, which averages their weights; "
-                f"they have {', '.join(found)}",
-            )
-        self._members.one_model = found[0] if self.spec.one_model else ""
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""
@@ -244,6 +241,15 @@ class HetStrategy(Strategy):
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
                 f"the method {self.run.method}: {error!r}"
             ) from error
+
+    def _go_back(self) -> None:
+        """Restore the last state whose instructions the clients could use."""
+        good = self.state.good
+        kept = self.log.state_after(good) if good else {}
+        self.init()
+        if good:
+            self.load_state_dict(kept)
+        self.state.went_back()
 
     def _instructions(
         self, round: int, selection: Selection
@@ -301,18 +307,26 @@ class HetStrategy(Strategy):
         evaluated = self._evaluates(self.state.record.round)
         if evaluated:
             self._evaluate_own()
+        for name in self.state.enter_standing(self.members):
+            self.forget(name)
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        self.log.checkpoint(record.round, self.state_dict(), {"state": self.state.to_json()})
+        facts = {"state": self.state.to_json()}
+        self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
 
     def _evaluate_own(self) -> None:
         """Evaluate the server's own models on the common test set, recorded under SERVER."""
         models = self.eval_models()
         if not models or (common := self.common_test()) is None:
             return
-        compute, size = compute_for(self.run.engine), self.run.engine.eval_batch_size
-        accuracy = {
-            ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
-            for kind, model in models.items()
-        }
-        self.state.measured(SERVER, Measured(accuracy, None, 0.0, 0.0, 0.0))
+        self.state.measured(SERVER, measured_on(common, models, self.run.engine))
+
+
+def measured_on(common: Split, models: Mapping[str, nn.Module], engine: EngineSettings) -> Measured:
+    """Return the accuracies of the server's own models, by kind, on the common test set."""
+    compute, size = compute_for(engine), engine.eval_batch_size
+    accuracy = {
+        ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
+        for kind, model in models.items()
+    }
+    return Measured(accuracy, None, 0.0, 0.0, 0.0)

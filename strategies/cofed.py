@@ -155,6 +155,11 @@ class CofedStrategy(HetStrategy):
         self._vote()
         return self._figures()
 
+    def forget(self, client: str) -> None:
+        """Drop a client's vote, and count the others again."""
+        if self.votes.pop(client, None) is not None:
+            self._vote()
+
     def state_dict(self) -> dict[str, Array]:
         """Return the votes."""
         kept: dict[str, Array] = {}

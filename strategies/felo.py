@@ -117,6 +117,15 @@ class FeloStrategy(HetStrategy):
         self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
 
+    def forget(self, client: str) -> None:
+        """Drop a client's class means, and the average of weights that it may have spoilt.
+
+        Clients of its architecture go on from their own weights until the next average.
+        """
+        self.means.pop(client, None)
+        self.weights.pop(self.log.models.get(client, ""), None)
+        self._instructions_by_model = {}
+
     def state_dict(self) -> dict[str, Array]:
         """Return the server dataset and each architecture's weights."""
         kept: dict[str, Array] = {}

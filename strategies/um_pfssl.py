@@ -207,6 +207,10 @@ class UmPfsslStrategy(HetStrategy):
         found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
         return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
 
+    def forget(self, client: str) -> None:
+        """Send a client's model to nobody, until it uploads one again."""
+        self.versions.pop(self.numbers.get(client, -1), None)
+
     def state_dict(self) -> dict[str, Array]:
         """Return the pool's index and the helper lists; the models are in the run's directory."""
         kept = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})

@@ -1,5 +1,7 @@
 """Who takes part: nodes come, go, come back, and are not always who or what they should be."""
 
+import resource
+
 import numpy as np
 import pytest
 from federation import Server, records, run, small, training
@@ -11,7 +13,8 @@ from fedhet import simulate as simulation
 from fedhet.client.node import read_node
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
-from fedhet.server.members import Members, commonest_task
+from fedhet.server.members import Members
+from fedhet.server.rules import Rules, commonest_task
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
@@ -191,9 +194,91 @@ def test_the_commonest_task_is_the_runs(members, notices):
     assert "a-odd is left out: its data has 7 classes" in notices[0]
 
 
-def test_of_equally_common_tasks_the_first_clients_is_taken():
-    infos = [ClientInfo(n, "mlp", 5, c, (1,)) for n, c in (("b", 3), ("a", 2))]
-    assert commonest_task(infos) == (2, (1,))
+def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
+    """Not that of the first client by name: whoever is first could invent the largest."""
+    infos = [
+        ClientInfo("a", "mlp", 5, 2, (65536, 65536)),
+        ClientInfo("b", "mlp", 5, 3, (1, 8, 8)),
+        ClientInfo("c", "mlp", 5, 3, (1, 4, 4)),
+    ]
+    for order in (infos, infos[::-1]):
+        assert commonest_task(order) == (3, (1, 4, 4))
+        assert commonest_task(order, lambda: (3, (1, 8, 8))) == (3, (1, 8, 8))
+        assert commonest_task(order, lambda: (9, (9,))) == (3, (1, 4, 4))
+        assert commonest_task([*order, infos[0]], lambda: (3, (1, 8, 8)))[1] == (65536, 65536)
+
+
+@pytest.mark.parametrize(
+    ("rules", "claims", "fault"),
+    [
+        (Rules(), {"shape": "65536,65536"}, "it claims samples of shape (65536, 65536)"),
+        (Rules(classes=3), {"classes": 4}, "its data has 4 classes, 'models.num-classes' is 3"),
+        (Rules(most_bytes=1e6), {"shape": "3,512,512"}, "more than 1 MB ('engine.max-payload-mb')"),
+        (Rules(), {"model": "resnet10", "shape": "64"}, "takes images [C, H, W]"),
+        (Rules(), {"model": "no-such-model"}, "neither registered nor in the run's pool"),
+    ],
+)
+def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, fault, notices):
+    """Of two clients: the other decides the task, and the run has it."""
+    members = Members(1.0, ["mlp"], notices.append, rules)
+    assert list(members.present(Manager(Node("a", **claims), Node("b")))) == ["b"]
+    assert notices[0].startswith("client a is left out: ")
+    assert fault in notices[0]
+
+
+def test_nothing_is_allocated_for_a_claim(members, notices):
+    """A model of 2 TB: its size is known without building it."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Members(1.0, ["mlp"], notices.append, Rules(most_bytes=2e9)).present(
+        Manager(Node("a", shape="4096,4096", classes=100_000))
+    )
+    assert "would have" in notices[0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+def test_where_all_must_have_one_model_the_commonest_is_the_runs(notices):
+    members = Members(1.0, ["mlp"], notices.append, Rules(one_model=True))
+    nodes = [Node("a", model="cnn2"), *(Node(name, model="cnn3") for name in "bc")]
+    assert list(members.present(Manager(*nodes))) == ["b", "c"]
+    assert notices == ["client a is left out: its model is 'cnn2', all others' 'cnn3'"]
+
+
+def test_a_node_that_left_may_come_back_as_what_it_should_be(members):
+    manager = Manager(Node("a"), Node("b"), Node("c", classes=7))
+    assert list(members.present(manager)) == ["a", "b"]
+    mended = Node("c")
+    manager.nodes["c"] = mended
+    assert list(members.present(manager)) == ["a", "b"], "while it is connected it is not asked"
+    del manager.nodes["c"]
+    members.present(manager)
+    manager.nodes["c"] = mended
+    assert list(members.present(manager)) == ["a", "b", "c"]
+
+
+def test_a_node_that_does_not_describe_itself_is_asked_now_and_then(members):
+    silent, turns, asked = Node("b"), [], []
+    silent.says = TimeoutError("no answer")
+    silent.meanwhile = lambda: asked.append(len(turns))
+    manager = Manager(Node("a"), silent)
+    for turn in range(1, 60):
+        turns.append(turn)
+        members.present(manager)
+    assert asked == [1, 2, 4, 8, 16, 32, 48]
+
+
+def test_the_question_who_it_is_has_a_time_of_its_own(tmp_path):
+    """A short round-timeout does not end a run of slow machines at once."""
+    config = small("local", round_timeout=0.5, join_timeout=77.0)
+    strategy = config.method.strategy(config, RunLog(config, tmp_path / "run", workers=1))
+    waited = []
+
+    class Slow(Node):
+        def get_properties(self, ins, timeout, group_id):
+            waited.append(timeout)
+            return super().get_properties(ins, timeout, group_id)
+
+    strategy._members.present(Manager(Slow("a")))
+    assert waited == [77.0]
 
 
 def test_a_model_that_a_client_names_is_not_imported_by_the_server(members, notices):

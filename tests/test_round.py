@@ -27,6 +27,7 @@ from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member
 from fedhet.server.proxy import ClientFailureError, NamedProxy, reasons
 from fedhet.server.round import RoundState, Selection
+from fedhet.server.standing import Standing
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -276,3 +277,54 @@ def test_a_reply_that_is_not_of_this_round_or_contract_is_refused(exchange, stat
         exchange.read(1, CLIENT, result, SIZES)
     assert (caught.value.sender, caught.value.field) == ("a", field)
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors)), "it did travel"
+
+
+def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
+    state = RoundState(2, notices.append, Standing(1, 1, notices.append))
+    for number, outcomes in enumerate([{"a": "refused", "b": "silent"}, {"c": None}], start=1):
+        state.start(number)
+        state.ask(Selection(tuple(outcomes)))
+        state.standing.enter(number, outcomes, ["a", "b", "c"])
+    assert state.present(["a", "b", "c"]) == ["c"]
+    state.absent("c", "no answer")
+    assert state.present(["a", "b", "c"]) == []
+    state.ask(Selection(("b",)))
+    assert state.present(["a", "b", "c"]) == ["b"], "it was asked, and has not been silent"
+
+
+@pytest.mark.parametrize(
+    ("unable", "answered", "back"),
+    [(0, 5, False), (2, 3, False), (3, 2, True), (5, 0, True), (0, 0, False)],
+)
+def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
+    notices, unable, answered, back
+):
+    state = RoundState(2, notices.append)
+    state.start(1)
+    assert state.settle(["a", "b"]) is False
+    assert (state.good, state.formed) == (0, 1)
+    state.start(2)
+    for number in range(unable):
+        with state.dropping(f"unable-{number}"):
+            raise KnowledgeError("x", "answer", "training diverged")
+    state.absent("silent-1", "no answer")
+    state.absent("silent-2", "no answer")
+    assert state.settle([f"well-{n}" for n in range(answered)]) is back
+    if answered and not back:
+        assert (state.good, state.formed) == (1, 2)
+    if back:
+        state.went_back()
+        assert (state.good, state.formed) == (2, 2)
+        assert state.enter_standing(["unable-0"]) == []
+        state.start(3)
+        with state.dropping("a"):
+            raise KnowledgeError("x", "answer", "training diverged")
+        assert state.settle([]) is False, "there is nothing further back"
+
+
+def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
+    state = RoundState(2, notices.append)
+    state.start(1)
+    with state.dropping("a"):
+        raise KnowledgeError("x", "answer", "training diverged")
+    assert state.settle([]) is False

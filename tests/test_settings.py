@@ -178,7 +178,8 @@ OLD_KEYS = {
 NEW_KEYS = {
     "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
     "training.patience", "training.clip", "training.augment", "training.keep-optimizer",
-    "data.labelled-least",
+    "data.labelled-least", "data.max-bytes", "engine.samples-cap", "engine.outlier-factor",
+    "engine.refusals", "engine.silences",
 }  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
@@ -326,7 +327,7 @@ BOUNDS = {
     "data.classes-per-client": (1, 1_000_000, 0, 1_000_001),
     "data.min-samples": (1, 1_000_000, 0, 1_000_001),
     "data.test-fraction": (0.0, JUST(1, 0), -5e-324, 1.0),
-    "data.image-size": (0, 1_000_000_000, -1, 1_000_000_001),
+    "data.image-size": (0, 65_535, -1, 65_536),
     "data.max-samples": (0, 1_000_000_000, -1, 1_000_000_001),
     "data.max-test-samples": (0, 1_000_000_000, -1, 1_000_000_001),
     "models.num-classes": (0, 1_000_000_000, -1, 1_000_000_001),

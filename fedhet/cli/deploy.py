@@ -17,6 +17,7 @@ from fedhet.config.resolve import resolve
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, submit
 from fedhet.deployment.local import deploy_local, site_name
+from fedhet.errors import SettingsError
 from fedhet.server_app import run_directory
 
 TRAINING = ("method", "preset", "config", "dataset", "clients", "models", "rounds", "seed", "set_")
@@ -43,12 +44,21 @@ def register_command(
     keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Nodes' public keys.")],
     server: Server,
     ca: Authority,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="The client's name, for one key; the file's.")
+    ] = "",
 ) -> None:
-    """Make nodes known to a deployed server; a file's name is the node's."""
+    """Make nodes known to a deployed server; a file's name is the client's.
+
+    No other key can then take part under that name, and this key under no other.
+    """
+    if name and len(keys) > 1:
+        raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
     with _connected(server, ca) as connection:
         for key in keys:
-            new = connection.register(key)
-            say(f"{key.name.removesuffix('.pub')} is {'now' if new else 'already'} registered")
+            known = name or key.name.removesuffix(".pub")
+            new = connection.register(key, known)
+            say(f"{known} is {'now' if new else 'already'} registered")
 
 
 @with_settings(*TRAINING)

@@ -40,6 +40,10 @@ class NodeSettings(Schema):
     batch_size: CountOrNone = Field(0, description="samples a minibatch; 0 = as the run says")
     device: str = Field("", description="the site's device; empty = as the run says")
     state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
+    allow_models: str = Field(
+        "", description="modules, or module:function, that a run may import here; * = any"
+    )
+    allow_paths: str = Field("", description="folders that a run may read here, beside 'data'")
 
     def training(self, run: RunSettings) -> TrainingSettings:
         """Return what the client trains with: its own settings, and the run's for the others."""

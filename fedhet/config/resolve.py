@@ -141,6 +141,9 @@ def _check_names(config: Config) -> None:
     if run.training.augment != "none" and method.spec.augments:
         rule = f"none with {method.name}, which augments images by rules of its own"
         raise refused("training.augment", run.training.augment, rule)
+    if method.spec.one_model and len(set(run.models.names)) > 1:
+        rule = f"one model for all clients with {method.name}, which averages their weights"
+        raise refused("models.pool", run.models.pool, rule)
     for name in run.models.names:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
             able = ", ".join(m for m, found in methods()[0].items() if found.spec.any_model)

@@ -50,11 +50,14 @@ class Connection:
             {"superlink": {"default": CONNECTION, CONNECTION: connection}},
         )
 
-    def register(self, public_key: Path) -> bool:
-        """Register a node at the server, named by the file's stem; False if already registered."""
-        name = public_key.name.removesuffix(".pub")
+    def register(self, public_key: Path, name: str = "") -> bool:
+        """Register a node at the server; False if its key is already registered.
+
+        `name` is that of the client, by default the file's stem: no other key may have it.
+        """
+        named = name or public_key.name.removesuffix(".pub")
         try:
-            self.flwr("supernode", "register", public_key, CONNECTION, "--name", name)
+            self.flwr("supernode", "register", public_key, CONNECTION, "--name", named)
         except FedhetError as error:
             if "already" in str(error):
                 return False

@@ -21,7 +21,10 @@ from types import TracebackType
 
 import psutil
 
+from fedhet.client.node import STATE_DIR_VARIABLE
+from fedhet.client.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
+from fedhet.data import client_name
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.errors import FedhetError
@@ -34,7 +37,7 @@ STOP_SECONDS = 10.0
 
 
 def site_name(index: int) -> str:
-    """Return the name under which node `index` is registered."""
+    """Return the name of the process and of the key of node `index`."""
     return f"site-{index}"
 
 
@@ -106,8 +109,9 @@ class LocalDeployment:
             self._wait_for(port)
 
     def register(self, index: int) -> None:
-        """Register node `index` at the server with its public key."""
-        self.connection.register(self.certs / certs.NODES / f"{site_name(index)}.pub")
+        """Register node `index` at the server with its public key, as the client that it is."""
+        key = self.certs / certs.NODES / f"{site_name(index)}.pub"
+        self.connection.register(key, client_name(index, self.nodes))
 
     def start_node(self, index: int, **options: object) -> None:
         """Start SuperNode `index`; `options` override its default options."""
@@ -120,8 +124,13 @@ class LocalDeployment:
             **options,
         }
         words = [word for name, value in given.items() for word in _option(name, value)]
-        state = {"FEDHET_STATE_DIR": str(self.root / "state" / site_name(index))}
-        self._start(site_name(index), "flower-supernode", *words, environment=state)
+        environment = {
+            STATE_DIR_VARIABLE: str(self.root / "state" / site_name(index)),
+            # The run is the user's own, and so is this machine.
+            ALLOW_MODELS_VARIABLE: "*",
+            ALLOW_PATHS_VARIABLE: "/",
+        }
+        self._start(site_name(index), "flower-supernode", *words, environment=environment)
 
     def log_of(self, name: str) -> str:
         """Return what the server or a node has logged."""
@@ -148,6 +157,7 @@ class LocalDeployment:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                umask=0o077,  # the server's database holds what clients send
             )
 
     def _wait_for(self, port: int) -> None:

@@ -12,6 +12,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -154,9 +155,18 @@ class RunLog:
         for watcher in self.watchers:
             watcher.round_finished(record)
 
-    def checkpoint(self, round: int, tensors: Mapping[str, Array], facts: Facts) -> None:
-        """Save the server's state after a round, from which the run can be resumed."""
-        self._checkpoints.write(round, tensors, facts)
+    def checkpoint(
+        self, round: int, tensors: Mapping[str, Array], facts: Facts, good: int = 0
+    ) -> None:
+        """Save the server's state after a round, from which the run can be resumed.
+
+        The checkpoint of round `good` is kept too: the server may have to go back to it.
+        """
+        self._checkpoints.write(round, tensors, facts, good)
+
+    def state_after(self, round: int) -> Mapping[str, Array]:
+        """Return the server's state as it was saved after a round. Raises StateError."""
+        return self._checkpoints.read(round).tensors
 
     def finish(self) -> Summary:
         """Write summary.json and pass the summary to watchers; return it."""
@@ -168,6 +178,16 @@ class RunLog:
             watcher.run_finished(summary)
         self._claim.close()
         return summary
+
+    def unanswered(self) -> str:
+        """Return what to tell the user if nobody has answered in the last rounds, or ""."""
+        asked = [record for record in self._history if record.asked]
+        last = list(takewhile(lambda record: not record.answered, reversed(asked)))
+        if not last:
+            return ""
+        why = [f"{name}: {reason}" for name, reason in sorted(last[0].failed.items())]
+        since = "in any round" if len(last) == len(asked) else f"since round {last[-1].round}"
+        return f"no client has answered {since}: {why[0] if why else 'see the notices'}"
 
     def _summary(self) -> Summary:
         last = self._history[-1] if self._history else RoundRecord(0)

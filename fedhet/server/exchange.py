@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
@@ -11,6 +11,8 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_param
 from fedhet.config.methods import Method
 from fedhet.errors import FedhetError, KnowledgeError, words_of
 from fedhet.runs.records import Measured, read_measures
+from fedhet.server.outliers import Sizes as FieldSizes
+from fedhet.server.outliers import out_of_proportion, sizes_of
 from fedhet.server.proxy import StoredReply
 from fedhet.server.round import RoundState
 from fedhet.wire.contract import Contract, Sizes
@@ -120,3 +122,26 @@ def _from_outside(sender: str) -> Iterator[None]:
     except Exception as error:
         fault = f"cannot be read ({type(error).__name__}: {words_of(error)})"
         raise KnowledgeError(sender, "answer", fault) from error
+
+
+def in_proportion(
+    replies: Iterable[Reply], stored: Mapping[str, FieldSizes], state: RoundState, factor: float
+) -> Iterator[Reply]:
+    """Yield the replies of a round that are in proportion to its others; drop the rest by name.
+
+    `stored`: the sizes of replies that lie on disk, so that they can be read one at a time.
+    `factor` is 'engine.outlier-factor'; 0 lets everything pass.
+    """
+    if not factor:
+        yield from replies
+        return
+    if not stored or isinstance(replies, list):  # a list: the attack has changed them
+        replies = list(replies)
+        stored = {reply.client.name: sizes_of(reply.knowledge) for reply in replies}
+    state.compared(stored)
+    odd = out_of_proportion(stored, state.usual, factor)
+    for reply in replies:
+        with state.dropping(reply.client.name):
+            if reply.client.name in odd:
+                raise odd[reply.client.name]
+            yield reply

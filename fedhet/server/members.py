@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,12 +11,13 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError, one_line, words_of
-from fedhet.models import is_registered
+from fedhet.server.nodes import asked_again, registered_name
+from fedhet.server.rules import Rules, Task, commonest, commonest_task, task_of
 from fedhet.settings.tables import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
 
-Task = tuple[int, tuple[int, ...]]
-"""The number of classes, and the shape of a sample."""
+LONGEST_REST = 16
+"""The most rounds between two attempts to ask a node for its description."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class Members:
         timeout: float,
         pool: Collection[str] | None,
         notice: Callable[[str], None],
+        rules: Rules | None = None,
         samples_cap: float = 0.0,
     ) -> None:
-        """`pool`: the run's models, or None if the server need not know the clients' models.
+        """`timeout`: seconds that a node has to describe itself.
+
+        `pool`: the run's models, or None if the server need not know the clients' models.
 
         `samples_cap`: a member counts for at most so many times the median's samples; 0: no limit.
         """
@@ -48,13 +51,21 @@ class Members:
         """The samples with which each client counts that claims more."""
         self._pool = pool
         self._notice = notice
-        self.one_model = ""
-        """The model that all members must have, once it is known; empty: any."""
+        self._rules = rules or Rules()
         self._infos: dict[str, ClientInfo] = {}
+        self._proxies: dict[str, ClientProxy] = {}
+        self._names: dict[str, str] = {}
+        """The name that each node has had as a member, also after it has left."""
         self._refused: set[str] = set()
+        self._silent: dict[str, tuple[int, int]] = {}
+        """How often a node has not described itself, and when it was last asked."""
+        self._asked = 0
+        """How often new nodes were asked for their description: once a round."""
         self._task: Task | None = None
         self._order = ""
         """The classes' names and order, as `ClientInfo.order`; empty until a client names them."""
+        self._model = ""
+        """The model that all members must have, once it is known; empty: any."""
 
     def first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings
@@ -91,19 +102,21 @@ class Members:
     def present(self, manager: ClientManager) -> dict[str, Member]:
         """Return the connected clients by name, sorted; new nodes are asked for their description.
 
-        The first clients' most common task (classes and shape, the classes' names and order) is the
-        run's. A node with another task, a taken name, or a model that the server does not know is
-        left out with a notice.
+        The first clients' most common task (classes and shape, the classes' names and order, and
+        the model where all must have one) is the run's. A node with another one, a taken name, or a
+        model that the server does not know is left out with a notice. A node that does not answer
+        is asked again after 1, 2, 4, ... rounds.
         """
         # A copy, since Flower's thread changes the original as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
         for gone in self._infos.keys() - proxies.keys():
             del self._infos[gone]
-        new = [
-            proxies[node] for node in sorted(proxies.keys() - self._infos.keys() - self._refused)
-        ]
-        self._welcome(new)
-        members = {info.name: Member(info, proxies[node]) for node, info in self._infos.items()}
+        self._refused &= proxies.keys()
+        self._silent = {node: pair for node, pair in self._silent.items() if node in proxies}
+        self._asked += 1
+        new = [proxies[node] for node in sorted(proxies.keys() - self._infos.keys())]
+        self._welcome([proxy for proxy in new if self._is_due(proxy.cid)])
+        members = {i.name: Member(i, self._proxies[node]) for node, i in self._infos.items()}
         return self._capped(dict(sorted(members.items())))
 
     def _capped(self, members: dict[str, Member]) -> dict[str, Member]:
@@ -122,45 +135,87 @@ class Members:
             for name, member in members.items()
         }
 
+    def _is_due(self, node: str) -> bool:
+        count, last = self._silent.get(node, (0, 0))
+        rested = self._asked - last >= min(1 << max(count - 1, 0), LONGEST_REST)
+        return node not in self._refused and rested
+
     def _welcome(self, proxies: list[ClientProxy]) -> None:
         if not proxies:
             return
         with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
             answers = list(pool.map(self._ask, proxies))
         known = [(p, a) for p, a in zip(proxies, answers, strict=True) if isinstance(a, ClientInfo)]
-        if self._task is None and known:
-            self._task = commonest_task([info for _, info in known])
-            self._order = _commonest_order([i for _, i in known if _task_of(i) == self._task])
-        for proxy, info in sorted(known, key=lambda pair: pair[1].name):
+        sound = [
+            (proxy, info)
+            for proxy, info in sorted(known, key=lambda pair: pair[1].name)
+            if not self._left_out(proxy, info, self._rules.fault_of(info, self._pool))
+        ]
+        self._vote([info for _, info in sound])
+        for proxy, info in sound:
             if any(other.name == info.name for other in self._infos.values()):
                 # Perhaps the same client, whose old node Flower still lists: asked again later.
                 self._notice(f"client {info.name} is left out: another node has that name")
-            elif fault := self._fault(info):
-                self._refused.add(proxy.cid)
-                self._notice(f"client {info.name} is left out: {fault}")
-            else:
+            elif not self._left_out(proxy, info, self._fault(info)):
                 self._infos[proxy.cid] = info
+                self._proxies[proxy.cid] = asked_again(proxy)
+                self._names[proxy.cid] = info.name
                 self._order = self._order or info.order
         for answer in answers:
             if isinstance(answer, str):
                 self._notice(answer)
 
+    def _left_out(self, proxy: ClientProxy, info: ClientInfo, fault: str) -> bool:
+        """Leave a client out, with a notice, if there is a fault; tell whether there is."""
+        if fault:
+            self._refused.add(proxy.cid)
+            self._notice(f"client {info.name} is left out: {fault}")
+        return bool(fault)
+
+    def _vote(self, infos: Sequence[ClientInfo]) -> None:
+        """Let the first clients decide the run's task, the order of its classes, and its model."""
+        if self._task is not None or not infos:
+            return
+        self._task = commonest_task(infos, self._rules.servers_task)
+        of_task = [info for info in infos if task_of(info) == self._task]
+        self._order = commonest([info.order for info in of_task])
+        if self._rules.one_model:
+            self._model = commonest([info.model for info in of_task])
+
     def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
-        """Return the client's description, or an error message if it could not be asked."""
+        """Return the client's description, or an error message if there is none to be used."""
         try:
             answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
+            self._silent.pop(proxy.cid, None)
             if answer.status.code != Code.OK:
                 return f"node {proxy.cid} is left out: {one_line(answer.status.message)[:300]}"
-            return read_properties(answer.properties, f"node {proxy.cid}")
+            info = read_properties(answer.properties, f"node {proxy.cid}")
+            if fault := self._name_fault(proxy, info.name):
+                self._refused.add(proxy.cid)
+                return f"node {proxy.cid} is left out: {fault}"
+            return info
         except FedhetError as error:
             self._refused.add(proxy.cid)
             return f"node {proxy.cid} is left out: {error}"
         except Exception as error:
-            # Any error of the transport: the node may be available again by the next round.
+            # Any error of the transport: the node may be available again by a later round.
+            count, _ = self._silent.get(proxy.cid, (0, 0))
+            self._silent[proxy.cid] = (count + 1, self._asked)
             return f"node {proxy.cid} does not say who it is: {words_of(error)[:300]}"
 
+    def _name_fault(self, proxy: ClientProxy, name: str) -> str:
+        """Return why a node may not have the name that it claims, or "".
+
+        A name belongs to the key that was registered with it; a node keeps the name that it had.
+        """
+        registered = registered_name(proxy)
+        if registered and registered != name:
+            return f"it claims the name {name!r}, its key was registered as {registered!r}"
+        had = self._names.get(proxy.cid, name)
+        return f"it claims the name {name!r}, and was client {had} before" if had != name else ""
+
     def _fault(self, info: ClientInfo) -> str:
-        if _task_of(info) != self._task:
+        if task_of(info) != self._task:
             classes, shape = self._task or (0, ())
             return (
                 f"its data has {info.classes} classes of shape {info.shape}, "
@@ -168,25 +223,6 @@ class Members:
             )
         if info.order and self._order and info.order != self._order:
             return "its classes have other names than the others', or another order (classes.txt)"
-        if self.one_model and info.model != self.one_model:
-            return f"its model is {info.model!r}, all others' {self.one_model!r}"
-        if self._pool is not None and not (info.model in self._pool or is_registered(info.model)):
-            # Only models in the run's own pool are imported here, never others that a client names.
-            return f"its model {info.model!r} is neither registered nor in the run's pool"
+        if self._model and info.model != self._model:
+            return f"its model is {info.model!r}, all others' {self._model!r}"
         return ""
-
-
-def commonest_task(infos: Sequence[ClientInfo]) -> Task:
-    """Return the most common task; among equally common ones, that of the first client by name."""
-    tasks = [_task_of(info) for info in sorted(infos, key=lambda info: info.name)]
-    return Counter(tasks).most_common(1)[0][0]
-
-
-def _task_of(info: ClientInfo) -> Task:
-    return info.classes, info.shape
-
-
-def _commonest_order(infos: Sequence[ClientInfo]) -> str:
-    """Return the most common class order among clients that name it; empty if none does."""
-    orders = [i.order for i in sorted(infos, key=lambda info: info.name) if i.order]
-    return Counter(orders).most_common(1)[0][0] if orders else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
+from fedhet.server.outliers import Sizes, sizes_of_payload
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]
@@ -75,10 +77,12 @@ class StoredReply(Parameters):
 
     def __init__(self, path: Path, parameters: Parameters) -> None:
         super().__init__(tensors=[], tensor_type=parameters.tensor_type)
+        self.field_sizes = sizes_of_payload(parameters)
+        """The root mean square of each field: replies are compared before they are read."""
         self._path = path
         self._sizes = [len(tensor) for tensor in parameters.tensors]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "wb", opener=_private) as file:
             file.writelines(parameters.tensors)
 
     def take(self) -> Parameters:
@@ -87,6 +91,20 @@ class StoredReply(Parameters):
             tensors = [file.read(size) for size in self._sizes]
         self._path.unlink()
         return Parameters(tensors=tensors, tensor_type=self.tensor_type)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read."""
+    return os.open(path, flags, 0o600)
+
+
+def stored_sizes(results: Sequence[tuple[ClientProxy, FitRes]]) -> dict[str, Sizes]:
+    """Return the sizes of the replies that are stored on disk, by client."""
+    return {
+        name_of(proxy): result.parameters.field_sizes
+        for proxy, result in results
+        if isinstance(result.parameters, StoredReply)
+    }
 
 
 class ClientFailureError(Exception):

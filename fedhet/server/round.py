@@ -11,13 +11,15 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
 from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.runs.records import Accuracy, Measured, RoundRecord, relative, spread, summarise
+from fedhet.server.outliers import Sizes, medians
+from fedhet.server.standing import Outcome, Standing
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,20 @@ class Selection:
 
 
 class RoundState:
-    """The record of the current round, and the clients' latest accuracies across rounds."""
+    """The record of the current round, and what is known of the clients across rounds."""
 
-    def __init__(self, workers: int, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, workers: int, notice: Callable[[str], None], standing: Standing | None = None
+    ) -> None:
         """`workers`: number of clients that train at once; `notice` shows a message to the user."""
         self.record = RoundRecord(0)
         self.selection = Selection(())
+        self.standing = standing or Standing(0, 0, notice)
+        self.usual: dict[str, float] = {}
+        """The median size of each field of a reply, in the last round that worked."""
+        self.good = self.formed = 0
+        """After which round the server's last state was formed that clients proved able to use, and
+        its last state at all; 0: before the first round."""
         self._workers = workers
         self._notice = notice
         self._lock = threading.Lock()
@@ -47,14 +57,16 @@ class RoundState:
         self._changed: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._losses: dict[str, float] = {}
-        self._absent: set[str] = set()
+        self._outcomes: dict[str, Outcome] = {}
+        self._sizes: Mapping[str, Sizes] = {}
         self._started = self._waiting_since = self._waiting = 0.0
         self._peak_memory_mb = 0.0
 
     def start(self, number: int) -> None:
         """Start a round."""
         with self._lock:
-            self.record, self._losses, self._absent = RoundRecord(number), {}, set()
+            self.record, self._losses = RoundRecord(number), {}
+            self._outcomes, self._sizes = {}, {}
             self._started, self._waiting = time.perf_counter(), 0.0
 
     def ask(self, selection: Selection) -> None:
@@ -88,8 +100,13 @@ class RoundState:
         return name in self._changed
 
     def present(self, names: Collection[str]) -> list[str]:
-        """Return, sorted, the clients in `names` that have not failed to reply in this round."""
-        return sorted(set(names) - self._absent)
+        """Return, sorted, the clients in `names` to whom it makes sense to speak in this round.
+
+        Not those that have been silent in it, and of those that were not asked none that rests.
+        """
+        silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
+        resting = {n for n in names if self.standing.rests(self.record.round, n)}
+        return sorted(set(names) - silent - (resting - set(self.record.asked)))
 
     def measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""
@@ -111,8 +128,20 @@ class RoundState:
 
     def absent(self, name: str, reason: str) -> None:
         """Record that a client has not replied."""
-        self._absent.add(name)
-        self._drop(name, reason)
+        self._drop(name, reason, "silent")
+
+    def not_evaluated(self, name: str, reason: str, outcome: Outcome) -> None:
+        """Record that a client could not be evaluated."""
+        self._outcomes.setdefault(name, outcome)
+        self._notice(f"client {name} was not evaluated: {reason}")
+
+    @contextlib.contextmanager
+    def not_evaluating(self, name: str) -> Iterator[None]:
+        """Record that a client could not be evaluated if the block raises an error about it."""
+        try:
+            yield
+        except KnowledgeError as error:
+            self.not_evaluated(name, str(error), _outcome_of(error))
 
     @contextlib.contextmanager
     def dropping(self, name: str) -> Iterator[None]:
@@ -123,16 +152,55 @@ class RoundState:
         try:
             yield
         except KnowledgeError as error:
-            self._drop(name, f"{error.field}: {error.fault}")
+            self._drop(name, f"{error.field}: {error.fault}", _outcome_of(error))
         except FedhetError as error:
-            self._drop(name, str(error))
+            self._drop(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:
-            self._drop(name, f"cannot be used ({type(error).__name__}: {words_of(error)})")
+            fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
+            self._drop(name, fault, "refused")
 
-    def _drop(self, name: str, reason: str) -> None:
+    def _drop(self, name: str, reason: str, outcome: Outcome) -> None:
         reason = one_line(reason)
+        self._outcomes[name] = outcome
         self.record.failed[name] = reason
         self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
+
+    def compared(self, sizes: Mapping[str, Sizes]) -> None:
+        """Record the sizes of this round's replies, by client."""
+        self._sizes = sizes
+
+    def settle(self, answered: Sequence[str]) -> bool:
+        """Record the clients whose replies were accepted; tell whether the server must go back.
+
+        It must if most of the others could not use its instructions, or answered with what cannot
+        be used, and earlier instructions have worked.
+        """
+        self.record.answered = list(answered)
+        unable = sum(outcome != "silent" for outcome in self._outcomes.values())
+        if unable > len(answered):
+            return self.formed > self.good
+        if answered:
+            self.good, self.formed = self.record.round - 1, self.record.round
+            self.usual |= medians(self._sizes[name] for name in answered if name in self._sizes)
+        return False
+
+    def went_back(self) -> None:
+        """Record that the server's state is again the last one that worked.
+
+        Nobody is blamed for this round: who could not use its instructions may be in order.
+        """
+        state = f"of round {self.good}" if self.good else "before the first round"
+        self._notice(
+            f"most clients could not use the server's instructions of round {self.record.round}: "
+            f"it goes back to its state {state}"
+        )
+        self.good = self.formed = self.record.round
+        self._outcomes = {n: how for n, how in self._outcomes.items() if how == "silent"}
+
+    def enter_standing(self, members: Collection[str]) -> list[str]:
+        """Enter how the clients fared in the round; return whom the method must forget."""
+        fared = {name: self._outcomes.get(name) for name in (*self.record.asked, *self._outcomes)}
+        return self.standing.enter(self.record.round, fared, members)
 
     def close(self, *, evaluated: bool) -> RoundRecord:
         """End the round and return its record, with accuracies if it was evaluated.
@@ -154,11 +222,28 @@ class RoundState:
         return record
 
     def to_json(self) -> str:
-        """Return the clients' evaluation state after the round, for its checkpoint."""
-        return json.dumps({"accuracy": self._accuracy, "changed": sorted(self._changed)})
+        """Return what is known of the clients after the round, for its checkpoint."""
+        return json.dumps(
+            {
+                "accuracy": self._accuracy,
+                "changed": sorted(self._changed),
+                "standing": self.standing.to_dict(),
+                "usual": self.usual,
+                "good": self.good,
+                "formed": self.formed,
+            }
+        )
 
     def load_json(self, text: str) -> None:
         """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         known = json.loads(text)
         self._accuracy = TypeAdapter(Accuracy).validate_python(known["accuracy"])
         self._changed = set(TypeAdapter(list[str]).validate_python(known["changed"]))
+        self.standing.load_dict(known["standing"])
+        self.usual = {field: float(size) for field, size in known["usual"].items()}
+        self.good, self.formed = int(known["good"]), int(known["formed"])
+
+
+def _outcome_of(error: KnowledgeError) -> Outcome:
+    """Return how a client fared: it answered with an error of its own, or its answer is refused."""
+    return "error" if error.field == "answer" else "refused"

@@ -245,6 +245,21 @@ class EngineSettings(ComputeSettings):
         description="a client counts for at most so many times the samples of the median client, "
         "whatever it claims to have; 0 = no limit",
     )
+    outlier_factor: NonNegative = Field(
+        1000.0,
+        description="a reply is refused if a field's root mean square is more than so many times "
+        "the other clients' median; 0 = never",
+    )
+    refusals: CountOrNone = Field(
+        3,
+        description="rounds running after which a client whose replies are refused is set aside; "
+        "0 = never",
+    )
+    silences: CountOrNone = Field(
+        2,
+        description="rounds running after which a client that does not answer is asked only now "
+        "and then; 0 = it is asked in every round",
+    )
 
 
 class AttackSettings(Schema):

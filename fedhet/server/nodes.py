@@ -1,0 +1,145 @@
+"""What Flower knows of the nodes of a deployment: their registered names, and their sessions.
+
+A node that is killed and let in again within a minute has a new session, but Flower does not count
+it as gone. A message that its former session has taken is never answered; it is sent again here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Protocol
+
+from flwr.app import Message
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.superlink.grid import InMemoryGrid
+
+FRESH_SECONDS = 10.0
+"""For so long what Flower has said of the nodes is used again."""
+POLL_SECONDS = 3.0
+"""Between two looks for a reply, as in Flower's own grid."""
+
+
+class NodeInfo(Protocol):
+    """A node that is online, as far as it matters here."""
+
+    node_id: int
+    name: str
+    last_activated_at: str
+
+
+class Nodes:
+    """The nodes that are online, as Flower's grid lists them."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self._lock = threading.Lock()
+        self._known: dict[int, NodeInfo] = {}
+        self._asked = -FRESH_SECONDS
+
+    def name(self, node_id: int) -> str:
+        """Return the name with which a node's key was registered; empty if it has none.
+
+        Raises LookupError if the node is not online: nothing may be concluded then.
+        """
+        known = self._online(FRESH_SECONDS)
+        node = known.get(node_id) or self._online(0.0).get(node_id)
+        if node is None:
+            raise LookupError(f"node {node_id} is not online any more")
+        return str(node.name or "")
+
+    def session(self, node_id: int, *, fresh: bool = False) -> str:
+        """Return what tells a node's sessions apart; empty if the node is not online.
+
+        Unless it must be fresh, the answer may be some seconds old.
+        """
+        node = self._online(0.0 if fresh else FRESH_SECONDS).get(node_id)
+        return str(node.last_activated_at) if node is not None else ""
+
+    def _online(self, most_seconds: float) -> dict[int, NodeInfo]:
+        with self._lock:
+            if time.monotonic() - self._asked >= most_seconds:
+                self._known = {node.node_id: node for node in self._grid.get_nodes()}
+                self._asked = time.monotonic()
+            return self._known
+
+
+class AskingAgain:
+    """Flower's grid for messages to one node: a node that restarts meanwhile is asked again."""
+
+    def __init__(self, grid: Any, nodes: Nodes) -> None:
+        self._grid, self._nodes = grid, nodes
+
+    def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
+        """Send the one message; return its reply, or Flower's error once its time is over."""
+        (message,) = messages
+        node, end = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
+        session = self._nodes.session(node, fresh=True)
+        sent = set(self._grid.push_messages([message]))
+        while not (replies := self._received(sent)):
+            time.sleep(POLL_SECONDS)
+            now, left = self._nodes.session(node), end - time.monotonic()
+            if now not in ("", session) and left > 0:
+                session = now
+                sent |= set(self._grid.push_messages([_anew(message, left)]))
+        return replies
+
+    def _received(self, sent: set[str]) -> list[Message]:
+        """Return the first reply to any of the messages `sent`, if there is one.
+
+        An error counts only if no other message is under way: Flower may give up the first.
+        """
+        for reply in self._grid.pull_messages(sent):
+            sent.discard(reply.metadata.reply_to_message_id)
+            if not (reply.has_error() and sent):
+                return [reply]
+        return []
+
+
+def registered_name(proxy: ClientProxy) -> str:
+    """Return the name with which a node's key was registered; empty if it has none.
+
+    In a simulation, and where nodes have no keys, none has.
+    """
+    grid = _grid_of(proxy)
+    if grid is None:
+        return ""
+    assert isinstance(proxy, GridClientProxy)
+    return _nodes_of(grid).name(proxy.node_id)
+
+
+def asked_again(proxy: ClientProxy) -> ClientProxy:
+    """Return a node's proxy, which in a deployment asks it again when it has restarted."""
+    grid = _grid_of(proxy)
+    if grid is None:
+        return proxy
+    assert isinstance(proxy, GridClientProxy)
+    asking: Any = AskingAgain(grid, _nodes_of(grid))
+    return GridClientProxy(proxy.node_id, asking, proxy.run_id)
+
+
+@lru_cache(maxsize=1)
+def _nodes_of(grid: Any) -> Nodes:
+    """Return the nodes of a grid, one object for all its proxies."""
+    return Nodes(grid)
+
+
+def _grid_of(proxy: ClientProxy) -> Any:
+    """Return Flower's grid of a deployment; None in a simulation, whose nodes do not restart."""
+    grid = proxy.grid if isinstance(proxy, GridClientProxy) else None
+    return None if isinstance(grid, InMemoryGrid) else grid
+
+
+def _anew(message: Message, ttl: float) -> Message:
+    """Return the same message as a new one, which lives as long as is left."""
+    of = message.metadata
+    return Message(
+        message.content,
+        dst_node_id=of.dst_node_id,
+        message_type=of.message_type,
+        group_id=of.group_id,
+        ttl=ttl,
+    )

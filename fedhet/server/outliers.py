@@ -1,0 +1,91 @@
+"""Refuses replies that are out of all proportion to the others of a round.
+
+A reply of finite numbers satisfies its contract, whatever their size. But one client's features of
+3e38 in a mean leave nobody able to train on it. So the root mean square of each field of a reply is
+compared with that of the other clients' replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+from flwr.common import Parameters
+
+from fedhet.arrays import Array
+from fedhet.errors import KnowledgeError
+from fedhet.wire.knowledge import Knowledge, decode, payload_bytes, read_arrays
+
+Sizes = Mapping[str, float]
+"""The root mean square of each floating-point field of a reply; a model is one field."""
+LEAST_REFERENCE = 0.01
+"""A root mean square to which others may always be compared: a reply of zeros makes nobody odd."""
+
+
+def sizes_of(knowledge: Knowledge) -> Sizes:
+    """Return the root mean square of each field of a reply that holds floating-point numbers."""
+    fields: dict[str, list[Array]] = {}
+    for name, value in knowledge.tensors.items():
+        if np.issubdtype(value.dtype, np.floating) and value.size:
+            fields.setdefault(name.partition("/")[0], []).append(value)
+    return {field: _root_mean_square(values) for field, values in fields.items()}
+
+
+def sizes_of_payload(payload: Parameters) -> Sizes:
+    """Return `sizes_of` a reply that has just arrived; nothing if it cannot be decoded."""
+    try:
+        _, knowledge = decode(read_arrays(payload, "", payload_bytes(payload)), "")
+    except KnowledgeError:  # refused when the reply is read, by the client's name
+        return {}
+    return sizes_of(knowledge)
+
+
+def out_of_proportion(
+    sizes: Mapping[str, Sizes], usual: Sizes, factor: float
+) -> dict[str, KnowledgeError]:
+    """Return the clients whose replies are out of proportion, with the error that says so.
+
+    `sizes`: by client, those of a round's replies; `usual`: the medians of the last round. A field
+    is compared with the larger of the other clients' median and the usual one. With two clients
+    the larger is thus refused: it is the one that does harm. No client is judged by its own reply,
+    so nothing is refused where there is nothing to compare with.
+    """
+    found: dict[str, KnowledgeError] = {}
+    for name, field, size in _fields(sizes):
+        others = [s[field] for n, s in sizes.items() if n != name and field in s]
+        known = [*([median(others)] if others else []), *([usual[field]] if field in usual else [])]
+        if known and size > factor * max(*known, LEAST_REFERENCE):
+            fault = (
+                f"its root mean square is {size:.3g}, the other clients' {max(known):.3g}: more "
+                f"than 'engine.outlier-factor' = {factor:g} times as large"
+            )
+            found.setdefault(name, KnowledgeError(name, field, fault))
+    return found
+
+
+def medians(sizes: Iterable[Sizes]) -> dict[str, float]:
+    """Return the median of each field over a round's accepted replies."""
+    fields: dict[str, list[float]] = {}
+    for each in sizes:
+        for field, size in each.items():
+            fields.setdefault(field, []).append(size)
+    return {field: float(median(found)) for field, found in sorted(fields.items())}
+
+
+def _fields(sizes: Mapping[str, Sizes]) -> Iterator[tuple[str, str, float]]:
+    for name, fields in sizes.items():
+        for field, size in fields.items():
+            yield name, field, size
+
+
+def _root_mean_square(values: Sequence[Array]) -> float:
+    """Return the root mean square over arrays; infinity if their squares overflow."""
+    with np.errstate(over="ignore"):
+        total = sum(float(_square(value)) for value in values)
+    return float(np.sqrt(total / sum(value.size for value in values)))
+
+
+def _square(value: Array) -> float:
+    flat = value.ravel() if value.dtype.itemsize > 2 else value.ravel().astype(np.float32)
+    return float(np.vdot(flat, flat))

@@ -1,0 +1,388 @@
+"""One hostile or broken client of five: it is named, and the others' run goes on as without it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records, run, small
+from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
+
+from fedhet import simulate as simulation
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import resolve
+from fedhet.deployment.local import LocalDeployment
+from fedhet.errors import FedhetError
+from fedhet.server.proxy import StoredReply
+from fedhet.wire.knowledge import decode, encode
+
+HOSTILE = "client-1"
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch):
+    """One thread, and no report: its figures take longer than these runs."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
+
+
+class Huge(simulation.InlineProxy):
+    """Answers with the largest finite numbers, which its contract allows."""
+
+    rounds = range(100)
+
+    def fit(self, ins, timeout, group_id):
+        result = super().fit(ins, timeout, group_id)
+        if self.cid == HOSTILE and group_id in self.rounds and result.parameters.tensors:
+            result.parameters = enlarged(result.parameters)
+        return result
+
+
+def enlarged(parameters, size=3e38):
+    envelope, said = decode(parameters_to_ndarrays(parameters), "test")
+    tensors = {
+        name: np.full_like(value, size) if value.dtype == np.float32 else value
+        for name, value in said.tensors.items()
+    }
+    return ndarrays_to_parameters(encode(envelope, replace(said, tensors=tensors)))
+
+
+class HugeAtFirst(Huge):
+    """Is hostile in round 1 alone."""
+
+    rounds = (1,)
+
+
+class Broken(simulation.InlineProxy):
+    """Answers with bytes that are no message."""
+
+    def fit(self, ins, timeout, group_id):
+        result = super().fit(ins, timeout, group_id)
+        if self.cid == HOSTILE:
+            result.parameters.tensors[:] = [b"\x80\x04garbage"]
+        return result
+
+
+class Dumb(simulation.InlineProxy):
+    """Describes itself and is silent from then on."""
+
+    def fit(self, ins, timeout, group_id):
+        if self.cid == HOSTILE:
+            raise TimeoutError("no answer")
+        return super().fit(ins, timeout, group_id)
+
+    def evaluate(self, ins, timeout, group_id):
+        if self.cid == HOSTILE:
+            raise TimeoutError("no answer")
+        return super().evaluate(ins, timeout, group_id)
+
+
+class Silent(simulation.InlineProxy):
+    """Does not even say who it is."""
+
+    def get_properties(self, ins, timeout, group_id):
+        if self.cid == HOSTILE:
+            raise TimeoutError("no answer")
+        return super().get_properties(ins, timeout, group_id)
+
+
+class Liar(simulation.InlineProxy):
+    """Claims something that is not so."""
+
+    claims: dict = {}
+
+    def get_properties(self, ins, timeout, group_id):
+        answer = super().get_properties(ins, timeout, group_id)
+        if self.cid == HOSTILE:
+            answer.properties.update(self.claims)
+        return answer
+
+
+class OddModel(Liar):
+    claims = {"model": "no-such-model"}
+
+
+class VastShape(Liar):
+    claims = {"shape": "65536,65536"}
+
+
+class Impostor(Liar):
+    claims = {"name": "client-0"}
+
+
+HOSTILES = [Huge, HugeAtFirst, Broken, Dumb, Silent, OddModel, VastShape, Impostor]
+ROUNDS = 10
+
+
+def five(method, **changes):
+    iterations = {"cofed.iterations": ROUNDS - 1} if method == "cofed" else {}
+    few = {"rounds": ROUNDS, "clients": 5, "min_clients": 4, "max_samples": 300}
+    return small(method, **{**few, **iterations, **changes})
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """The honest clients' accuracies in the last round of a run without the hostile one."""
+    known = {}
+
+    def found(method):
+        if method not in known:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(simulation, "InlineProxy", Silent)
+                patch.setattr(simulation.report, "write", lambda directory: None)
+                summary = run(five(method), tmp_path_factory.mktemp(method) / "run")
+            known[method] = summary["accuracy"]["common"]["private"]["per_client"]
+        return known[method]
+
+    return found
+
+
+class Notices:
+    def __init__(self):
+        self.said = []
+
+    def notice(self, text):
+        self.said.append(text)
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+QUICK = [("felo", Huge), ("felo", HugeAtFirst), ("felo", VastShape), ("fixavg", OddModel)]
+EACH = [
+    pytest.param(m, h, marks=() if (m, h) in QUICK else pytest.mark.slow, id=f"{m}-{h.__name__}")
+    for m in method_names()
+    for h in HOSTILES
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("method", "hostile"), EACH)
+def test_the_others_end_as_without_it(method, hostile, without, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", hostile)
+    notices = Notices()
+    summary = run(five(method), tmp_path / "run", [notices])
+    assert [past["round"] for past in summary["history"]] == list(range(1, ROUNDS + 1))
+    if not (hostile in (Huge, HugeAtFirst) and not sends_floats(method)) and not (
+        hostile is OddModel and not weights_travel(method)
+    ):
+        named = [text for text in notices.said if HOSTILE in text or "client-0 is left out" in text]
+        assert named, notices.said
+    if hostile is Silent:
+        return
+    honest = without(method)
+    accuracy = summary["accuracy"]["common"]["private"]["per_client"]
+    assert honest.keys() <= accuracy.keys()
+    mean = np.mean([accuracy[name] for name in honest])
+    assert mean >= np.mean(list(honest.values())) - 0.02
+
+
+def sends_floats(method):
+    fields = find_method(method).client.sends.fields
+    return any(getattr(f, "dtype", "float32").startswith("float") for f in fields if _tensor(f))
+
+
+def weights_travel(method):
+    halves = find_method(method).client, find_method(method).strategy
+    return any(type(f).__name__ == "WeightsField" for half in halves for f in half.sends.fields)
+
+
+def _tensor(field):
+    return type(field).__name__ in {"TensorField", "WeightsField"}
+
+
+@pytest.mark.parametrize("method", ["felo", "fixavg", "um-pfssl"])
+def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch):
+    """Also where replies lie on disk and are read one at a time, as those of um-pfssl."""
+    monkeypatch.setattr(simulation, "InlineProxy", Huge)
+    server = Server(five(method, rounds=2), tmp_path / "run")
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    record = server.strategy.state.record
+    assert record.failed.keys() == {HOSTILE}
+    assert "its root mean square is" in record.failed[HOSTILE]
+    assert record.answered == ["client-0", "client-2", "client-3", "client-4"]
+
+
+def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Huge)
+    server = Server(five("felo", outlier_factor=0.0), tmp_path / "run")
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    assert server.strategy.state.record.failed == {}
+
+
+@pytest.mark.parametrize("method", ["felo", "fixavg", "fedtype"])
+def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch):
+    """Without the check of sizes the huge reply is in every instruction of round 2."""
+    monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
+    notices = Notices()
+    run(five(method, rounds=4, outlier_factor=0.0), tmp_path / "run", [notices])
+    first, second, third, fourth = records(tmp_path / "run")
+    assert first["failed"] == {}
+    assert len(second["failed"]) > 2, "the instruction makes training diverge"
+    assert any("of round 2: it goes back to its state before the first" in t for t in notices.said)
+    assert len(third["answered"]) == len(fourth["answered"]) == 5
+    assert third["failed"] == fourth["failed"] == {}
+    last = fourth["accuracy"]["common"]["private"]["per_client"]
+    assert len(last) == 5
+
+
+def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
+    """Velo's CVAE does not learn from such features, so that the other architecture goes on."""
+    monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
+    run(five("velo", rounds=5, outlier_factor=0.0), tmp_path / "run")
+    found = records(tmp_path / "run")
+    struck = {"client-1", "client-3"}  # the cnn2
+    assert [set(record["failed"]) for record in found] == [set(), struck, struck, set(), set()]
+    assert [struck <= set(record["asked"]) for record in found] == [True] * 3 + [False, True]
+    assert struck <= found[-1]["accuracy"]["common"]["private"]["per_client"].keys()
+
+
+class HugeLater(Huge):
+    """Is hostile in round 3 alone."""
+
+    rounds = (3,)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_path, monkeypatch):
+    """It goes back to its state after round 2, whose checkpoint is kept for that."""
+    monkeypatch.setattr(simulation, "InlineProxy", HugeLater)
+    config = five("felo", rounds=6, outlier_factor=0.0)
+    notices = Notices()
+    run(config, tmp_path / "whole", [notices])
+    assert any("it goes back to its state of round 2" in text for text in notices.said)
+
+    class Cut(Notices):
+        def round_started(self, number, asked):
+            if number == stop + 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut", [Cut()])
+    resumed = resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True})
+    run(resumed, tmp_path / "cut")
+    for one, two in zip(records(tmp_path / "whole"), records(tmp_path / "cut"), strict=True):
+        assert timeless(one) == timeless(two)
+
+
+def timeless(record):
+    return {k: v for k, v in record.items() if k not in {"seconds", "peak_memory_mb"}}
+
+
+def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
+    """The count of refusals and of silences is saved."""
+    monkeypatch.setattr(simulation, "InlineProxy", Broken)
+    config = five("local", rounds=6)
+    run(config, tmp_path / "whole")
+    assert [HOSTILE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
+
+    class Cut(Notices):
+        def round_started(self, number, asked):
+            if number == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut", [Cut()])
+    run(resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True}), tmp_path / "cut")
+    for one, two in zip(records(tmp_path / "whole"), records(tmp_path / "cut"), strict=True):
+        assert one["asked"] == two["asked"]
+
+
+def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monkeypatch):
+    asked = []
+
+    class Counted(Dumb):
+        def fit(self, ins, timeout, group_id):
+            asked.append((self.cid, group_id))
+            return super().fit(ins, timeout, group_id)
+
+        def evaluate(self, ins, timeout, group_id):
+            asked.append((self.cid, group_id))
+            return super().evaluate(ins, timeout, group_id)
+
+    monkeypatch.setattr(simulation, "InlineProxy", Counted)
+    run(five("felo"), tmp_path / "run")
+    assert [round for name, round in asked if name == HOSTILE] == [1, 2, 4, 8], "nor evaluated"
+
+
+@pytest.mark.parametrize("method", ["felo", "cofed", "um-pfssl"])
+def test_what_a_client_contributed_is_not_kept_for_ever(method, tmp_path):
+    server = Server(five(method, rounds=4), tmp_path / "run")
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.close(1)
+    before = kept_of(server.strategy, method)
+    assert HOSTILE in before
+    server.strategy.forget(HOSTILE)
+    assert kept_of(server.strategy, method) == before - {HOSTILE}
+    server.strategy.forget(HOSTILE)
+    server.strategy.forget("nobody")
+    told = server.strategy.state_dict()
+    server.strategy.load_state_dict(told)
+    assert kept_of(server.strategy, method) == before - {HOSTILE}
+    assert len(server.ask(2)) == 5
+
+
+def kept_of(strategy, method):
+    if method == "um-pfssl":
+        return {name for name, number in strategy.numbers.items() if number in strategy.versions}
+    return set(strategy.means if method == "felo" else strategy.votes)
+
+
+class Deaf(simulation.InlineProxy):
+    """Nobody answers from round 3 on."""
+
+    def fit(self, ins, timeout, group_id):
+        if group_id > 2:
+            raise TimeoutError("no answer")
+        return super().fit(ins, timeout, group_id)
+
+
+@pytest.mark.parametrize(("rounds", "since"), [(4, "since round 3"), (2, "")])
+def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Deaf)
+    if not since:
+        run(five("local", rounds=rounds), tmp_path / "run")
+        return
+    with pytest.raises(FedhetError, match=f"no client has answered {since}: client-0: no answer"):
+        run(five("local", rounds=rounds), tmp_path / "run")
+    assert len(records(tmp_path / "run")) == rounds, "what there is can be reported"
+
+
+def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
+    config = five("local", rounds=1, clients=2, min_clients=0, backend="ray")
+
+    def deaf(self, ins, timeout, group_id):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr("fedhet.server.proxy.NamedProxy.fit", deaf)
+    with pytest.raises(FedhetError, match="no client has answered in any round"):
+        run(config, tmp_path / "run")
+
+
+@pytest.fixture
+def _usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_replies_on_disk_are_their_owners(tmp_path):
+    stored = StoredReply(tmp_path / "inbox" / "a", Parameters([b"12", b"345"], "numpy.ndarray"))
+    assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
+    assert stored.take().tensors == [b"12", b"345"]
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_a_local_deployments_files_are_their_owners(tmp_path):
+    """The SuperLink's database, which Flower creates, holds what clients send."""
+    deployment = LocalDeployment(tmp_path, nodes=1)
+    (tmp_path / "log").mkdir()
+    deployment._start("server", "touch", tmp_path / "superlink.db")
+    deployment.processes["server"].wait(60)
+    assert stat.S_IMODE((tmp_path / "superlink.db").stat().st_mode) == 0o600

@@ -1,0 +1,242 @@
+"""What Flower says of the nodes of a deployment: who a key belongs to, and who has restarted."""
+
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.common import (
+    Code,
+    FitIns,
+    FitRes,
+    GetPropertiesRes,
+    Parameters,
+    Status,
+)
+from flwr.compat.common import recorddict_compat as compat
+from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedhet.server import nodes
+from fedhet.server.members import Members
+from fedhet.server.nodes import asked_again, registered_name
+
+GIVEN_UP = SimpleNamespace(reason="its time is over")
+SAYS = {"model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
+
+
+class Grid:
+    """A SuperLink with nodes that answer, or take a message and die."""
+
+    def __init__(self):
+        self.online = {}
+        self.claims = {}
+        self.sent = []
+        self.answers = lambda message: True
+        self.looks = 0
+        self.given_up = set()
+        self.meanwhile = lambda grid: None
+
+    def add(self, node_id, claims, registered=None):
+        self.online[node_id] = SimpleNamespace(
+            node_id=node_id, name=registered, last_activated_at="2026-11-21T10:00:00"
+        )
+        self.claims[node_id] = claims
+
+    def get_nodes(self):
+        return list(self.online.values())
+
+    def push_messages(self, messages):
+        for message in messages:
+            number = f"message-{len(self.sent)}"
+            self.sent.append((number, message))
+            yield number
+
+    def pull_messages(self, numbers):
+        self.looks += 1
+        assert self.looks < 100, "it waits in vain"
+        self.meanwhile(self)
+        for number, message in self.sent:
+            if number in numbers and number in self.given_up:
+                about = SimpleNamespace(reply_to_message_id=number)
+                yield SimpleNamespace(metadata=about, has_error=lambda: True, error=GIVEN_UP)
+            elif number in numbers and self.answers(message):
+                yield self.reply(message, number)
+
+    def send_and_receive(self, messages):
+        return [self.reply(message) for message in messages]
+
+    def reply(self, message, number=""):
+        said = {**SAYS, "name": self.claims[message.metadata.dst_node_id]}
+        if message.metadata.message_type == "train":
+            answer = FitRes(Status(Code.OK, ""), Parameters([], ""), 7, {})
+            content = compat.fitres_to_recorddict(answer, keep_input=True)
+        else:
+            content = compat.getpropertiesres_to_recorddict(
+                GetPropertiesRes(Status(Code.OK, ""), said)
+            )
+        about = SimpleNamespace(reply_to_message_id=number)
+        return SimpleNamespace(metadata=about, content=content, has_error=lambda: False)
+
+
+class Manager:
+    def __init__(self, grid):
+        self.grid, self.known = grid, {}
+
+    def all(self):
+        for node in self.grid.online:
+            self.known.setdefault(node, GridClientProxy(node, self.grid, 1))
+        return {str(node): self.known[node] for node in self.grid.online}
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    """A grid in whose time nobody sleeps."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(nodes.time, "sleep", lambda s: setattr(clock, "now", clock.now + s))
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: clock.now)
+    for name in ("task_id", "run_id", "node_id"):  # as Flower does where it starts a server
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+    found = Grid()
+    found.clock = clock
+    return found
+
+
+@pytest.fixture
+def joining(grid):
+    notices = []
+    return Members(1.0, None, notices.append), Manager(grid), notices
+
+
+def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
+    """Whoever comes first: the impostor is refused, and does not lock the owner of the name out."""
+    members, manager, notices = joining
+    grid.add(1, claims="site-a", registered="site-b")
+    assert list(members.present(manager)) == []
+    assert notices == [
+        "node 1 is left out: it claims the name 'site-a', its key was registered as 'site-b'"
+    ]
+    grid.add(2, claims="site-a", registered="site-a")
+    assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "2"}
+
+
+def test_without_keys_the_first_has_the_name(grid, joining):
+    members, manager, notices = joining
+    grid.add(1, claims="site-a")
+    members.present(manager)
+    grid.add(2, claims="site-a")
+    assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
+    assert "client site-a is left out: another node has that name" in notices
+
+
+def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining):
+    members, manager, notices = joining
+    grid.add(1, claims="site-a")
+    members.present(manager)
+    for number in range(6):
+        del grid.online[1]
+        assert members.present(manager) == {}
+        grid.add(1, claims=f"voter-{number}")
+        assert members.present(manager) == {}
+    assert "it claims the name 'voter-5', and was client site-a before" in notices[-1]
+    del grid.online[1]
+    members.present(manager)
+    grid.add(1, claims="site-a")
+    assert list(members.present(manager)) == ["site-a"]
+
+
+def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up(grid, joining):
+    members, manager, notices = joining
+    grid.add(1, claims="site-a", registered="site-b")
+    proxies = manager.all()
+    manager.all = lambda: proxies
+    del grid.online[1]
+    assert members.present(manager) == {}
+    assert "node 1 does not say who it is: node 1 is not online any more" in notices[0]
+
+
+def test_a_node_of_a_simulation_has_no_registered_name():
+    assert registered_name(SimpleNamespace(cid="client-0", grid=None)) == ""
+
+
+def restarts(grid, look):
+    """Let node 1 be let in again, within a minute: Flower has never listed it as offline."""
+    if grid.looks == look:
+        grid.online[1].last_activated_at = "2026-11-21T10:00:57"
+
+
+def asking(grid, seconds=3600.0):
+    grid.add(1, claims="site-a")
+    proxy = asked_again(GridClientProxy(1, grid, 1))
+    return proxy.fit(FitIns(Parameters([b"weights"], ""), {"evaluate": True}), seconds, 3)
+
+
+def test_a_node_that_restarts_while_it_owes_an_answer_is_asked_again(grid):
+    grid.meanwhile = lambda grid: restarts(grid, 3)
+    grid.answers = lambda message: message is grid.sent[-1][1] and len(grid.sent) == 2
+    assert asking(grid).num_examples == 7
+    (_, first), (_, second) = grid.sent
+    assert grid.clock.now < 60, "seconds until it was asked again and has answered"
+    assert second.metadata.group_id == first.metadata.group_id == "3"
+    assert second.metadata.message_type == first.metadata.message_type
+    assert second.metadata.ttl < first.metadata.ttl == 3600
+    assert compat.recorddict_to_fitins(second.content, True).parameters.tensors == [b"weights"]
+
+
+def test_a_node_that_restarts_again_is_asked_again_each_time(grid):
+    def meanwhile(grid):
+        if grid.looks % 10 == 0:
+            grid.online[1].last_activated_at += "+"
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: len(grid.sent) == 4
+    assert asking(grid).num_examples == 7
+    assert len(grid.sent) == 4
+
+
+def test_the_message_that_the_former_session_took_may_expire(grid):
+    def meanwhile(grid):
+        restarts(grid, 3)
+        if grid.looks > 10:
+            grid.given_up = {"message-0"}
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: grid.looks > 20 and message is grid.sent[-1][1]
+    assert asking(grid).num_examples == 7
+    assert len(grid.sent) == 2
+
+
+def test_a_message_whose_time_is_over_fails(grid):
+    def meanwhile(grid):
+        if grid.looks > 10:
+            grid.given_up = {number for number, _ in grid.sent}
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: False
+    with pytest.raises(ValueError, match="its time is over"):
+        asking(grid)
+
+
+def test_a_node_that_is_slow_is_asked_once(grid):
+    grid.answers = lambda message: grid.looks > 50
+    asking(grid)
+    assert len(grid.sent) == 1
+
+
+def test_a_node_that_is_offline_for_a_while_is_asked_again_when_it_is_back(grid):
+    def meanwhile(grid):
+        if grid.looks == 3:
+            grid.gone = grid.online.pop(1)
+        if grid.looks == 20:
+            grid.gone.last_activated_at = "later"
+            grid.online[1] = grid.gone
+
+    grid.meanwhile = meanwhile
+    grid.answers = lambda message: len(grid.sent) == 2
+    assert asking(grid).num_examples == 7
+
+
+def test_messages_are_flowers_own(grid):
+    message = Message(RecordDict(), dst_node_id=5, message_type="train", group_id="3", ttl=9.0)
+    again = nodes._anew(message, 4.0)
+    assert (again.metadata.dst_node_id, again.metadata.ttl) == (5, 4.0)
+    assert again.object_id != message.object_id

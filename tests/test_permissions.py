@@ -1,0 +1,121 @@
+"""What a server can make a site import and read: what the site allows, by default its own alone."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fedhet.client.permissions import permitted
+from fedhet.client_app import client_fn
+from fedhet.config.resolve import resolve
+from fedhet.errors import SettingsError
+
+SHIPPED = {"method": "felo", "models.pool": "mlp,cnn2", "data.dataset": "digits"}
+PARTITION = {"partition-id": 0, "num-partitions": 4}
+EVIL = """
+from pathlib import Path
+
+Path({mark!r}).touch()
+
+def f(shape, classes):
+    raise AssertionError
+"""
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module that can be imported, and leaves a mark if it is."""
+    mark = tmp_path / "imported"
+    (tmp_path / "evil_module.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delitem(sys.modules, "evil_module", raising=False)
+    return mark
+
+
+def context(node, **run):
+    settings = {**SHIPPED, "clients": 4, **{k.replace("__", "."): v for k, v in run.items()}}
+    return SimpleNamespace(node_config=node, run_config=settings)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"models__pool": "evil_module:f"},
+        {"models__pool": "mlp, evil_module:f"},
+        {"method": "evil_module.x"},
+        {"method": "fedtype", "fedtype__proxy": "evil_module:f"},
+        {"method": "fedgems", "fedgems__server-model": "evil_module:f"},
+    ],
+)
+def test_a_server_makes_a_site_import_nothing(evil, asked):
+    for node in (PARTITION, {**PARTITION, "allow-models": "other,evil_modul,evil_module.f"}):
+        with pytest.raises(SettingsError, match="this site does not let a run import 'evil_module"):
+            client_fn(context(node, **asked))
+    assert not evil.exists()
+
+
+def test_a_site_with_a_model_of_its_own_does_not_import_the_pools(evil):
+    client = client_fn(context({**PARTITION, "model": "mlp"}, models__pool="cnn2,evil_module:f"))
+    assert client is not None
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize("allowed", ["evil_module", "evil_module:f", "a, evil_module:f", "*"])
+def test_what_a_site_allows_is_imported(evil, allowed):
+    node = {**PARTITION, "allow-models": allowed}
+    taken = permitted(node, {**SHIPPED, "models.pool": "evil_module:f"})
+    assert taken["models.pool"] == "evil_module:f"
+    resolve(taken)
+    assert evil.exists()
+
+
+def test_a_sites_own_model_needs_no_permission():
+    taken = permitted({**PARTITION, "model": "evil_module:f"}, SHIPPED)
+    assert taken == {**SHIPPED, "models.pool": "evil_module:f"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("data.dataset", "imagefolder:/etc"),
+        ("data.dataset", "npz:relative"),
+        ("data.public-dataset", "imagefolder:/etc"),
+        ("data.public-dataset", "adult:{site}/../secret"),
+        ("data.public-dataset", "imagefolder:{site}/link"),
+        ("data.data-dir", "/etc"),
+        ("data.data-dir", "~"),
+    ],
+)
+def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "secret").mkdir()
+    (site / "link").symlink_to(tmp_path / "secret")
+    path = value.format(site=site)
+    for node in (PARTITION, {"name": "site-a", "data": str(site), "allow-paths": "/nowhere"}):
+        with pytest.raises(SettingsError) as caught:
+            permitted(node, {**SHIPPED, setting: path})
+        assert f"as the run's '{setting}' asks: node-config 'allow-paths'" in str(caught.value)
+        assert "passwd" not in str(caught.value), "nor does the error say what is there"
+
+
+def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
+    node = {"name": "site-a", "data": str(tmp_path / "data")}
+    run = {**SHIPPED, "data.public-dataset": f"npz:{tmp_path}/data/public"}
+    assert permitted(node, run) == run
+    run["data.data-dir"] = str(tmp_path / "more" / "deeper")
+    with pytest.raises(SettingsError):
+        permitted(node, run)
+    assert permitted({**node, "allow-paths": f"/x, {tmp_path}/more"}, run) == run
+    monkeypatch.setenv("FEDHET_ALLOW_PATHS", str(tmp_path))
+    assert permitted(node, run) == run
+
+
+def test_what_is_no_path_and_no_import_needs_no_permission():
+    for run in (
+        {**SHIPPED, "data.public-dataset": "generated", "data.data-dir": "data"},
+        {**SHIPPED, "method": "cofed", "cofed.credibility": "site-a=2,site-b=0.5"},
+        {**SHIPPED, "data.superclasses": "0+1,2+3", "data.label-space": "6-8", "rounds": 3},
+    ):
+        assert permitted(PARTITION, run) == run
