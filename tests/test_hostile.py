@@ -119,8 +119,9 @@ ROUNDS = 10
 
 
 def five(method, **changes):
-    iterations = {"cofed.iterations": ROUNDS - 1} if method == "cofed" else {}
-    few = {"rounds": ROUNDS, "clients": 5, "min_clients": 4, "max_samples": 300}
+    rounds = changes.get("rounds", ROUNDS)
+    iterations = {"cofed.iterations": rounds - 1} if method == "cofed" else {}
+    few = {"rounds": rounds, "clients": 5, "min_clients": 4, "max_samples": 300}
     return small(method, **{**few, **iterations, **changes})
 
 

@@ -15,6 +15,7 @@ from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Members
 from fedhet.server.rules import Rules, commonest_task
+from fedhet.settings.tables import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
@@ -266,18 +267,53 @@ def test_a_node_that_does_not_describe_itself_is_asked_now_and_then(members):
     assert asked == [1, 2, 4, 8, 16, 32, 48]
 
 
+class Slow(Node):
+    """Answers the third time that it is asked."""
+
+    asked = 0
+
+    def get_properties(self, ins, timeout, group_id):
+        self.asked += 1
+        if self.asked < 3:
+            self.meanwhile()
+            raise TimeoutError("no answer")
+        return super().get_properties(ins, timeout, group_id)
+
+
+@pytest.mark.parametrize(
+    ("takes", "least", "expected"), [(150.0, 0, "ab"), (150.0, 1, "a"), (0.1, 0, ""), (9e9, 0, "")]
+)
+def test_a_slow_machine_is_asked_on_if_it_is_needed(takes, least, expected, notices, monkeypatch):
+    """Not if there are enough without it, nor if it fails at once, nor for ever."""
+    clock = [0.0]
+    monkeypatch.setattr("fedhet.server.members.time.monotonic", lambda: clock[0])
+    slow = Slow("b")
+    slow.meanwhile = lambda: clock.__setitem__(0, clock[0] + takes)
+    manager = Manager(Node("a"), slow)
+    manager.num_available = lambda: 2
+    engine = EngineSettings(join_timeout=120.0, round_timeout=3600.0, min_clients=least)
+    members = Members(engine.join_timeout, None, notices.append)
+    if not expected:
+        with pytest.raises(FedhetError, match="1 clients can take part"):
+            members.first(manager, 2, engine)
+        assert slow.asked == 1
+        return
+    assert "".join(members.first(manager, 2, engine)) == expected
+    assert slow.asked == {"ab": 3, "a": 1}[expected]
+
+
 def test_the_question_who_it_is_has_a_time_of_its_own(tmp_path):
     """A short round-timeout does not end a run of slow machines at once."""
     config = small("local", round_timeout=0.5, join_timeout=77.0)
     strategy = config.method.strategy(config, RunLog(config, tmp_path / "run", workers=1))
     waited = []
 
-    class Slow(Node):
+    class Asked(Node):
         def get_properties(self, ins, timeout, group_id):
             waited.append(timeout)
             return super().get_properties(ins, timeout, group_id)
 
-    strategy._members.present(Manager(Slow("a")))
+    strategy._members.present(Manager(Asked("a")))
     assert waited == [77.0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class Members:
         self._refused: set[str] = set()
         self._silent: dict[str, tuple[int, int]] = {}
         """How often a node has not described itself, and when it was last asked."""
+        self._late = False
+        """Whether a node has not answered in time when new nodes were last asked."""
         self._asked = 0
         """How often new nodes were asked for their description: once a round."""
         self._task: Task | None = None
@@ -72,10 +75,16 @@ class Members:
     ) -> dict[str, Member]:
         """Return the members that a run starts with: `wanted` ones if they join in time.
 
-        Raises FedhetError if there are too few.
+        If nodes that are late are needed, they are asked again until the round's timeout: a slow
+        machine may take longer to load its data. Raises FedhetError if there are too few.
         """
         self._wait(manager, wanted, engine)
         members, least = self.present(manager), engine.min_clients or wanted
+        end = time.monotonic() + engine.round_timeout
+        while len(members) < least and self._late and time.monotonic() < end:
+            self._notice(f"{len(members)} clients have said who they are, {least} must: asking on")
+            self._silent.clear()
+            members = self.present(manager)
         if len(members) < least:
             raise FedhetError(
                 f"{len(members)} clients can take part, at least {least} must: see the notices; "
@@ -141,6 +150,7 @@ class Members:
         return node not in self._refused and rested
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:
+        self._late = False
         if not proxies:
             return
         with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
@@ -184,6 +194,7 @@ class Members:
 
     def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
         """Return the client's description, or an error message if there is none to be used."""
+        started = time.monotonic()
         try:
             answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             self._silent.pop(proxy.cid, None)
@@ -201,6 +212,7 @@ class Members:
             # Any error of the transport: the node may be available again by a later round.
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._asked)
+            self._late = self._late or time.monotonic() - started >= self._timeout
             return f"node {proxy.cid} does not say who it is: {words_of(error)[:300]}"
 
     def _name_fault(self, proxy: ClientProxy, name: str) -> str:
