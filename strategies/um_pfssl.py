@@ -51,10 +51,10 @@ class UmPfsslSettings(MethodSettings):
         "of a client, 1 / fraction, as in the paper",
     )
     warm_up: CountOrNone = Field(
-        5, description="epochs on labelled data alone, in a round of all clients before t = 1"
+        20, description="epochs on labelled data alone, in a round of all clients before t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        100, description="least optimiser steps of the warm-up, for clients with few labels"
+        0, description="least optimiser steps of the warm-up, whatever the number of labels"
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(

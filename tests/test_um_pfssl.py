@@ -518,7 +518,7 @@ def test_a_run_learns_more_than_training_alone(tmp_path):
     """Helpers of the same distribution: pseudo-labels get better, and models by far."""
     alike = {"partition": "iid", "labelled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
     usual = {"models": MODEL, "clients": 6, "rounds": 6, "max-test-samples": 50, **alike}
-    own = {"um-pfssl.passes": 4, "um-pfssl.warm-up-steps": 100}
+    own = {"um-pfssl.passes": 4}
     summary = run(small("um-pfssl", **usual, **own), tmp_path / "um")
     alone = run(small("local", **usual), tmp_path / "local")
     errors = [record["method"].get("pseudo_error") for record in records(tmp_path / "um")[1:]]
