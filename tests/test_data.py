@@ -494,28 +494,28 @@ def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
 def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
     files, _ = folder.listing(root, folder.class_folders(root))
-    first = folder.decode(files, 0)
+    first = folder.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     made = cached.stat().st_mtime_ns
-    second = folder.decode(files, 0)
+    second = folder.decode(files, DataSpec())
     assert cached.stat().st_mtime_ns == made
     assert torch.equal(first, second)
     assert isinstance(folder._open(cached, len(files)), np.memmap)
     second[0] = 99
-    assert torch.equal(folder.decode(files, 0), first), "no write reaches the file"
+    assert torch.equal(folder.decode(files, DataSpec()), first), "no write reaches the file"
     assert not list(cache_dir.glob("*.tmp"))
 
 
 def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
     files, _ = folder.listing(root, folder.class_folders(root))
-    folder.decode(files, 0)
+    folder.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     cached.write_bytes(cached.read_bytes()[:-10])
-    assert folder.decode(files, 0)[-1, 0, 0, 0] == 20
+    assert folder.decode(files, DataSpec())[-1, 0, 0, 0] == 20
     PIL.Image.new("RGB", (6, 5), (77, 0, 0)).save(files[-1])
-    assert folder.decode(files, 0)[-1, 0, 0, 0] == 77
-    assert folder.decode(files, 8).shape == (12, 3, 8, 8)
+    assert folder.decode(files, DataSpec())[-1, 0, 0, 0] == 77
+    assert folder.decode(files, DataSpec(image_size=8)).shape == (12, 3, 8, 8)
 
 
 def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +529,7 @@ def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(folder, "_write", counted)
     with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda _: folder.decode(files, 0), range(6)))
+        results = list(pool.map(lambda _: folder.decode(files, DataSpec()), range(6)))
     assert len(built) == 1
     assert all(torch.equal(result, results[0]) for result in results)
 
