@@ -79,8 +79,8 @@ class Members:
         machine may take longer to load its data. Raises FedhetError if there are too few.
         """
         self._wait(manager, wanted, engine)
-        members, least = self.present(manager), engine.min_clients or wanted
         end = time.monotonic() + engine.round_timeout
+        members, least = self.present(manager), engine.min_clients or wanted
         while len(members) < least and self._late and time.monotonic() < end:
             self._notice(f"{len(members)} clients have said who they are, {least} must: asking on")
             self._silent.clear()
