@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow fuzz lint format types proto proto-check reference bench clean
+.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -52,6 +52,32 @@ proto-check: install ## is the committed generated code that of the .proto file?
 
 reference: install ## docs/reference.md and flwr's run config, from the declarations in the code
 	$(BIN)/python -m fedhet.config.reference
+
+# uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
+COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constraints' --no-annotate \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --output-file
+WANTED := build/wanted.txt
+
+constraints: install ## docker/constraints.txt: the newest versions that fit, of all that the image installs
+	@mkdir -p build
+	@$(BIN)/python docker/wanted.py image build > $(WANTED)
+	$(COMPILE) docker/constraints.txt --upgrade $(WANTED)
+
+constraints-check: install ## does docker/constraints.txt still fit pyproject.toml, dependencies of dependencies included?
+	@mkdir -p build
+	@$(BIN)/python docker/wanted.py image build > $(WANTED)
+	@cp docker/constraints.txt build/constraints.txt
+	@$(COMPILE) build/constraints.txt $(WANTED) > build/uv.log || { cat build/uv.log; exit 1; }
+	@cmp build/constraints.txt docker/constraints.txt || { echo "run: make constraints"; exit 1; }
+
+BASE_TAG := python:3.11-slim-bookworm
+
+docker-lock:     ## docker/Dockerfile's base image: today's digest of its tag
+	docker pull --quiet $(BASE_TAG)
+	digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' $(BASE_TAG) | sed 's/.*@//') \
+	&& test -n "$$digest" \
+	&& sed -i.before "s|$(BASE_TAG)@sha256:[0-9a-f]*|$(BASE_TAG)@$$digest|" docker/Dockerfile && rm docker/Dockerfile.before
+	@grep '^ARG IMAGE=' docker/Dockerfile
 
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.training_loop

@@ -140,8 +140,9 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
 
     Raises FedhetError if the run fails.
     """
+    say(f"sending the run to {connection.address} …")
     run_id = connection.submit(config)
-    say(f"run {run_id} on {connection.address}")
+    say(f"run {run_id} on {connection.address}; waiting for its server app to start …")
     connection.follow(run_id, say)
     status = connection.status(run_id)
     if status != COMPLETED:
