@@ -113,10 +113,10 @@ class Stub(ClientProxy):
 
 
 def made_up(model: str, seed: int) -> dict[str, Any]:
-    """Return weights of a model's shapes."""
+    """Return weights of a model's shapes; a variance is not negative."""
     rng = np.random.default_rng(seed)
     return {
-        name: rng.normal(size=shape).astype(dtype)
+        name: np.abs(rng.normal(size=shape)).astype(dtype)
         for name, (shape, dtype) in _shapes(model).items()
     }
 

@@ -327,7 +327,6 @@ def test_evaluation_of_more_than_one_batch_of_the_usual_size():
     assert score.accuracy == pytest.approx((logits.argmax(1) == y.numpy()).mean(), abs=1e-9)
 
 
-@pytest.mark.parametrize("training", [True, False])
 class Fixed(nn.Module):
     """A model whose outputs are given."""
 
@@ -350,6 +349,7 @@ def test_logits_that_are_not_finite_are_wrong():
     assert evaluate(Fixed(rows), x, y, CPU).accuracy == 2 / 8, "the masked one and the sound one"
 
 
+@pytest.mark.parametrize("training", [True, False])
 def test_evaluation_changes_nothing(training):
     model = small_net(dropout=0.5).train(training)
     x, y = data()
