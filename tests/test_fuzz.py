@@ -81,8 +81,8 @@ def number_of(rng):
 
 def change_knowledge(tensors, scalars, rng):
     """Change a tensor or a scalar; what results is encoded without a fault."""
-    name = rng.choice([*tensors, *scalars, "extra", "weights/extra"])
-    kind = rng.randrange(6)
+    name = rng.choice([*tensors, *scalars] * 4 + ["extra", "weights/extra"])
+    kind = rng.randrange(8)
     if name in scalars or (name == "extra" and kind < 3):
         odd = rng.choice([number_of(rng), rng.choice(WORDS), True, None])
         scalars[name] = odd if not isinstance(odd, int) or -(2**63) <= odd < 2**63 else 0
@@ -90,11 +90,13 @@ def change_knowledge(tensors, scalars, rng):
             del scalars[name]
     elif name in tensors and kind == 0:
         del tensors[name]
-    elif name in tensors and kind in (1, 2, 3) and tensors[name].size:
+    elif name in tensors and kind < 7 and tensors[name].size:
         with np.errstate(all="ignore"):
             changed = tensors[name].copy()
-            odd = np.array([number_of(rng)], np.float64)
-            changed.reshape(-1)[rng.randrange(changed.size)] = odd.astype(changed.dtype)[0]
+            flat = changed.reshape(-1)
+            odd = np.array([number_of(rng)], np.float64).astype(changed.dtype)
+            odd = rng.choice([odd[0], odd[0], odd[0], flat[rng.randrange(len(flat))]])
+            flat[rng.randrange(len(flat))] = odd
         tensors[name] = changed
     else:
         shape = tuple(rng.randrange(5) for _ in range(rng.randrange(4)))
@@ -165,18 +167,23 @@ def change_manifest(parts, rng):
 
 
 def change_metrics(metrics, rng):
-    name = rng.choice([*metrics, "accuracy.common.server", "accuracy.personal.local", "error", "x"])
+    others = ["accuracy.common.server", "accuracy.personal.local", "error", "x"]
+    name = rng.choice(
+        [*metrics, *(name for name in metrics if "accuracy" in name), rng.choice(others)]
+    )
     if rng.random() < 0.1:
         metrics.pop(name, None)
+    elif rng.random() < 0.7:
+        metrics[name] = number_of(rng)
     else:
-        metrics[name] = rng.choice([number_of(rng), rng.choice(WORDS), True, None, b"", [1]])
+        metrics[name] = rng.choice([rng.choice(WORDS), True, None, b"", [1], -5e-324, 5e-324])
 
 
 def damaged(method, rng):
     """A reply, damaged in up to three places."""
     tensors, scalars, metrics = sound(method, rng)
     parts = None
-    for step in sorted(rng.choices(range(4), k=rng.randrange(4))):
+    for step in sorted(rng.choices(range(4), (5, 1, 2, 3), k=rng.choice([0, 1, 1, 1, 2, 3]))):
         if step == 0:
             change_knowledge(tensors, scalars, rng)
             continue
