@@ -113,6 +113,8 @@ def broken(path: Path, name: str, content: str | bytes | None) -> None:
     [
         ("config.toml", None, "absent"),
         ("config.toml", "method = ", "not valid TOML"),
+        ("config.toml", "x = " + "9" * 5000, "not valid TOML"),
+        ("config.toml", "x = " + "[" * 5000, "not valid TOML"),
         ("config.toml", b"\xff\xfe", "unreadable"),
         ("metrics.jsonl", None, "absent"),
         ("metrics.jsonl", "", "no complete round"),

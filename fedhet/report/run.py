@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedhet.errors import StateError
+from fedhet.errors import StateError, one_line
 from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
 from fedhet.runs.records import (
@@ -237,7 +237,7 @@ def _settings(path: Path) -> Mapping[str, object]:
     """Return config.toml's settings by their full names: `felo.alpha` for alpha in [felo]."""
     try:
         tables = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise StateError(f"{path}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, deep nesting
+        raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
     settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
     return settings
