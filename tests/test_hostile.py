@@ -358,6 +358,7 @@ def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path
     assert len(records(tmp_path / "run")) == rounds, "what there is can be reported"
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
     config = five("local", rounds=1, clients=2, min_clients=0, backend="ray")
 

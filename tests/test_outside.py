@@ -63,7 +63,10 @@ def test_it_runs_and_its_own_kind_of_model_is_evaluated(inline):
     assert 2 * 2 * 2 * 32 * 4 < inline["bytes_up"] < 20_000
 
 
-@pytest.mark.parametrize("command", [("run", "--backend", "ray"), ("deploy-local",)])
+@pytest.mark.parametrize(
+    "command",
+    [("run", "--backend", "ray"), pytest.param(("deploy-local",), marks=pytest.mark.slow)],
+)
 def test_ray_and_a_deployment_give_the_same(elsewhere, inline, command):
     name = command[0] if command[0] != "run" else "ray"
     found = summary_of(elsewhere, name, command[0], "mymethods.prototypes", *command[1:])
