@@ -181,16 +181,17 @@ class Reciprocity:
     @torch.no_grad()
     def calibrate(self) -> None:
         """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
-        held, size = self.client.held_out, self.client.training.batch_size
+        held = self.client.held_out
+        count = max(1, len(held) // self.client.training.batch_size)
         with statistics_kept(self.private), statistics_kept(self.proxy.model):
-            parts = [self.held_out_views(part) for part in torch.split(held.x, size)]
+            parts = [self.held_out_views(part) for part in torch.tensor_split(held.x, count)]
         private, proxy = (torch.cat(part).float() for part in zip(*parts, strict=True))
         self.imitation.calibrate(proxy, private, torch.searchsorted(self.client.space, held.y))
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return what `views` gives for some of D', in a batch as large as those of training.
+        """Return what `views` gives for an equal part of D', of a training batch or more.
 
-        It is filled up with training samples: batch norms see few samples otherwise.
+        A D' of less is filled up with training samples: batch norms see few samples otherwise.
         """
         missing = max(self.client.training.batch_size - len(x), 0)
         rows = self.parts[:missing].to(x.device)

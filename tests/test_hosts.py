@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import secrets
 import shutil
 import subprocess
 import threading
@@ -17,8 +17,10 @@ from fedhet.config.resolve import resolve
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment
 
-TAG = f"fh{os.getpid() % 100_000}"
-SERVER = "10.231.77.1"
+TAG = f"fh{secrets.token_hex(3)}"
+SUBNET = f"10.{secrets.randbelow(128) + 128}.{secrets.randbelow(256)}"
+"""Of this run alone: what a killed run leaves behind (its link, its route) is not in the way."""
+SERVER = f"{SUBNET}.254"
 """The server's address, which all reach over links of their own."""
 NAMES = ("site-0", "site-1", "site-2")
 CUT_SECONDS = 20
@@ -45,11 +47,11 @@ def hosts():
     try:
         ip("link", "set", "lo", "up", within="server")
         ip("addr", "add", f"{SERVER}/32", "dev", "lo", within="server")
-        join("", 100)  # this process, which starts the run
+        join("", 0)  # this process, which starts the run
         for number, name in enumerate(NAMES):
             ip("netns", "add", host(name))
             ip("link", "set", "lo", "up", within=name)
-            join(name, 101 + number)
+            join(name, 1 + number)
         yield
     finally:
         for name in ("server", *NAMES):
@@ -62,10 +64,11 @@ def join(name: str, number: int) -> None:
     ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", host("server"))
     if name:
         ip("link", "set", near, "netns", host(name))
-    for place, device, address in ((name, near, 2), ("server", far, 1)):
-        ip("addr", "add", f"10.231.{number}.{address}/24", "dev", device, within=place)
+    ends = f"{SUBNET}.{4 * number + 1}", f"{SUBNET}.{4 * number + 2}"
+    for place, device, address in ((name, near, ends[0]), ("server", far, ends[1])):
+        ip("addr", "add", f"{address}/30", "dev", device, within=place)
         ip("link", "set", device, "up", within=place)
-    ip("route", "add", SERVER, "via", f"10.231.{number}.1", within=name)
+    ip("route", "add", SERVER, "via", ends[1], within=name)
 
 
 def link(name: str) -> str:
