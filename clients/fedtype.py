@@ -31,6 +31,8 @@ from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.fedtype import FedTypeSettings
 
+LEAST_CALIBRATED = 32
+"""Samples in a batch of D' at least, or a training batch: batch norms see too few otherwise."""
 Pair = tuple[Tensor, Tensor]
 """Something of the private model, and the same of the proxy."""
 
@@ -189,11 +191,8 @@ class Reciprocity:
         self.imitation.calibrate(proxy, private, torch.searchsorted(self.client.space, held.y))
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return what `views` gives for an equal part of D', of a training batch or more.
-
-        A D' of less is filled up with training samples: batch norms see few samples otherwise.
-        """
-        missing = max(self.client.training.batch_size - len(x), 0)
+        """Return what `views` gives for a part of D'; a small D' is joined by training samples."""
+        missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing].to(x.device)
         with self.client.compute.autocast():
             private, proxy = self.views(torch.cat([x, self.client.x[rows]]))

@@ -8,6 +8,7 @@ from math import prod
 
 from torch import Tensor, nn
 
+from fedhet.models.dropout import Dropout
 from fedhet.models.info import ModelInfo, Shape
 
 
@@ -18,7 +19,7 @@ def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0
         nn.BatchNorm2d(outputs),
     ]
     if dropout:
-        layers.append(nn.Dropout(dropout))
+        layers.append(Dropout(dropout))
     layers.append(nn.ReLU())
     if pool:
         layers.append(nn.MaxPool2d(2))
@@ -45,7 +46,7 @@ def cnn(
     ]
     flat = widths[-1] * (shape[1] // divisor) * (shape[2] // divisor)
     head = [nn.Flatten(), nn.Linear(flat, features), nn.ReLU()]
-    return nn.Sequential(*layers, *head, *([nn.Dropout(dropout)] if dropout else []))
+    return nn.Sequential(*layers, *head, *([Dropout(dropout)] if dropout else []))
 
 
 def mlp(shape: Shape, widths: Sequence[int]) -> nn.Module:
@@ -106,7 +107,7 @@ def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
         *(conv_bn(128, 256, pool=True), conv_bn(256, 512, pool=True)),
         Residual(conv_bn(512, 512, dropout=dropout), conv_bn(512, 512, dropout=dropout)),
         *(nn.MaxPool2d((shape[1] // 8, shape[2] // 8)), nn.Flatten()),
-        *(nn.Linear(512, 256), nn.ReLU(), nn.Dropout(dropout)),
+        *(nn.Linear(512, 256), nn.ReLU(), Dropout(dropout)),
     )
 
 
