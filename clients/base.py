@@ -222,9 +222,8 @@ class HetClient(NumPyClient):
 
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:
         """Evaluate models, by kind, on every test split of the client."""
-        size = self.run.engine.eval_batch_size
         return {
-            (protocol, kind): evaluate(model, split.x, split.y, self.compute, size)
+            (protocol, kind): evaluate(model, split.x, split.y, self.compute)
             for protocol, split in self.tests.items()
             for kind, model in models.items()
         }

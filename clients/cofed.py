@@ -118,7 +118,7 @@ class CofedClient(HetClient):
         )
 
     def _predictions(self) -> Knowledge:
-        logits = logits_of(self.private, self.public, self.compute, self.run.engine.eval_batch_size)
+        logits = logits_of(self.private, self.public, self.compute)
         dtype = smallest_uint(self.info.classes)
         predictions = logits.argmax(1).cpu().numpy().astype(dtype)
         return Knowledge(

@@ -95,9 +95,7 @@ class FedGemsClient(HetClient):
         rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
         if not len(rows):
             return np.zeros((0, self.info.classes), np.float32)
-        logits = logits_of(
-            model, self.public.x[rows], self.compute, self.run.engine.eval_batch_size
-        )
+        logits = logits_of(model, self.public.x[rows], self.compute)
         return logits.cpu().numpy()
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:

@@ -217,8 +217,7 @@ class UmPfsslClient(HetClient):
         """Return a model's accuracy on the labelled part; 0 if there is none."""
         if not len(self.y):
             return 0.0
-        size = self.run.engine.eval_batch_size
-        return evaluate(model, self.x, self.y, self.compute, size).accuracy
+        return evaluate(model, self.x, self.y, self.compute).accuracy
 
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
         """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].
@@ -227,13 +226,7 @@ class UmPfsslClient(HetClient):
         """
         place = (self.info.name, "masks", helper.number, helper.version)
         with seeded(self.run.seed, *place, device=self.compute.device):
-            return predictive(
-                model,
-                self.unlabelled.x,
-                self.settings.passes,
-                self.compute,
-                self.run.engine.eval_batch_size,
-            )
+            return predictive(model, self.unlabelled.x, self.settings.passes, self.compute)
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
         """Return the spare model that evaluates helpers, with `weights` loaded."""

@@ -11,14 +11,19 @@ from torch import Tensor, nn
 from fedhet.errors import SettingsError
 from fedhet.settings.tables import ComputeSettings
 
+PROCESSOR_BATCH, ACCELERATOR_BATCH = 128, 1024
+"""Samples in a batch of evaluation: a processor is faster while activations fit its cache."""
+
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, its mixed-precision dtype (None: plain float32), and a memory format."""
+    """A device, its mixed-precision dtype (None: plain float32), a memory format, a batch size."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None = None
     channels_last: bool = False
+    eval_batch: int = PROCESSOR_BATCH
+    """Samples in a batch of evaluation."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -43,10 +48,12 @@ CPU = Compute(torch.device("cpu"))
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
-    """Return the `Compute` for `device`, `precision` and `channels-last`. Raises SettingsError."""
+    """Return the `Compute` for the device and precision of `settings`. Raises SettingsError."""
     device = find_device(settings.device)
     last = {"true": True, "false": False, "auto": device.type == "cuda"}[settings.channels_last]
-    return Compute(device, _autocast_dtype(settings.precision, device), last)
+    usual = PROCESSOR_BATCH if device.type == "cpu" else ACCELERATOR_BATCH
+    batch = settings.eval_batch_size or usual
+    return Compute(device, _autocast_dtype(settings.precision, device), last, batch)
 
 
 def find_device(name: str) -> torch.device:

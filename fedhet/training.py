@@ -24,8 +24,6 @@ LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor], Tensor]
 """Images [N, C, H, W] of a batch -> randomly changed ones."""
 
-EVALUATION_BATCH = 1024
-
 
 def cross_entropy_of(model: nn.Module) -> LossOfBatch:
     """Return the loss of supervised training: the cross-entropy of `model`'s logits."""
@@ -201,21 +199,17 @@ class Score:
 
 
 @torch.inference_mode()
-def evaluate(
-    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
-) -> Score:
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, compute: Compute) -> Score:
     """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1."""
     with evaluating(model):
-        return _score(model, x, y, compute, batch_size)
+        return _score(model, x, y, compute)
 
 
 @torch.no_grad()
-def logits_of(
-    model: nn.Module, x: Tensor, compute: Compute, batch_size: int = EVALUATION_BATCH
-) -> Tensor:
+def logits_of(model: nn.Module, x: Tensor, compute: Compute) -> Tensor:
     """Return the logits [N, C], float32, of `model` in evaluation mode on x [N, ...]."""
     with evaluating(model), compute.autocast():
-        parts = [model(compute.images(part)) for part in torch.split(x, batch_size)]
+        parts = [model(compute.images(part)) for part in torch.split(x, compute.eval_batch)]
     return torch.cat(parts).float()
 
 
@@ -246,11 +240,11 @@ def statistics_kept(model: nn.Module) -> Iterator[None]:
             norm.track_running_stats = True
 
 
-def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute, batch_size: int) -> Score:
+def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute) -> Score:
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
-    for start in range(0, len(y), batch_size):
-        part = slice(start, start + batch_size)
+    for start in range(0, len(y), compute.eval_batch):
+        part = slice(start, start + compute.eval_batch)
         target = y[part].to(compute.device)
         with compute.autocast():
             logits = model(compute.images(x[part])).float()

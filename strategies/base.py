@@ -324,9 +324,9 @@ class HetStrategy(Strategy):
 
 def measured_on(common: Split, models: Mapping[str, nn.Module], engine: EngineSettings) -> Measured:
     """Return the accuracies of the server's own models, by kind, on the common test set."""
-    compute, size = compute_for(engine), engine.eval_batch_size
+    compute = compute_for(engine)
     accuracy = {
-        ("common", kind): evaluate(model, common.x, common.y, compute, size).accuracy
+        ("common", kind): evaluate(model, common.x, common.y, compute).accuracy
         for kind, model in models.items()
     }
     return Measured(accuracy, None, 0.0, 0.0, 0.0)

@@ -271,8 +271,4 @@ class FedGemsStrategy(HetStrategy):
         }
 
     def _predict(self) -> Array:
-        return (
-            logits_of(self.model, self.x, self.compute, self.run.engine.eval_batch_size)
-            .cpu()
-            .numpy()
-        )
+        return logits_of(self.model, self.x, self.compute).cpu().numpy()

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -312,7 +313,9 @@ def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
     x, y = rng.normal(size=(samples, 3)), rng.integers(0, classes, samples)
     model = nn.Linear(3, classes)
     model.load_state_dict({"weight": torch.tensor(weight), "bias": torch.tensor(bias)})
-    score = evaluate(model, torch.tensor(x).float(), torch.tensor(y), CPU, batch_size)
+    score = evaluate(
+        model, torch.tensor(x).float(), torch.tensor(y), replace(CPU, eval_batch=batch_size)
+    )
     accuracy, loss = numpy_score(weight, bias, x, y)
     assert score.accuracy == pytest.approx(accuracy, abs=1e-6)
     assert score.loss == pytest.approx(loss, rel=1e-4, abs=1e-5)
@@ -356,7 +359,7 @@ def test_evaluation_changes_nothing(training):
     model(x)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    first, second = evaluate(model, x, y, CPU), evaluate(model, x, y, CPU, batch_size=1)
+    first, second = evaluate(model, x, y, CPU), evaluate(model, x, y, replace(CPU, eval_batch=1))
     assert model.training is training
     assert all(module.training is training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state), "dropout did not draw"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.devices import CPU, Compute
-from fedhet.training import EVALUATION_BATCH, evaluating
+from fedhet.training import evaluating
 
 RelationKind = Literal["en+ta", "en", "ta"]
 """The terms of Eq. 13 that count: entropy and test accuracy, or one of them (Table III)."""
@@ -55,19 +55,18 @@ def predictive(
     x: Tensor,
     passes: int,
     compute: Compute = CPU,
-    batch_size: int = EVALUATION_BATCH,
 ) -> Tensor:
     """Return the mean prediction over T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
 
-    The passes are rows of one batch of at most `batch_size` rows. Layers before the first dropout
-    layer give the same output in every pass and run once. The masks are drawn from torch's global
-    generator.
+    The passes are rows of one batch of at most `compute.eval_batch` rows. Layers before the first
+    dropout layer give the same output in every pass and run once. The masks are drawn from torch's
+    global generator.
     """
     steady, noisy = split_at_dropout(model)
     with dropping(model), compute.autocast():
         parts = [
             _mean_of_passes(noisy, steady(compute.images(part)), passes)
-            for part in torch.split(x, max(1, batch_size // passes))
+            for part in torch.split(x, max(1, compute.eval_batch // passes))
         ]
     return torch.cat(parts)
 

@@ -214,7 +214,9 @@ class ComputeSettings(Schema):
         "auto", "memory format of images; auto is channels-last on a GPU"
     )
     threads: Count = machine(1, "torch threads a worker")
-    eval_batch_size: Count = machine(1024, "samples a batch in evaluation")
+    eval_batch_size: CountOrNone = machine(
+        0, "samples a batch in evaluation; 0: 128 on a processor, 1024 on an accelerator"
+    )
 
 
 class EngineSettings(ComputeSettings):
