@@ -21,7 +21,7 @@ demo: install    ## ten clients, five architectures, one command; ends with a ta
 	$(BIN)/fedhet run felo --preset demo
 
 test: install lint types proto-check ## what CI runs
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup
 
 slow: install    ## the longer tests
 	$(BIN)/python -m pytest -m slow

@@ -1,0 +1,29 @@
+"""Which tests run side by side: a file is one worker's, and process-starting tests take turns."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
+
+PROCESSES = {
+    "test_cli",
+    "test_deploy",
+    "test_docker",
+    "test_faults",
+    "test_hosts",
+    "test_outside",
+    "test_resume",
+    "test_run",
+    "test_slow",
+}
+"""Files whose tests start Ray, a deployment or whole runs, each of which wants the machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.path.stem
+        group = "processes" if name in PROCESSES else name
+        item.add_marker(pytest.mark.xdist_group(group))
