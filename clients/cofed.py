@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from clients.base import HetClient
+from fedhet.algorithms.voting import undecided
+from fedhet.arrays import Array
 from fedhet.client.messages import Scores
+from fedhet.models import Refitted
 from fedhet.runs.records import PROTOCOLS
 from fedhet.training import Score, logits_of
 from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
@@ -35,9 +38,9 @@ class CofedClient(HetClient):
                 "predictions",
                 "uint",
                 ("N",),
-                "each public instance's class, in the smallest type",
+                "each public instance's class, in the smallest type; with cofed.margin, C for none",
                 required=False,
-                numbers="C",
+                numbers="L",
                 needs=("space",),
             ),
             TensorField(
@@ -118,9 +121,21 @@ class CofedClient(HetClient):
         )
 
     def _predictions(self) -> Knowledge:
+        """Return the class of every public instance, or C where the model is undecided."""
+        classes, margin = self.info.classes, self.settings.margin
         logits = logits_of(self.private, self.public, self.compute, self.run.engine.eval_batch_size)
-        dtype = smallest_uint(self.info.classes)
-        predictions = logits.argmax(1).cpu().numpy().astype(dtype)
+        predictions = logits.argmax(1).cpu().numpy()
+        if margin:
+            predictions[undecided(self._probabilities(logits), margin)] = classes
+        space = self.space.cpu().numpy().astype(smallest_uint(classes))
+        answers = classes + (margin > 0)
         return Knowledge(
-            {"predictions": predictions, "space": self.space.cpu().numpy().astype(dtype)}
+            {"predictions": predictions.astype(smallest_uint(answers)), "space": space}
         )
+
+    def _probabilities(self, logits: Tensor) -> Array:
+        """Return the class probabilities [N, C] of the public instances, which have `logits`."""
+        model = self.private
+        if isinstance(model, Refitted):
+            return model.probabilities(self.public).cpu().numpy()
+        return logits.softmax(1).cpu().numpy()

@@ -65,6 +65,11 @@ class CofedSettings(MethodSettings):
     iterations: Count = Field(
         1, description="times of predicting, voting and update training; rounds are one more"
     )
+    margin: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="a participant abstains where the probabilities of its two best classes differ "
+        "by at most this; 0 = it never does, as in the paper's text",
+    )
     update_epochs: CountOrNone = Field(
         0, description="epochs of a network's update training; 0 = local-epochs"
     )
@@ -118,8 +123,12 @@ class CofedStrategy(HetStrategy):
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C (classes) and N (public instances)."""
-        return Sizes({"C": client.classes, "N": self.instances})
+        """Return the axes C (classes) and N (public instances), and L, the answers of a vote.
+
+        The answers are the classes and, where participants may abstain, C for none of them.
+        """
+        answers = client.classes + (self.settings.margin > 0)
+        return Sizes({"C": client.classes, "N": self.instances, "L": answers})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send R_i to clients that voted (step 3, Eq. 19); before the end, ask for predictions.
@@ -139,9 +148,10 @@ class CofedStrategy(HetStrategy):
         if "predictions" not in tensors:
             raise KnowledgeError(name, "predictions", "missing")
         said, space = tensors["predictions"], tensors["space"]
-        if not np.isin(said, space).all():
-            odd = said[~np.isin(said, space)][0]
-            raise KnowledgeError(name, "predictions", f"holds {odd}, not in its label space")
+        outside = ~np.isin(said, space) & (said != reply.client.classes)
+        if outside.any():
+            fault = f"holds {said[outside][0]}, not in its label space"
+            raise KnowledgeError(name, "predictions", fault)
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -200,7 +210,10 @@ class CofedStrategy(HetStrategy):
         return labels
 
     def _figures(self) -> dict[str, float]:
-        """Return the pseudolabels in total (Fig. 7), per class, and per client on average."""
+        """Return the pseudolabels in total (Fig. 7), per class, and per client on average.
+
+        Where participants may abstain, also the share of predictions that they leave out.
+        """
         sizes = self.joined.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
         figures = {
@@ -208,4 +221,7 @@ class CofedStrategy(HetStrategy):
             "received": float(np.mean([len(for_space(self.joined, s)[0]) for s in spaces])),
             "conflicts": float(np.mean([conflicts(self.joined, s) for s in spaces])),
         }
+        if self.settings.margin:
+            none = [vote.predictions == self.task.classes for vote in self.votes.values()]
+            figures["abstained"] = float(np.mean(none))
         return figures | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

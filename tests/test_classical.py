@@ -201,6 +201,59 @@ def test_what_is_no_class_is_refused(own, body, fault):
         fitted(name, *drawn())
 
 
+PROBABLE = """
+    import numpy as np
+    class Sure:
+        def fit(self, x, y): self.classes_ = np.array([2, 0])
+        def predict(self, x): return np.full(len(x), 2)
+        def predict_proba(self, x): {body}
+    def sure(shape, classes): return Sure()
+    """
+
+
+def test_probabilities_stand_in_the_columns_of_their_classes(own):
+    x, y = drawn()
+    name = own("sure", PROBABLE.format(body="return np.tile([0.75, 0.25], (len(x), 1))"), "sure")
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(x, y)
+    assert model.probabilities(x).tolist() == [[0.25, 0.0, 0.75]] * 120
+    tree = models.build_any("sk-svm", (2, 2), 3, seed=0)
+    tree.fit(x, y)
+    assert torch.equal(tree.probabilities(x), tree(x)), "an SVM has none: it is certain"
+    tree.fit(x, torch.full_like(y, 1))
+    assert tree.probabilities(x).tolist() == [[0.0, 1.0, 0.0]] * 120
+
+
+@pytest.mark.parametrize("name", ["sk-tree", "sk-gam", "sk-mlp"])
+def test_probabilities_are_scikit_learns(name):
+    x, y = drawn()
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(x[y > 0], y[y > 0])
+    found = model.probabilities(x).numpy()
+    assert (found[:, 0] == 0).all()
+    expected = model._fitted.predict_proba(x.flatten(1).numpy())
+    np.testing.assert_allclose(found[:, 1:], expected, atol=1e-6)
+    assert found.argmax(1).tolist() == model.predict(x).tolist()
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return np.full((len(x), 2), 1.5)", r"its probabilities must be \[120, 2\], from 0 to 1"),
+        ("return np.full((len(x), 2), np.nan)", r"its probabilities must be \[120, 2\]"),
+        ("return np.ones((3, 2))", r"its probabilities must be \[120, 2\]"),
+        ("return np.ones((len(x), 3))", r"predicts int64 \[2\], must be whole numbers \[3\]"),
+        ("raise KeyError('lost')", r"cannot predict: 'lost'"),
+    ],
+)
+def test_what_is_no_probability_is_refused(own, body, fault):
+    name = own(f"unsure{abs(hash(body))}", PROBABLE.format(body=body), "sure")
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(*drawn())
+    with pytest.raises(ModelError, match=f"model '{name}'.* {fault}|model '{name}': {fault}"):
+        model.probabilities(drawn()[0])
+
+
 def test_a_fit_that_fails_names_the_model(own):
     text = """
     class Odd:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.client.node import read_node
+from fedhet.config.methods import find_method
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
@@ -20,6 +21,7 @@ from fedhet.report import load_run
 from fedhet.report.tables import relative_line
 from fedhet.runs.records import Measured
 from fedhet.training import batches
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode, encode
 from strategies.base import Reply
 from strategies.cofed import CofedStrategy
@@ -225,6 +227,104 @@ def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
     server.strategy.init()
     assert notices == ["cofed.credibility: no client 'client-3' is there yet"]
     assert server.strategy.weights == {"client-3": 5.0}
+
+
+# --- abstentions ----------------------------------------------------------------------------
+
+
+def two_best_by_hand(model, client):
+    """The best class of each public instance, and by how much it is ahead of the second."""
+    space = client.space.tolist()
+    with torch.no_grad():
+        logits = model.eval()(client.public)[:, space].double().numpy()
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    ahead = [sorted(row)[-1] - sorted(row)[-2] for row in shares.tolist()]
+    return [space[k] for k in shares.argmax(1)], np.array(ahead)
+
+
+def test_a_network_abstains_where_its_two_best_classes_are_close(tmp_path):
+    client = opened(cofed(models="mlp", **{"cofed.margin": 0.3, "local-epochs": 15}), tmp_path)
+    sent = client.train(1, Knowledge(scalars={"predict": True})).tensors["predictions"]
+    best, ahead = two_best_by_hand(client.models["private"], client)
+    clear = np.abs(ahead - 0.3) > 1e-4
+    expected = np.where(ahead > 0.3, best, 5)
+    assert clear.sum() > 270
+    assert sent[clear].tolist() == expected[clear].tolist()
+    assert 20 < (sent == 5).sum() < 260, "all or none abstain"
+    assert sent.dtype == np.uint8
+    client.settings = client.settings.model_copy(update={"margin": 0.0})
+    assert client._predictions().tensors["predictions"].tolist() == best
+
+
+def test_a_tree_abstains_by_its_probabilities_and_an_svm_never(tmp_path):
+    from sklearn.tree import DecisionTreeClassifier
+
+    margin = {"cofed.margin": 0.9}
+    client = opened(cofed(models="sk-svm", **margin), tmp_path)
+    sent = client.train(1, Knowledge(scalars={"predict": True})).tensors["predictions"]
+    assert 5 not in sent
+    stump = DecisionTreeClassifier(max_depth=1, random_state=0)
+    rows = client.public.flatten(1).numpy()
+    stump.fit(client.x.flatten(1).numpy(), client.y.numpy())
+    client.models["private"]._fitted = stump
+    ahead = [sorted(p)[-1] - sorted(p)[-2] for p in stump.predict_proba(rows)]
+    sent = client._predictions().tensors["predictions"]
+    best = stump.predict(rows)
+    assert sent.tolist() == [b if a > 0.9 else 5 for a, b in zip(ahead, best, strict=True)]
+    assert (sent == 5).any()
+
+
+def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
+    config = cofed(**{"cofed.margin": 0.3, "cofed.threshold": 0.3, "models": "mlp"})
+    server, answers = first_round(config, tmp_path / "run")
+    votes = [
+        [said(result.parameters).tensors[k].tolist() for k in ("predictions", "space")]
+        for _, result in answers
+    ]
+    assert any(5 in predictions for predictions, _ in votes)
+    sets = vote_by_hand(votes, 0.3)
+    for c in range(5):
+        assert set(np.flatnonzero(server.strategy.joined[c])) == sets.get(c, set())
+    figures = records(tmp_path / "run")[0]["method"]
+    share = np.mean([np.array(predictions) == 5 for predictions, _ in votes])
+    assert figures["abstained"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("margin", "said_", "fault"),
+    [(0.0, 5, "holds 5, must be from 0 to 4"), (0.3, 6, "holds 6, must be from 0 to 5")],
+)
+def test_none_is_an_answer_only_where_participants_may_abstain(tmp_path, margin, said_, fault):
+    server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
+    asked = server.ask(1)
+    server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
+    vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
+    server.strategy.aggregate_fit(1, [(asked[0][0], reply(server, asked[0][0], vote))], [])
+    assert fault in server.strategy.state.record.failed[asked[0][0].name]
+
+
+@pytest.mark.parametrize(
+    ("classes", "margin", "dtype"),
+    [(256, 0.0, "uint8"), (255, 0.3, "uint8"), (256, 0.3, "uint16")],
+)
+def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype):
+    strategy = CofedStrategy.__new__(CofedStrategy)
+    strategy.settings = CofedStrategy.spec.settings(margin=margin)
+    strategy.instances = 1
+    method = find_method("cofed")
+    sizes = strategy.sizes(ClientInfo("client-0", "mlp", 10, classes, (3,)))
+    wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
+    method.client.sends.check("client-0", wanted, {}, sizes)
+    other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}
+    with pytest.raises(KnowledgeError, match=f"must be {dtype}"):
+        method.client.sends.check("client-0", other, {}, sizes)
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan"), "0.3"])
+def test_a_margin_is_a_difference_of_probabilities(margin):
+    with pytest.raises(SettingsError, match=r"'cofed.margin' = .* it takes a number >= 0 and < 1"):
+        resolve({"method": "cofed", "cofed.margin": margin})
 
 
 # --- what a client does ---------------------------------------------------------------------
@@ -475,6 +575,4 @@ def test_a_vote_outside_its_space_is_named():
 
 
 def opened_info():
-    from fedhet.wire.identity import ClientInfo
-
     return ClientInfo("client-0", "mlp", 10, 5, (3,))
