@@ -7,16 +7,18 @@ Federated Multitask Learning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
+from fedhet.algorithms.search import Candidate, grid
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
 from fedhet.arrays import Array, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.errors import KnowledgeError, nearest
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
+from fedhet.settings.tables import Optimizer
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, is_name
@@ -51,6 +53,39 @@ def _is_credibility(text: str) -> str:
     return text
 
 
+def words(text: str) -> list[str]:
+    """Return the words in a comma-separated text."""
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers in a comma-separated text. Raises ValueError for anything else."""
+    return [float(word) for word in words(text)]
+
+
+def _are_numbers(high: float) -> AfterValidator:
+    """Return a check that a text holds numbers above 0 and at most `high`, none twice."""
+
+    def check(text: str) -> str:
+        rule = f"it takes numbers above 0 and at most {high:g}, comma-separated, none twice"
+        try:
+            found = numbers(text)
+        except ValueError:
+            raise ValueError(rule) from None
+        if not all(0 < number <= high for number in found) or len({*found}) < len(found):
+            raise ValueError(rule)
+        return text
+
+    return AfterValidator(check)
+
+
+def _are_optimizers(text: str) -> str:
+    known = get_args(Optimizer)
+    if not {*words(text)} <= {*known} or len({*words(text)}) < len(words(text)):
+        raise ValueError(f"it takes some of {', '.join(known)}, comma-separated, none twice")
+    return text
+
+
 class CofedSettings(MethodSettings):
     """Settings of CoFED."""
 
@@ -74,10 +109,38 @@ class CofedSettings(MethodSettings):
         0, description="epochs of a network's update training; 0 = local-epochs"
     )
     update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
+    search: Literal["none", "grid"] = Field(
+        "none",
+        description="grid: each participant with a network tries the combinations below on a held-"
+        "out part of its own data, and trains with the best (Section 5.2)",
+    )
+    search_optimizers: Annotated[str, AfterValidator(_are_optimizers)] = Field(
+        "adam,sgd", description="search = grid: optimisers to try"
+    )
+    search_rates: Annotated[str, _are_numbers(1e3)] = Field(
+        "0.002,0.004,0.006,0.008,0.01",
+        description="search = grid: learning rates to try; sgd tries ten times each",
+    )
+    search_decays: Annotated[str, _are_numbers(1.0)] = Field(
+        "1,0.99",
+        description="search = grid: factors to try, by which the rate falls after each epoch",
+    )
+    search_updates: Annotated[str, _are_numbers(1e3)] = Field(
+        "0.1,2",
+        description="search = grid: factors on the rate found, to try in update training",
+    )
+    search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="search = grid: share of a participant's own training data held out"
+    )
 
     def fixed_rounds(self) -> int:
         """Return one round of local training plus one of update training per iteration."""
         return self.iterations + 1
+
+    def grid(self) -> list[Candidate]:
+        """Return the training configurations that a search tries."""
+        rates, decays = numbers(self.search_rates), numbers(self.search_decays)
+        return grid(words(self.search_optimizers), rates, decays)
 
 
 class CofedStrategy(HetStrategy):

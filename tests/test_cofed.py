@@ -266,7 +266,9 @@ def test_a_tree_abstains_by_its_probabilities_and_an_svm_never(tmp_path):
     assert 5 not in sent
     stump = DecisionTreeClassifier(max_depth=1, random_state=0)
     rows = client.public.flatten(1).numpy()
-    stump.fit(client.x.flatten(1).numpy(), client.y.numpy())
+    noisy = client.y.numpy().copy()
+    noisy[::2] = client.space[0]
+    stump.fit(client.x.flatten(1).numpy(), noisy)
     client.models["private"]._fitted = stump
     ahead = [sorted(p)[-1] - sorted(p)[-2] for p in stump.predict_proba(rows)]
     sent = client._predictions().tensors["predictions"]
@@ -358,6 +360,60 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
     for name, tensor in expected.state_dict().items():
         ours = client.models["private"].state_dict()[name]
         torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5)
+
+
+DEALT = {
+    "training.optimizer": "adam,sgd",
+    "training.lr": "0.002,0.05",
+    "training.batch-size": "16,8",
+    "training.local-epochs": "3,2",
+}
+SITES = {
+    # Client 0 and client 1 are dealt the first and the second values; the last names its own.
+    "first": (0, {}, "adam", 0.002, 16, 3),
+    "second": (1, {}, "sgd", 0.05, 8, 2),
+    "own": (1, {"optimizer": "adamw", "lr": 0.01, "batch-size": 10, "local-epochs": 4},
+            "adamw", 0.01, 10, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
+    """Sections 4.5 and 5.2: its optimiser, rate and epochs in both, its minibatch in the first."""
+    index, own_settings, optimizer, lr, size, epochs = SITES[site]
+    config = cofed(models="mlp", **DEALT, **{"cofed.update-batch-size": 40})
+    node_config = {"partition-id": index, "num-partitions": 4, **own_settings}
+    node = read_node(node_config, config.run, str(tmp_path))
+    client = config.method.client(config, node)
+    client.state.restore("run", before=1)
+    make = {
+        "adam": lambda p: torch.optim.Adam(p, lr=lr),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0),
+        "sgd": lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    }[optimizer]
+    expected, own = models.build("mlp", (1, 8, 8), 5, seed=0), client.space.tolist()
+
+    def train(x, y, batch, order):
+        steps = make(expected.parameters())
+        for _ in range(epochs):
+            for rows in batches(len(y), batch, order):
+                target = torch.tensor([own.index(label) for label in y[rows].tolist()])
+                steps.zero_grad()
+                F.cross_entropy(expected(x[rows])[:, own], target).backward()
+                steps.step()
+        for name, tensor in expected.state_dict().items():
+            ours = client.models["private"].state_dict()[name]
+            torch.testing.assert_close(ours, tensor, rtol=1e-3, atol=1e-4)
+
+    client.train(1, Knowledge(scalars={"predict": True}))
+    train(client.x, client.y, size, client.generator(1, "batches"))
+    client.state.facts["participations"] = 1
+    labels = np.full(len(client.public), 5, np.uint8)
+    labels[:50] = np.resize(client.space.numpy(), 50)
+    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
+    x = torch.cat([client.x, client.public[:50]])
+    y = torch.cat([client.y, torch.from_numpy(labels[:50].astype(np.int64))])
+    train(x, y, 40, client.generator(2, "update"))
 
 
 def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
