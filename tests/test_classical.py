@@ -164,7 +164,7 @@ def test_the_boosted_model_is_additive_and_the_tree_is_not():
     tree = models.build_any("sk-tree", (2,), 2, seed=0)
     tree.fit(x, y)
     assert (tree.predict(x) == y).all()
-    assert (model.predict(x) == y).float().mean() < 0.8
+    assert (model.predict(x) == y).float().mean() < 0.9
 
 
 def fitted(name, x, y):
