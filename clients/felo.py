@@ -65,7 +65,7 @@ class FeloClient(HetClient):
         """Train the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        gathering = False
+        terms, gathering = self.settings.terms(), False
 
         def before_epoch(epoch: int) -> None:
             nonlocal gathering
@@ -75,7 +75,7 @@ class FeloClient(HetClient):
             features, logits = model.features_and_logits(x)
             if gathering:
                 sums.add(features, logits, y)
-            return felo_loss(features, logits, y, teacher, self.settings.alpha)
+            return felo_loss(features, logits, y, teacher, terms)
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")

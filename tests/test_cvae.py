@@ -12,6 +12,7 @@ from torch import distributions as dist
 from fedhet import models
 from fedhet.algorithms.classwise import (
     Teacher,
+    Terms,
     VariedTeacher,
     class_feature_loss,
     felo_loss,
@@ -444,15 +445,22 @@ def test_the_draw_is_anew_for_each_batch():
     assert not torch.equal(teacher.targets(labels), teacher.targets(labels))
 
 
-def test_a_single_feature_a_class_is_felos_loss():
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_a_single_feature_a_class_is_felos_loss(norm):
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(20, 7, generator=generator)
     logits = torch.randn(20, 5, generator=generator)
     labels = torch.arange(20) % 5
-    teacher, _ = varied(1, 1)
-    plain = Teacher(teacher.features[:, 0], teacher.log_probabilities, teacher.known)
-    ours = felo_loss(features, logits, labels, teacher, 0.7)
-    assert ours.item() == felo_loss(features, logits, labels, plain, 0.7).item()
+    teacher, entries = varied(1, 1)
+    plain = Teacher(
+        teacher.features[:, 0],
+        teacher.log_probabilities,
+        teacher.known,
+        float(np.sqrt(np.mean(np.square(entries.astype(np.float64))))),
+    )
+    terms = Terms(alpha=0.7, norm=norm)
+    ours = felo_loss(features, logits, labels, teacher, terms)
+    assert ours.item() == felo_loss(features, logits, labels, plain, terms).item()
 
 
 def test_over_all_draws_the_feature_loss_is_the_mean_over_the_entries():
