@@ -67,6 +67,7 @@ class FeloStrategy(HetStrategy):
         headline="common",
         settings=FeloSettings,
         sizes=felo_sizes,
+        kinds=("private", "global"),
     )
     settings: FeloSettings
     sends = Contract(
@@ -114,6 +115,11 @@ class FeloStrategy(HetStrategy):
         if client.model not in self._instructions_by_model:
             self._instructions_by_model[client.model] = self._instruction_for(client.model)
         return self._instructions_by_model[client.model]
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        last = round == self.run.rounds and client.model in self.weights
+        return self.instruct(round, client) if last else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with counts that sum to no more samples than its client counts with."""
