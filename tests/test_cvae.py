@@ -25,6 +25,7 @@ from fedhet.algorithms.cvae import (
     divergence,
     log_likelihood,
     reparameterise,
+    separation,
     synthesise,
     train_cvae,
 )
@@ -405,6 +406,28 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
     single, means = shares(1)
     assert means == 1
     assert single >= 0.99
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 3, 1e6]))
+def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, count, offset):
+    """Feature by feature; some classes have a mean but no features."""
+    rng = np.random.default_rng(seed)
+    means = (offset + rng.normal(size=(5, 4))).astype(np.float32)
+    own = np.sort(rng.permutation(5)[:classes])
+    synthetic = (means[own][:, None] + rng.normal(size=(classes, count, 4))).astype(np.float32)
+    right = 0
+    for row, features in zip(own, synthetic.astype(np.float64), strict=True):
+        for feature in features:
+            distances = [math.dist(feature, mean) for mean in means.astype(np.float64)]
+            right += distances.index(min(distances)) == row
+    found = separation(*(torch.tensor(part) for part in (synthetic, own, means)))
+    assert found == pytest.approx(right / (classes * count))
+
+
+def test_of_no_feature_there_is_no_separation():
+    with pytest.raises(ValueError, match="at least one"):
+        separation(torch.zeros(0, 3, 2), torch.zeros(0, dtype=torch.long), torch.zeros(4, 2))
 
 
 @settings(max_examples=100, deadline=None)
