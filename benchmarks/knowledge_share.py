@@ -2,8 +2,8 @@
 
     python -m benchmarks.knowledge_share
 
-Bound: 0.05 % for ResNet-18, ten classes and its own 512 features (Section 4.3 of the paper: "smaller
-than 0.05% of the overheads in FedAvg", whose messages are the weights alone).
+Bound: 0.05 % for ResNet-18, ten classes and its own 512 features (Section 4.3 of the paper:
+"smaller than 0.05% of the overheads in FedAvg", whose messages are the weights alone).
 """
 
 from __future__ import annotations

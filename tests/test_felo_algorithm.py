@@ -6,6 +6,7 @@ import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 
+from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
@@ -336,3 +337,16 @@ def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
     for model in judged.values():
         with torch.no_grad():
             assert torch.isinf(model.eval()(client.x)[:, outside]).all()
+
+
+@pytest.mark.parametrize(("model", "width"), [("resnet18", 512), ("cnn2", 64), ("mlp", 32)])
+def test_class_knowledge_in_bytes_beside_the_weights(model, width):
+    """Section 4.3: the class knowledge is below 0.05 % of the weights of ResNet-18."""
+    found = reply_sizes(model, (3, 32, 32), 10, width)
+    knowledge = 10 * (4 * width + 4 * 10 + 8 + 8)  # features, logits, class and count of each class
+    assert knowledge <= found.knowledge <= knowledge + 1500  # the manifest, and numpy's headers
+    state = models.build(model, (3, 32, 32), 10, seed=0, feature_dim=width).state_dict()
+    weights = sum(tensor.nbytes for tensor in state.values())
+    assert weights <= found.weights <= 1.01 * weights + 250 * (len(state) + 4)
+    if model == "resnet18":
+        assert 0.0004 < found.share < 0.0005
