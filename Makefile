@@ -86,6 +86,7 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.cvae_share
 	$(BIN)/python -m benchmarks.voting
 	$(BIN)/python -m benchmarks.payload
+	$(BIN)/python -m benchmarks.knowledge_share
 	$(BIN)/python -m benchmarks.model_pool
 
 clean:           ## what the build and the runs left, but not .venv

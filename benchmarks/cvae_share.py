@@ -22,7 +22,7 @@ from fedhet.config.resolve import resolve
 from fedhet.simulate import simulate
 from strategies.velo import VeloStrategy
 
-STEPS = ("_keep", "_train", "_synthesise")
+STEPS = ("_keep", "_train", "_synthesise", "_measure")
 """What Velo's server does beyond Felo's; each takes the round first."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clients.base import HetClient
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
 from fedhet.arrays import grouped
-from fedhet.models import load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 from strategies.felo import FeloSettings
@@ -33,7 +33,15 @@ class FeloClient(HetClient):
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model with the feature width of the settings."""
-        return {"private": self.build_model(self.settings.feature_dim)}
+        return {"private": self._new_model()}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model and, if received, the average of the client's architecture."""
+        models: dict[str, nn.Module] = {"private": self.private}
+        if weights := knowledge.group("weights"):
+            average = self.placed(self._new_model(), weights)
+            models["global"] = self.samples.within_space(average)
+        return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 9 to 15 of Algorithm 1.
@@ -61,11 +69,14 @@ class FeloClient(HetClient):
             self.compute.device,
         )
 
+    def _new_model(self) -> HetModel:
+        return self.build_model(self.settings.feature_dim)
+
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
         """Train the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        gathering = False
+        terms, gathering = self.settings.terms(), False
 
         def before_epoch(epoch: int) -> None:
             nonlocal gathering
@@ -75,7 +86,7 @@ class FeloClient(HetClient):
             features, logits = model.features_and_logits(x)
             if gathering:
                 sums.add(features, logits, y)
-            return felo_loss(features, logits, y, teacher, self.settings.alpha)
+            return felo_loss(features, logits, y, teacher, terms)
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.algorithms.classwise import ClassMeans, average
+from fedhet.algorithms.classwise import ClassMeans, FeatureNorm, Terms, average
 from fedhet.arrays import Array, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.models import shapes
@@ -32,9 +32,24 @@ class FeloSettings(MethodSettings):
     )
     feature_dim: Count = Field(64, description="width of the features that travel, D")
     alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
+    feature_weight: NonNegative = Field(
+        1.0, description="times alpha: the weight of Eq. 1's feature term alone; 0 leaves it out"
+    )
+    logit_weight: NonNegative = Field(
+        1.0, description="times alpha: the weight of Eq. 1's logit term alone; 0 leaves it out"
+    )
+    feature_norm: FeatureNorm = Field(
+        "none",
+        description="scale of Eq. 1's feature term: as printed, in units of the server's features "
+        "(rms), or every vector at length 1 in root mean square (unit)",
+    )
     share_weights: bool = Field(
         True, description="send the weights too, to be averaged within an architecture"
     )
+
+    def terms(self) -> Terms:
+        """Return how the terms of Eq. 1 are weighed and measured."""
+        return Terms(self.alpha, self.feature_weight, self.logit_weight, self.feature_norm)
 
 
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
@@ -52,6 +67,7 @@ class FeloStrategy(HetStrategy):
         headline="common",
         settings=FeloSettings,
         sizes=felo_sizes,
+        kinds=("private", "global"),
     )
     settings: FeloSettings
     sends = Contract(
@@ -99,6 +115,11 @@ class FeloStrategy(HetStrategy):
         if client.model not in self._instructions_by_model:
             self._instructions_by_model[client.model] = self._instruction_for(client.model)
         return self._instructions_by_model[client.model]
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        last = round == self.run.rounds and client.model in self.weights
+        return self.instruct(round, client) if last else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with counts that sum to no more samples than its client counts with."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.cvae import Cvae, synthesise, train_cvae
+from fedhet.algorithms.cvae import Cvae, separation, synthesise, train_cvae
 from fedhet.arrays import Array, group, grouped
 from fedhet.models import load_weights, to_arrays
 from fedhet.seeding import numpy_rng, seeded, torch_generator
@@ -26,6 +27,12 @@ from fedhet.wire.identity import SERVER, ClientInfo
 from strategies.base import Reply
 from strategies.felo import FeloSettings, FeloStrategy, felo_sizes
 
+DRAWS = 100
+"""Synthetic features of each class on which the separation is measured, whatever number is sent: of
+ten classes, its standard error is below two points."""
+KEPT = ("features", "labels", "learned", "synthetic", "separation")
+"""The strategy's own state across rounds, beside Felo's and the CVAE."""
+
 
 class VeloSettings(FeloSettings):
     """Settings of Velo."""
@@ -33,6 +40,11 @@ class VeloSettings(FeloSettings):
     interval: Count = Field(1, description="rounds between trainings of the CVAE")
     samples_per_class: Count = Field(
         1, description="synthetic features of each class that are sent a round, S"
+    )
+    least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.9,
+        description="means are sent while a smaller share of the CVAE's features is nearest to the "
+        "mean of its own class; 0: until the CVAE has been trained once, as printed",
     )
     memory: Count = Field(
         20, description="features of each class that the server keeps, oldest out first"
@@ -70,7 +82,7 @@ class VeloStrategy(FeloStrategy):
             "features",
             "float32",
             ("P", "S", "D"),
-            "synthetic features of each; the average S times where the CVAE has not learned it",
+            "synthetic features of each, or its average S times",
             required=False,
             needs=("classes",),
         )
@@ -92,6 +104,8 @@ class VeloStrategy(FeloStrategy):
         """The classes [P] that the CVAE has been trained on."""
         self.synthetic = np.zeros((0, sizes.samples_per_class, sizes.feature_dim), np.float32)
         """This round's features of the classes in `learned`, [P, S, D]."""
+        self.separation = 0.0
+        """The share of synthetic features that are nearest to their own class's mean."""
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
@@ -104,27 +118,32 @@ class VeloStrategy(FeloStrategy):
             figures |= self._train(round)
         if len(self.learned):
             self._synthesise(round)
+            figures |= self._measure(round)
         return figures
 
     def entries(self) -> dict[str, Array]:
-        """Return Felo's entries, with synthetic features for classes the CVAE has learned."""
+        """Return Felo's entries, with synthetic features for classes the CVAE has learned.
+
+        They keep the means where the CVAE does not tell the classes apart.
+        """
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
-        _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
-        features[rows] = self.synthetic[found]
+        if self.separation >= self.settings.least_separation:
+            _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
+            features[rows] = self.synthetic[found]
         return entries | {"features": features}
 
     def state_dict(self) -> dict[str, Array]:
         """Return Felo's state, the feature dataset, the CVAE and the latest synthetic features."""
         weights = {name: value.copy() for name, value in to_arrays(self.cvae).items()}
-        own = {name: getattr(self, name) for name in ("features", "labels", "learned", "synthetic")}
+        own = {name: np.asarray(getattr(self, name)) for name in KEPT}
         return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         for name, value in group(state, "velo").items():
-            setattr(self, name, value)
+            setattr(self, name, value if value.ndim else float(value))
         load_weights(self.cvae, group(state, "cvae"))
 
     def _keep(self, round: int, replies: Sequence[Reply]) -> None:
@@ -163,3 +182,14 @@ class VeloStrategy(FeloStrategy):
         generator = torch_generator(self.run.seed, SERVER, round, "synthetic")
         count = self.settings.samples_per_class
         self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()
+
+    def _measure(self, round: int) -> dict[str, float]:
+        """Measure how well the CVAE tells classes apart; return it, or nothing without a mean."""
+        means = self.average()
+        classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
+        if not len(classes):  # all clients that had them have left
+            return {}
+        generator = torch_generator(self.run.seed, SERVER, round, "separation")
+        drawn = synthesise(self.cvae, torch.tensor(classes), DRAWS, generator)
+        self.separation = separation(drawn, torch.tensor(rows), torch.tensor(means.features))
+        return {"separation": self.separation}

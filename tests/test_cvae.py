@@ -12,6 +12,7 @@ from torch import distributions as dist
 from fedhet import models
 from fedhet.algorithms.classwise import (
     Teacher,
+    Terms,
     VariedTeacher,
     class_feature_loss,
     felo_loss,
@@ -24,6 +25,7 @@ from fedhet.algorithms.cvae import (
     divergence,
     log_likelihood,
     reparameterise,
+    separation,
     synthesise,
     train_cvae,
 )
@@ -406,6 +408,28 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
     assert single >= 0.99
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 3, 1e6]))
+def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, count, offset):
+    """Feature by feature; some classes have a mean but no features."""
+    rng = np.random.default_rng(seed)
+    means = (offset + rng.normal(size=(5, 4))).astype(np.float32)
+    own = np.sort(rng.permutation(5)[:classes])
+    synthetic = (means[own][:, None] + rng.normal(size=(classes, count, 4))).astype(np.float32)
+    right = 0
+    for row, features in zip(own, synthetic.astype(np.float64), strict=True):
+        for feature in features:
+            distances = [math.dist(feature, mean) for mean in means.astype(np.float64)]
+            right += distances.index(min(distances)) == row
+    found = separation(*(torch.tensor(part) for part in (synthetic, own, means)))
+    assert found == pytest.approx(right / (classes * count))
+
+
+def test_of_no_feature_there_is_no_separation():
+    with pytest.raises(ValueError, match="at least one"):
+        separation(torch.zeros(0, 3, 2), torch.zeros(0, dtype=torch.long), torch.zeros(4, 2))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 6))
 def test_the_newest_of_each_class_are_kept(labels, most):
@@ -444,15 +468,22 @@ def test_the_draw_is_anew_for_each_batch():
     assert not torch.equal(teacher.targets(labels), teacher.targets(labels))
 
 
-def test_a_single_feature_a_class_is_felos_loss():
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_a_single_feature_a_class_is_felos_loss(norm):
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(20, 7, generator=generator)
     logits = torch.randn(20, 5, generator=generator)
     labels = torch.arange(20) % 5
-    teacher, _ = varied(1, 1)
-    plain = Teacher(teacher.features[:, 0], teacher.log_probabilities, teacher.known)
-    ours = felo_loss(features, logits, labels, teacher, 0.7)
-    assert ours.item() == felo_loss(features, logits, labels, plain, 0.7).item()
+    teacher, entries = varied(1, 1)
+    plain = Teacher(
+        teacher.features[:, 0],
+        teacher.log_probabilities,
+        teacher.known,
+        float(np.sqrt(np.mean(np.square(entries.astype(np.float64))))),
+    )
+    terms = Terms(alpha=0.7, norm=norm)
+    ours = felo_loss(features, logits, labels, teacher, terms)
+    assert ours.item() == felo_loss(features, logits, labels, plain, terms).item()
 
 
 def test_over_all_draws_the_feature_loss_is_the_mean_over_the_entries():

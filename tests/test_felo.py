@@ -1,5 +1,7 @@
 """Felo against an independent reference, written in plain numpy from Section 3.1."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from fedhet.algorithms.classwise import (
     ClassMeans,
     ClassSums,
     Teacher,
+    Terms,
     average,
     class_feature_loss,
     class_logit_loss,
@@ -46,8 +49,19 @@ def softmax(row):
     return shifted / shifted.sum()
 
 
-def reference_losses(features, logits, labels, entries, alpha):
-    """Eq. 1, sample by sample: l_ce, l_mse, l_kl and their mean."""
+def scaled(vector, norm, entries):
+    """A feature vector in the scale of `norm`, a component at a time."""
+    if norm == "unit":
+        length = math.sqrt(sum(float(v) ** 2 for v in vector) / len(vector))
+        return np.array([float(v) / length for v in vector])
+    if norm == "rms":
+        everything = [float(v) for feature, _ in entries.values() for v in feature]
+        return vector / math.sqrt(sum(v**2 for v in everything) / len(everything))
+    return vector
+
+
+def reference_losses(features, logits, labels, entries, alpha, feature=1, logit=1, norm="none"):
+    """Eq. 1, sample by sample: l_mse, l_kl and the mean of all with l_ce."""
     ce, mse, kl = [], [], []
     for f, p, y in zip(features, logits, labels, strict=True):
         q = softmax(p.astype(np.float64))
@@ -56,11 +70,13 @@ def reference_losses(features, logits, labels, entries, alpha):
             mse.append(0.0)
             kl.append(0.0)
             continue
-        feature, logit = entries[int(y)]
-        target = softmax(logit.astype(np.float64))
-        mse.append(np.mean((f.astype(np.float64) - feature) ** 2))
+        entry, entry_logit = entries[int(y)]
+        target = softmax(entry_logit.astype(np.float64))
+        own, theirs = (scaled(v, norm, entries) for v in (f.astype(np.float64), entry))
+        mse.append(np.mean((own - theirs) ** 2))
         kl.append(np.sum(target * (np.log(target) - np.log(q))))
-    total = np.mean([c + alpha * (m + k) for c, m, k in zip(ce, mse, kl, strict=True)])
+    weighed = [c + alpha * (feature * m + logit * k) for c, m, k in zip(ce, mse, kl, strict=True)]
+    total = np.mean(weighed)
     return np.array(mse), np.array(kl), total
 
 
@@ -136,14 +152,79 @@ def test_losses_of_equation_1(seed, known):
     teacher = teacher_of(entries)
     np.testing.assert_allclose(class_feature_loss(f, y, teacher), mse, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(class_logit_loss(p, y, teacher), kl, rtol=1e-3, atol=1e-4)
-    assert felo_loss(f, p, y, teacher, alpha=0.7).item() == pytest.approx(total, rel=1e-4)
+    loss = felo_loss(f, p, y, teacher, Terms(alpha=0.7))
+    assert loss.item() == pytest.approx(total, rel=1e-4)
+    assert Terms() == Terms(alpha=1, feature=1, logit=1, norm="none")
+
+
+@pytest.mark.parametrize("known", [(0, 1, 2, 3, 4), (1, 3)])
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+@pytest.mark.parametrize("weights", [(1, 0.3, 2.5), (0.5, 0, 1), (2, 1, 0), (0, 3, 3)])
+def test_each_term_has_a_weight_and_features_a_scale_of_their_own(known, norm, weights):
+    features, logits, labels = draw(11)
+    features *= 40  # of another scale than the entries, as another architecture's may be
+    own = reference_means(*draw(1000, 200))
+    entries = {y: own[y][:2] for y in known}
+    alpha, feature, logit = weights
+    mse, _, total = reference_losses(features, logits, labels, entries, alpha, feature, logit, norm)
+    f, p, y = torch.tensor(features), torch.tensor(logits), torch.tensor(labels)
+    found = class_feature_loss(f, y, teacher_of(entries), norm)
+    np.testing.assert_allclose(found, mse, rtol=1e-4, atol=1e-3 if norm == "unit" else 1e-5)
+    loss = felo_loss(f, p, y, teacher_of(entries), Terms(alpha, feature, logit, norm))
+    assert loss.item() == pytest.approx(total, rel=1e-4, abs=1e-3 if norm == "unit" else 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.01, 1000))
+def test_what_the_scales_leave_out(seed, factor):
+    """Features and entries `factor` times as large: the printed term is factor ** 2 as large."""
+    features, _, labels = draw(seed)
+    own = reference_means(*draw(seed + 1, 200))
+    larger = {y: (factor * f, p) for y, (f, p, _) in own.items()}
+    x, y = torch.tensor(features), torch.tensor(labels)
+    before, after = teacher_of({y: own[y][:2] for y in own}), teacher_of(larger)
+
+    def ratio(norm, of_features, of_entries):
+        loss = class_feature_loss(of_features * x, y, of_entries, norm)
+        return (loss / class_feature_loss(x, y, before, norm)).numpy()
+
+    np.testing.assert_allclose(ratio("none", factor, after), factor**2, rtol=1e-3)
+    np.testing.assert_allclose(ratio("rms", factor, after), 1, rtol=1e-3)
+    if factor > 0.5:  # far above the least square that is scaled up
+        np.testing.assert_allclose(ratio("unit", factor, before), 1, rtol=1e-2)
+
+
+def test_features_of_one_direction_agree_at_unit_scale_alone():
+    own = reference_means(*draw(5, 200))
+    teacher = teacher_of({y: own[y][:2] for y in own})
+    y = torch.arange(5)
+    along = torch.tensor(np.array([own[k][0] for k in range(5)], np.float32))
+    loss = {norm: class_feature_loss(9 * along, y, teacher, norm) for norm in ("none", "unit")}
+    assert loss["unit"].max() < 1e-3
+    opposite = class_feature_loss(-9 * along, y, teacher, "unit")  # 2 - 2 cos = 4
+    np.testing.assert_allclose(opposite, 4, rtol=1e-3)
+    assert loss["none"].min() > 0.01
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_features_of_zeros_leave_loss_and_gradient_finite(norm):
+    zeros = {y: (np.zeros(7), np.zeros(5)) for y in range(5)}
+    x = torch.zeros(5, 7, requires_grad=True)
+    loss = class_feature_loss(x, torch.arange(5), teacher_of(zeros), norm)
+    loss.sum().backward()
+    assert loss.abs().sum() == x.grad.abs().sum() == 0
+    own = reference_means(*draw(1, 200))
+    entries = teacher_of({y: own[y][:2] for y in own})
+    class_feature_loss(x, torch.arange(5), entries, norm).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.abs().sum() > 0
 
 
 def test_without_a_teacher_the_loss_is_cross_entropy():
     features, logits, labels = draw(3)
     _, _, ce = reference_losses(features, logits, labels, {}, alpha=1.0)
     loss = felo_loss(
-        torch.tensor(features), torch.tensor(logits), torch.tensor(labels), None, alpha=1.0
+        torch.tensor(features), torch.tensor(logits), torch.tensor(labels), None, Terms()
     )
     assert loss.item() == pytest.approx(ce, rel=1e-5)
 
@@ -168,10 +249,11 @@ def teacher():
     return teacher_of({y: own[y][:2] for y in own})
 
 
-def test_feature_loss_reaches_the_extractor_alone(student, teacher):
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_feature_loss_reaches_the_extractor_alone(student, teacher, norm):
     model, x, y = student
     features, _ = model.features_and_logits(x)
-    class_feature_loss(features, y, teacher).mean().backward()
+    class_feature_loss(features, y, teacher, norm).mean().backward()
     extractor, classifier = gradients(model)
     assert extractor > 0
     assert classifier == 0
@@ -186,8 +268,28 @@ def test_logit_loss_reaches_the_whole_model(student, teacher):
 
 def test_cross_entropy_reaches_the_whole_model(student):
     model, x, y = student
-    felo_loss(*model.features_and_logits(x), y, None, alpha=1.0).backward()
+    felo_loss(*model.features_and_logits(x), y, None, Terms()).backward()
     assert min(gradients(model)) > 0
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_the_gradient_of_equation_1_is_the_sum_of_its_terms_gradients(student, teacher, norm):
+    """Layer by layer, for every weight: the classifier gets nothing of the feature term."""
+    model, x, y = student
+
+    def slopes(part):
+        model.zero_grad()
+        part(*model.features_and_logits(x)).backward()
+        kept = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {n: kept[n].clone() if n in kept else 0 for n, _ in model.named_parameters()}
+
+    ce = slopes(lambda s, p: torch.nn.functional.cross_entropy(p, y))
+    mse = slopes(lambda s, p: class_feature_loss(s, y, teacher, norm).mean())
+    kl = slopes(lambda s, p: class_logit_loss(p, y, teacher).mean())
+    whole = slopes(lambda s, p: felo_loss(s, p, y, teacher, Terms(0.5, 3.0, 0.2, norm)))
+    for name, slope in whole.items():
+        expected = ce[name] + 0.5 * (3.0 * mse[name] + 0.2 * kl[name])
+        torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_class_without_entry_gets_no_gradient_from_the_teacher(student):

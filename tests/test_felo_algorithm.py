@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small
+from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 
+from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
@@ -44,7 +45,7 @@ def class_knowledge(classes=(0, 2, 3, 4, 5, 6, 7, 9)):
     }
 
 
-def transcription(client, round, start, taught, alpha):
+def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, norm="none"):
     """Lines 9 to 15: returns the trained weights, and means over the last epoch by class."""
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64)
     model.load_state_dict({name: torch.tensor(value) for name, value in start.items()})
@@ -60,10 +61,17 @@ def transcription(client, round, start, taught, alpha):
                 loss = -torch.log(torch.softmax(p, 0)[y])
                 if taught is not None and y in taught["classes"]:
                     row = taught["classes"].tolist().index(y)
-                    mse = torch.mean((s - torch.tensor(taught["features"][row])) ** 2)
+                    entry = torch.tensor(taught["features"][row])
+                    if norm == "rms":
+                        mse = torch.mean((s - entry) ** 2) / np.mean(taught["features"] ** 2)
+                    elif norm == "unit":
+                        own, other = (v / torch.sqrt((v**2).mean() + 1e-6) for v in (s, entry))
+                        mse = torch.mean((own - other) ** 2)
+                    else:
+                        mse = torch.mean((s - entry) ** 2)
                     target = torch.softmax(torch.tensor(taught["logits"][row]), 0)
                     kl = torch.sum(target * (torch.log(target) - torch.log_softmax(p, 0)))
-                    loss = loss + alpha * (mse + kl)
+                    loss = loss + alpha * (feature * mse + logit * kl)
                 losses.append(loss)
                 seen.setdefault(y, []).append((s.detach().numpy(), p.detach().numpy()))
             adam.zero_grad()
@@ -100,6 +108,21 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
         )
         np.testing.assert_allclose(answer.tensors["logits"][row], means[y][1], rtol=1e-2, atol=1e-3)
         assert answer.tensors["counts"][row] == counts[y]
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+@pytest.mark.parametrize(("feature", "logit"), [(0.0, 2.0), (2.0, 0.0), (0.5, 1.0)])
+def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, logit):
+    chosen = {"felo.feature-weight": feature, "felo.logit-weight": logit, "felo.feature-norm": norm}
+    client = opened(tmp_path, **{"felo.alpha": 0.7, **chosen})
+    client.state.facts["participations"] = 1
+    start = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
+    told = class_knowledge()
+    client.train(3, Knowledge(told))
+    trained, _, _ = transcription(client, 3, start, told, 0.7, feature, logit, norm)
+    for name, tensor in trained.items():
+        ours = client.models["private"].state_dict()[name]
+        np.testing.assert_allclose(ours, tensor, rtol=1e-3, atol=3e-4)
 
 
 def said(result):
@@ -159,7 +182,8 @@ def test_the_run_starts_from_initial_training(tmp_path):
     changes = {"rounds": 1, "models": "cnn2"}  # 64 features by nature: no adapter
     felo = run(small("felo", **changes), tmp_path / "felo")
     local = run(small("local", **changes), tmp_path / "local")
-    assert felo["accuracy"] == local["accuracy"]
+    for protocol, kinds in local["accuracy"].items():
+        assert felo["accuracy"][protocol]["private"] == kinds["private"]
 
 
 def test_without_its_terms_and_weights_felo_is_local(tmp_path):
@@ -189,3 +213,140 @@ def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected
     assert found["counts"].tolist() == expected
     assert found["counts"].dtype == np.int64
     assert found["classes"].tolist() == [0, 2]
+
+
+# --- the averaged weights as models ---------------------------------------------------------------
+
+
+def weight_of(answers, members, architecture):
+    """Line 5: the mean weights of an architecture, by samples, in float64; None: nobody has it."""
+    own = [
+        (decode(parameters_to_ndarrays(result.parameters), "t")[1].group("weights"), info.samples)
+        for proxy, result in answers
+        if (info := members[proxy.name].info).model == architecture
+    ]
+    total = sum(samples for _, samples in own)
+    return {
+        name: sum(sent[name].astype(np.float64) * samples for sent, samples in own) / total
+        for name in (own[0][0] if own else {})
+    }
+
+
+def accuracy_of(architecture, weights, split):
+    """The share of a test set that a model with these weights predicts right, by a loop."""
+    model = models.build(architecture, (1, 8, 8), 10, seed=0, feature_dim=64).eval()
+    model.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+    with torch.no_grad():
+        predicted = [int(model(image[None]).argmax()) for image in split.x]
+    return sum(p == y for p, y in zip(predicted, split.y.tolist(), strict=True)) / len(predicted)
+
+
+def rounds_by_hand(server, count):
+    """Yield each round's number and replies, before the server has aggregated them."""
+    for number in range(1, count + 1):
+        answers = server.answers(server.ask(number))
+        yield number, answers
+        server.strategy.aggregate_fit(number, answers, [])
+        server.close(number)
+
+
+@pytest.mark.parametrize("method", ["felo", "velo"])
+def test_the_averages_are_judged_as_received_and_at_last_as_aggregated(tmp_path, method):
+    """In round 2 those of round 1; after the last round those of the last, at every client."""
+    server = Server(small(method, rounds=3, models="mlp,cnn2"), tmp_path / "run")
+    members, averaged = server.strategy.members, {}
+    for number, answers in rounds_by_hand(server, 3):
+        averaged[number] = {a: weight_of(answers, members, a) for a in ("mlp", "cnn2")}
+    clients = {proxy.name: client_of(proxy) for proxy, _ in answers}
+    found = [record["accuracy"] for record in records(tmp_path / "run")]
+    assert all(set(found[0][protocol]) == {"private"} for protocol in ("personal", "common"))
+    for number, received in ((2, 1), (3, 3)):
+        for protocol in ("personal", "common"):
+            assert set(found[number - 1][protocol]) == {"private", "global"}
+            scores = found[number - 1][protocol]["global"]["per_client"]
+            expected = {
+                name: accuracy_of(
+                    members[name].info.model,
+                    averaged[received][members[name].info.model],
+                    client.tests[protocol],
+                )
+                for name, client in clients.items()
+            }
+            assert scores == pytest.approx(expected, abs=0.011)  # a tie or two may turn
+            assert len(set(expected.values())) > 1
+    assert found[2]["common"]["global"]["per_client"] != found[2]["common"]["private"]["per_client"]
+
+
+def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(tmp_path):
+    server = Server(small(rounds=1, fraction=0.25, models="mlp,cnn2"), tmp_path / "run")
+    asked = server.ask(1)
+    (sampled,) = (proxy.name for proxy, _ in asked)
+    answers = server.answers(asked)
+    server.strategy.aggregate_fit(1, answers, [])
+    told = server.strategy.configure_evaluate(1, None, server.manager)
+    of = {name: member.info.model for name, member in server.strategy.members.items()}
+    alike = {name for name in of if of[name] == of[sampled]}
+    assert len(alike) == 2
+    expected = weight_of(answers, server.strategy.members, of[sampled])
+    for proxy, ins in told:
+        _, knowledge = decode(parameters_to_ndarrays(ins.parameters), "t")
+        received = knowledge.group("weights")
+        assert set(received) == (set(expected) if proxy.name in alike else set())
+        for name, tensor in received.items():
+            np.testing.assert_allclose(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in told]
+    server.strategy.aggregate_evaluate(1, results, [])
+    (record,) = records(tmp_path / "run")
+    assert set(record["accuracy"]["common"]["global"]["per_client"]) == alike
+
+
+@pytest.mark.parametrize("method", ["felo", "velo"])
+def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
+    changes = {"rounds": 2, "fraction": 0.5, f"{method}.share-weights": False}
+    server = Server(small(method, **changes), tmp_path / "run")
+    for _ in rounds_by_hand(server, 1):
+        pass
+    server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+    assert not server.strategy.configure_evaluate(2, None, server.manager)
+    for record in records(tmp_path / "run"):
+        assert all(set(kinds) == {"private"} for kinds in record["accuracy"].values())
+
+
+def test_judging_an_average_leaves_the_private_model_as_it_is(tmp_path):
+    client = opened(tmp_path)
+    before = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
+    judged = client.eval_models(Knowledge(grouped("weights", weights(9))))
+    assert set(judged) == {"private", "global"}
+    for name, tensor in judged["global"].state_dict().items():
+        np.testing.assert_array_equal(tensor, weights(9)[name])
+        tensor.add_(1)
+    after = judged["private"].state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert set(client.models) == {"private"}
+    assert set(client.eval_models(Knowledge())) == {"private"}
+
+
+def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
+    """A client whose task is some of the classes is judged on these alone, with either model."""
+    changes = {"partition": "superclasses", "label-space": "2-3", "samples-per-class": 12}
+    client = opened(tmp_path, **changes, fraction=1.0)
+    outside = torch.ones(10, dtype=torch.bool)
+    outside[client.space] = False
+    assert 7 <= int(outside.sum()) <= 8
+    judged = client.eval_models(Knowledge(grouped("weights", weights(9))))
+    for model in judged.values():
+        with torch.no_grad():
+            assert torch.isinf(model.eval()(client.x)[:, outside]).all()
+
+
+@pytest.mark.parametrize(("model", "width"), [("resnet18", 512), ("cnn2", 64), ("mlp", 32)])
+def test_class_knowledge_in_bytes_beside_the_weights(model, width):
+    """Section 4.3: the class knowledge is below 0.05 % of the weights of ResNet-18."""
+    found = reply_sizes(model, (3, 32, 32), 10, width)
+    knowledge = 10 * (4 * width + 4 * 10 + 8 + 8)  # features, logits, class and count of each class
+    assert knowledge <= found.knowledge <= knowledge + 1500  # the manifest, and numpy's headers
+    state = models.build(model, (3, 32, 32), 10, seed=0, feature_dim=width).state_dict()
+    weights = sum(tensor.nbytes for tensor in state.values())
+    assert weights <= found.weights <= 1.01 * weights + 250 * (len(state) + 4)
+    if model == "resnet18":
+        assert 0.0004 < found.share < 0.0005

@@ -1,7 +1,12 @@
 """Presets against the numbers that the papers print, and presets put together."""
 
+from collections import Counter
+
 import pytest
 
+from fedhet import models
+from fedhet.cli.options import gather
+from fedhet.cli.sweep import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import SettingsError
@@ -46,6 +51,106 @@ UM_PFSSL = {
     "um-pfssl.search-rounds": 30,
     "um-pfssl.refresh": 10,
 }
+# Felo and Velo, Section 4; what it leaves open is as in HeteroFL's code (utils.py, data.py and
+# train_classifier_fed.py, with SGD), whose defaults it names: crops by 4 and mirrored images too.
+FELO = {
+    "rounds": 100,  # Table 4
+    "data.alpha": 0.5,
+    "data.test-fraction": 0.0,  # all images are trained on, and all models judged on the test set
+    "data.max-samples": 0,
+    "data.public-fraction": 0.0,
+    "training.optimizer": "sgd",
+    "training.lr": 0.1,
+    "training.momentum": 0.9,
+    "training.weight-decay": 5e-4,
+    "training.batch-size": 10,
+    "training.local-epochs": 5,
+    "training.clip": 1.0,
+    "training.augment": "crop-flip",
+    "training.schedule": "constant",  # HeteroFL's first fall of the rate is after 100 rounds
+}
+CLIENTS = {"cifar10": 20, "cinic10": 10}
+POOLS = {  # depths of ResNets: Section 4, Section 4.3, Section 4.4
+    "usual": (10, 14, 18, 22, 26),
+    "homogeneous": (18,),
+    "extreme": (10, 18, 26, 34, 50),
+}
+# data set, IID?, pool -> preset, and the share of clients that is sampled: 20 %, but all of them in
+# the non-IID half of Table 2.
+EXPERIMENTS = {
+    ("cifar10", True, "usual"): ("cifar10-iid", 0.2),
+    ("cifar10", False, "usual"): ("cifar10", 0.2),
+    ("cinic10", True, "usual"): ("cinic10,iid", 0.2),
+    ("cinic10", False, "usual"): ("cinic10", 0.2),
+    ("cifar10", True, "homogeneous"): ("cifar10,homogeneous,iid", 0.2),
+    ("cifar10", False, "homogeneous"): ("cifar10-homogeneous", 1.0),
+    ("cinic10", True, "homogeneous"): ("cinic10,homogeneous,iid", 0.2),
+    ("cinic10", False, "homogeneous"): ("cinic10,homogeneous,all-sampled", 1.0),
+    ("cifar10", True, "extreme"): ("cifar10,extreme,iid", 0.2),
+    ("cifar10", False, "extreme"): ("cifar10-extreme", 0.2),
+    ("cinic10", True, "extreme"): ("cinic10,extreme,iid", 0.2),
+    ("cinic10", False, "extreme"): ("cinic10,extreme", 0.2),
+}
+
+
+@pytest.mark.parametrize(("dataset", "iid", "pool"), EXPERIMENTS)
+@pytest.mark.parametrize("method", ["felo", "velo", "local"])
+def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
+    """Also of training alone, `fedhet run local --preset felo-…`, on the same split and budget."""
+    names, fraction = EXPERIMENTS[dataset, iid, pool]
+    own = "velo" if method == "velo" else "felo"
+    config = resolve(gather(method, f"{own}-{names}"))
+    found = config.flat()
+    assert {key: found[key] for key in FELO} == FELO
+    assert config.method.name == method
+    assert found["data.dataset"].endswith(dataset)
+    assert found["data.partition"] == ("iid" if iid else "dirichlet")
+    assert (found["clients"], found["fraction"]) == (CLIENTS[dataset], fraction)
+    run = config.run
+    dealt = Counter(models.deal(run.models.names, run.clients, run.seed, run.models.deal))
+    each = CLIENTS[dataset] // len(POOLS[pool])  # four clients of each model, or two; or all
+    assert dealt == {f"resnet{depth}": each for depth in POOLS[pool]}
+    if method != "local":
+        printed = {"alpha": 1.0, "feature-weight": 1.0, "logit-weight": 1.0, "feature-norm": "none"}
+        printed |= {"share-weights": True, "weighting": "clients", "feature-dim": 512}
+        assert {key: found[f"{method}.{key}"] for key in printed} == printed
+
+
+@pytest.mark.parametrize("method", ["felo", "velo"])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("cifar10-iid", "cifar10,iid"),
+        ("cifar10-homogeneous", "cifar10,homogeneous,all-sampled"),
+        ("cifar10-extreme", "cifar10,extreme"),
+    ],
+)
+def test_felos_named_experiments_are_also_put_together(method, name, parts):
+    whole, joined = (resolve(read_preset(f"{method}-{each}")).flat() for each in (name, parts))
+    assert whole == joined
+
+
+@pytest.mark.parametrize("preset", ["velo-cifar10-iid", "velo-cifar10"])
+def test_velos_table_4_is_a_sweep(preset):
+    """`fedhet sweep velo interval=1,2,3,4,5,6,8,10 --preset …`."""
+    name, swept = read_sweep("interval=1,2,3,4,5,6,8,10", "velo")
+    configs = [resolve({**gather("velo", preset), name: value}) for value in swept]
+    assert [config.own.interval for config in configs] == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert {config.run.rounds for config in configs} == {100}
+
+
+@pytest.mark.parametrize("alpha", [None, 0.1, 0.5, 1])
+@pytest.mark.parametrize("method", ["felo", "velo", "local"])
+def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alpha):
+    names = "felo-fmnist-small" + (f",alpha-{alpha}" if alpha else "")
+    config = resolve(gather(method, names))
+    run = config.run
+    assert (run.clients, run.fraction, run.rounds) == (20, 0.2, 40)
+    dealt = Counter(models.deal(run.models.names, run.clients, run.seed, run.models.deal))
+    assert dealt == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
+    assert run.data.partition == ("dirichlet" if alpha else "iid")
+    assert not alpha or run.data.alpha == alpha
+    assert config.own == type(config.own)()  # the methods' own settings at their defaults
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def test_a_setting_says_what_it_is_and_what_it_takes(name):
     assert "_" not in name
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("felo-")])
+@pytest.mark.parametrize(
+    "name", [name for name in preset_names() if "felo.alpha" in read_preset(name)]
+)
 def test_velo_has_every_experiment_of_felos(name):
     """A preset of Felo's given to another method loses Felo's own settings, the width too."""
     felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
@@ -89,6 +91,7 @@ def test_a_run_has_the_settings_of_its_own_method_alone():
     shared = set(RunSettings.fields())
     assert set(resolve({"method": "local"}).flat()) == shared
     own = {"felo.weighting", "felo.feature-dim", "felo.alpha", "felo.share-weights"}
+    own |= {"felo.feature-weight", "felo.logit-weight", "felo.feature-norm"}
     assert set(resolve({"method": "felo"}).flat()) - shared == own
     assert set(find_method("felo").settings()) == own
 
@@ -628,7 +631,7 @@ def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names
         ("data", "data.dataset, data.data-dir"),
         ("training", "training.lr"),
         ("engine", "engine.device"),
-        ("felo", "felo.weighting, felo.feature-dim, felo.alpha, felo.share-weights"),
+        ("felo", "felo.weighting, felo.feature-dim, felo.alpha, felo.feature-weight"),
     ],
 )
 def test_a_tables_name_is_refused_with_what_is_in_it(key, inside):
@@ -789,6 +792,8 @@ COMMON = {
 }
 OWN = {
     "felo.alpha": st.floats(0, 1e6),
+    "felo.feature-weight": st.floats(0, 1e6),
+    "felo.feature-norm": st.sampled_from(["none", "rms", "unit"]),
     "felo.feature-dim": st.integers(1, 1_000_000),
     "felo.share-weights": st.booleans(),
     "felo.weighting": st.sampled_from(["clients", "samples"]),

@@ -22,6 +22,7 @@ from strategies.felo import read_means
 
 WIDTH = 8
 CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3, "velo.epochs": 3}
+CHEAP |= {"velo.least-separation": 0.0}  # as printed: so short a training tells nothing apart
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,93 @@ def test_a_class_that_is_new_since_the_last_training_has_its_mean(tmp_path):
     np.testing.assert_array_equal(sent["features"][[0, 1, 2, 4]], strategy.synthetic)
 
 
+def of_their_class(strategy, name, classes, places, width=0.05):
+    """A reply whose features of class y lie near 3 at component places[y] and 0 elsewhere."""
+    said = reply(strategy, name, classes)
+    near = np.array([3.0 * np.eye(WIDTH)[places[y]] for y in classes])
+    noise = width * np.random.default_rng(len(name)).normal(size=near.shape)
+    tensors = {**said.knowledge.tensors, "features": (near + noise).astype(np.float32)}
+    return said.saying(Knowledge(tensors))
+
+
+LEARNS = {"velo.epochs": 150, "velo.least-separation": 0.9}
+PLACES = {0: 0, 1: 1, 2: 2, 5: 5}
+
+
+def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
+    """In every round from the first training on; here in numpy, against the means of all."""
+    strategy = started(tmp_path, **{"velo.interval": 2})
+    for round in (1, 2, 3):
+        replies = two_replies(strategy, round)
+        figures = strategy.aggregate(round, replies)
+        assert ("separation" in figures) == (round > 1)
+        if round == 1:
+            continue
+        said = {}
+        for each in replies:
+            tensors = each.knowledge.tensors
+            for y, feature in zip(tensors["classes"].tolist(), tensors["features"], strict=True):
+                said.setdefault(y, []).append(feature.astype(np.float64))
+        means = {y: np.mean(rows, axis=0) for y, rows in sorted(said.items())}
+        generator = torch_generator(0, "server", round, "separation")
+        drawn = synthesise(strategy.cvae, torch.tensor(list(means)), 100, generator).numpy()
+        right = [
+            min(means, key=lambda k: np.linalg.norm(feature - means[k])) == y
+            for y, features in zip(means, drawn.astype(np.float64), strict=True)
+            for feature in features
+        ]
+        assert figures["separation"] == pytest.approx(np.mean(right), abs=0.006)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
+    """At exactly the share that was measured they are, just above it the means are sent."""
+    share = started(tmp_path / "a").aggregate(1, two_replies(started(tmp_path / "b"), 1))
+    share = share["separation"]
+    assert 0 < share < 1
+    least = float(np.nextafter(share, 1)) if above else share
+    strategy = started(tmp_path / "c", **{"velo.least-separation": least})
+    replies = two_replies(strategy, 1)
+    assert strategy.aggregate(1, replies)["separation"] == share
+    mean = average([read_means(r.knowledge) for r in replies], by_samples=False)
+    sent = told(strategy, 2)["features"][:, 0]
+    assert np.array_equal(sent, mean.features) == above
+    assert np.array_equal(sent, strategy.synthetic[:, 0]) != above
+
+
+def test_means_are_sent_again_when_the_cvae_no_longer_tells_the_classes_apart(tmp_path):
+    """The clients' classes change places, and the CVAE is trained only in every second round."""
+    strategy = started(tmp_path, **LEARNS, **{"velo.interval": 2})
+    names, moved = ("client-0", "client-1"), {0: 5, 1: 2, 2: 1, 5: 0}
+    shares, synthetic = [], []
+    for round, places in ((1, PLACES), (2, PLACES), (3, moved)):
+        replies = [of_their_class(strategy, name, [0, 1, 2, 5], places) for name in names]
+        shares.append(strategy.aggregate(round, replies).get("separation"))
+        mean = average([read_means(r.knowledge) for r in replies], by_samples=False)
+        synthetic.append(
+            not np.array_equal(told(strategy, round + 1)["features"][:, 0], mean.features)
+        )
+    assert shares[0] is None
+    assert shares[1] > 0.95
+    assert shares[2] < 0.05
+    assert synthetic == [False, True, False]
+
+
+def test_classes_that_have_left_with_their_clients_are_not_measured(tmp_path):
+    strategy = started(tmp_path, **LEARNS)
+    replies = [
+        of_their_class(strategy, "client-0", [0, 1], PLACES),
+        of_their_class(strategy, "client-1", [2, 5], PLACES),
+    ]
+    for round in (1, 2):
+        assert strategy.aggregate(round, replies)["separation"] > 0.95
+    strategy.forget("client-1")
+    assert strategy.aggregate(3, replies[:1])["separation"] > 0.95
+    assert told(strategy, 4)["classes"].tolist() == [0, 1]
+    strategy.forget("client-0")
+    assert strategy._measure(4) == {}
+
+
 def test_a_class_never_seen_gets_no_feature(tmp_path):
     strategy = started(tmp_path)
     for round in (1, 2):
@@ -228,7 +316,10 @@ def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
     assert np.abs(sent["features"]).max() < 50
 
 
-@pytest.mark.parametrize("changes", [{}, {"velo.interval": 2, "velo.samples-per-class": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.least-separation": 0.4}],
+)
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_restored_server_goes_on_bit_for_bit(tmp_path, changes, stop):
     changes = {**changes, "velo.memory": 2}
@@ -350,10 +441,13 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 
 def test_a_run_with_several_features_a_class(tmp_path):
     changes = {"rounds": 3, "velo.interval": 2, "velo.samples-per-class": 2}
-    summary = run(small("velo", **CHEAP, **changes), tmp_path / "run")
+    changes |= {"velo.least-separation": 0.9}
+    summary = run(small("velo", **(CHEAP | changes)), tmp_path / "run")
     figures = [record["method"] for record in records(tmp_path / "run")]
     assert [r["answered"] for r in records(tmp_path / "run")] == [list(summary["models"])] * 3
     assert ["cvae_loss" in each for each in figures] == [False, True, False]
+    assert ["separation" in each for each in figures] == [False, True, True]
+    assert all(0 <= each.get("separation", 0) <= 1 for each in figures)
     kept = [each["features_kept"] for each in figures]
     assert kept == [kept[0], 2 * kept[0], 3 * kept[0]]
     assert (tmp_path / "run" / "report.html").exists()
@@ -364,7 +458,8 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
     sent = {}
     for method in ("felo", "velo"):
         changes = {"rounds": 3, "models": "cnn2,mlp"}
-        changes |= {"velo.interval": 2} if method == "velo" else {}
+        own = {"velo.interval": 2, "velo.least-separation": 0.0}
+        changes |= own if method == "velo" else {}
         server = Server(small(method, **changes), tmp_path / method)
         for round in (1, 2):
             answers = server.answers(server.ask(round))
@@ -413,9 +508,16 @@ def test_the_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
         ("memory", 0, "an integer >= 1"),
         ("latent-dim", 0, "an integer >= 1"),
         ("deviation", 0.0, "a number > 0"),
+        ("least-separation", -0.1, "a number >= 0 and <= 1"),
+        ("least-separation", 1.1, "a number >= 0 and <= 1"),
+        ("feature-weight", -1.0, "a number >= 0"),
+        ("logit-weight", float("nan"), "a number >= 0"),
+        ("feature-norm", "l2", "one of none, rms, unit"),
         ("interval", 1.5, "an integer >= 1"),
     ],
 )
 def test_a_wrong_setting_earns_one_line(setting, value, rule):
-    with pytest.raises(SettingsError, match=rf"'velo.{setting}' = {value} is not allowed.*{rule}"):
+    with pytest.raises(
+        SettingsError, match=rf"'velo.{setting}' = {value!r} is not allowed.*{rule}"
+    ):
         small("velo", **{f"velo.{setting}": value})

@@ -6,7 +6,8 @@ Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learnin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedhet.arrays import Array
+
+FeatureNorm = Literal["none", "rms", "unit"]
+"""The scale in which features are compared; see `class_feature_loss`."""
+SMALLEST = 1e-6
+"""The mean square below which a feature vector is no longer scaled up, for `unit`: a vector of
+zeros stays one, and gradients stay finite."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +98,13 @@ class Teacher:
     """The server's knowledge arranged by class, on the client's training device.
 
     features [C, D], log_probabilities [C, C] (log softmax of the logits), known [C] (has the class
-    an entry?).
+    an entry?), scale (root mean square of all entries' features; 1 if they are all zero).
     """
 
     features: Tensor
     log_probabilities: Tensor
     known: Tensor
+    scale: float = 1.0
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the target features for samples of these classes: [N] -> [N, D]."""
@@ -123,7 +131,12 @@ class Teacher:
         all_logits[rows] = torch.tensor(logits)
         known[rows] = True
         log_probabilities = all_logits.log_softmax(1)
-        return cls(all_features.to(device), log_probabilities.to(device), known.to(device))
+        return cls(
+            all_features.to(device),
+            log_probabilities.to(device),
+            known.to(device),
+            root_mean_square(features) or 1.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class VariedTeacher(Teacher):
     paired with one of the S features, drawn uniformly (ours).
     """
 
-    generator: torch.Generator
+    generator: torch.Generator = field(kw_only=True)
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return a random feature of its class for each sample: [N] -> [N, D]."""
@@ -155,13 +168,56 @@ def newest(classes: Array, most: int) -> Array:
     return np.sort(len(classes) - 1 - by_class[age < most])
 
 
-def class_feature_loss(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+@dataclass(frozen=True)
+class Terms:
+    """How the terms of Eq. 1 are weighed and measured; the defaults are the printed form.
+
+    The loss is l_ce + alpha (feature l_mse + logit l_kl). The paper has one weight, alpha. Ours:
+    `feature` and `logit`, which weigh one term against the other, and `norm`, the scale of l_mse.
+    """
+
+    alpha: float = 1.0
+    feature: float = 1.0
+    logit: float = 1.0
+    norm: FeatureNorm = "none"
+
+
+def root_mean_square(values: Array) -> float:
+    """Return the root mean square of an array's components; 0 if it has none."""
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
+
+
+def at_unit_scale(features: Tensor) -> Tensor:
+    """Return feature vectors [..., D], each divided by the root mean square of its components.
+
+    Only the direction is left: for two results, the mean square difference is 2 - 2 cos of their
+    angle, whatever D is. The gradient passes through the division.
+    """
+    square = features.square().mean(-1, keepdim=True)
+    return features * (square + SMALLEST).rsqrt()
+
+
+def class_feature_loss(
+    features: Tensor, labels: Tensor, teacher: Teacher, norm: FeatureNorm = "none"
+) -> Tensor:
     """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
-    The mean over the D components; 0 if the teacher has no entry for the class.
+    The mean over the D components; 0 if the teacher has no entry for the class. The printed form
+    is `none`. Architectures differ in the scale of their features, and a mean over samples is
+    shorter than the samples are; hence two other scales (ours):
+
+    - `rms`: in units of the entries' root mean square, one number for all classes and components.
+      The term weighs the same whatever scale the clients' features have settled on. Lengths still
+      matter: a sample is drawn to its entry's length as well as to its direction.
+    - `unit`: every vector, a sample's and an entry's, at a root mean square of 1. Directions alone
+      are compared.
     """
-    error = (features.float() - teacher.targets(labels)).square().mean(1)
-    return error * teacher.known[labels]
+    own, target = features.float(), teacher.targets(labels)
+    if norm == "unit":
+        own, target = at_unit_scale(own), at_unit_scale(target)
+    elif norm == "rms":
+        own, target = own / teacher.scale, target / teacher.scale
+    return (own - target).square().mean(1) * teacher.known[labels]
 
 
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
@@ -176,9 +232,9 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
 
 
 def felo_loss(
-    features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, alpha: float
+    features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, terms: Terms
 ) -> Tensor:
-    """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl).
+    """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl), weighed by `terms`.
 
     Cross-entropy alone without a teacher (a client's first participation), and for samples whose
     class has no entry.
@@ -186,6 +242,6 @@ def felo_loss(
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:
         return loss
-    mse = class_feature_loss(features, labels, teacher)
+    mse = class_feature_loss(features, labels, teacher, terms.norm)
     kl = class_logit_loss(logits, labels, teacher)
-    return loss + alpha * torch.mean(mse + kl)
+    return loss + terms.alpha * torch.mean(terms.feature * mse + terms.logit * kl)

@@ -146,6 +146,23 @@ def train_cvae(
 
 
 @torch.no_grad()
+def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
+    """Return the share of synthetic features that are nearest to their own class's mean, 0 to 1.
+
+    `synthetic` [P, S, D] are S features of each of `classes` [P], which number rows of `means`
+    [M, D]: the means of all classes that have one. Distances are Euclidean, in the features' own
+    scale; a tie goes to the first of the nearest. Ours: the paper always sends what it decodes, but
+    a CVAE that has hardly been trained decodes all classes to much the same feature. Raises
+    ValueError if there is no feature.
+    """
+    if not synthetic.numel():
+        raise ValueError("a share needs at least one synthetic feature")
+    nearest = torch.cdist(synthetic.flatten(0, 1).double(), means.double()).argmin(1)
+    own = classes.repeat_interleave(synthetic.shape[1])
+    return float((nearest == own).double().mean())
+
+
+@torch.no_grad()
 def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` synthetic features for each class in `labels` [P], [P, count, D].
 
