@@ -206,10 +206,12 @@ class HetClient(NumPyClient):
         *,
         epochs: int | None = None,
         batch_size: int | None = None,
+        decay: float = 1.0,
     ) -> None:
         """Train the private model on `training_set` with cross-entropy.
 
-        A network continues from its current weights; a model without gradients is fitted anew.
+        A network continues from its current weights, and its learning rate falls by the factor
+        `decay` after each epoch; a model without gradients is fitted anew.
         """
         (x, y), model = self.training_set(), self.private
         if isinstance(model, Refitted):
@@ -217,7 +219,14 @@ class HetClient(NumPyClient):
             return
         loss_of, optimizing = cross_entropy_of(model.train()), self.optimization(model.parameters())
         self.train_epochs(
-            x, y, loss_of, optimizing, generator, epochs=epochs, batch_size=batch_size
+            x,
+            y,
+            loss_of,
+            optimizing,
+            generator,
+            epochs=epochs,
+            batch_size=batch_size,
+            before_epoch=optimizing.decaying(decay),
         )
 
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:

@@ -53,6 +53,20 @@ class Optimization:
         """Return the parameters that the optimiser changes."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def decaying(self, factor: float) -> Callable[[int], None]:
+        """Return a function to call before each epoch, from 0, that lowers the learning rate.
+
+        The rate of an epoch is that of now, times `factor` to the power of the epoch's number.
+        """
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+
+        def lower(epoch: int) -> None:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * factor**epoch
+
+        return lower
+
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return what the optimiser knows of each parameter of `model`, as `<parameter>/<name>`."""
         return {

@@ -7,16 +7,18 @@ Federated Multitask Learning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
+from fedhet.algorithms.search import Candidate, grid
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
 from fedhet.arrays import Array, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.errors import KnowledgeError, nearest
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
+from fedhet.settings.tables import Optimizer
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, is_name
@@ -51,6 +53,39 @@ def _is_credibility(text: str) -> str:
     return text
 
 
+def words(text: str) -> list[str]:
+    """Return the words in a comma-separated text."""
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers in a comma-separated text. Raises ValueError for anything else."""
+    return [float(word) for word in words(text)]
+
+
+def _are_numbers(high: float) -> AfterValidator:
+    """Return a check that a text holds numbers above 0 and at most `high`, none twice."""
+
+    def check(text: str) -> str:
+        rule = f"it takes numbers above 0 and at most {high:g}, comma-separated, none twice"
+        try:
+            found = numbers(text)
+        except ValueError:
+            raise ValueError(rule) from None
+        if not all(0 < number <= high for number in found) or len({*found}) < len(found):
+            raise ValueError(rule)
+        return text
+
+    return AfterValidator(check)
+
+
+def _are_optimizers(text: str) -> str:
+    known = get_args(Optimizer)
+    if not {*words(text)} <= {*known} or len({*words(text)}) < len(words(text)):
+        raise ValueError(f"it takes some of {', '.join(known)}, comma-separated, none twice")
+    return text
+
+
 class CofedSettings(MethodSettings):
     """Settings of CoFED."""
 
@@ -65,14 +100,47 @@ class CofedSettings(MethodSettings):
     iterations: Count = Field(
         1, description="times of predicting, voting and update training; rounds are one more"
     )
+    margin: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="a participant abstains where the probabilities of its two best classes differ "
+        "by at most this; 0 = it never does, as in the paper's text",
+    )
     update_epochs: CountOrNone = Field(
         0, description="epochs of a network's update training; 0 = local-epochs"
     )
     update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
+    search: Literal["none", "grid"] = Field(
+        "none",
+        description="grid: each participant with a network tries the combinations below on a held-"
+        "out part of its own data, and trains with the best (Section 5.2)",
+    )
+    search_optimizers: Annotated[str, AfterValidator(_are_optimizers)] = Field(
+        "adam,sgd", description="search = grid: optimisers to try"
+    )
+    search_rates: Annotated[str, _are_numbers(1e3)] = Field(
+        "0.002,0.004,0.006,0.008,0.01",
+        description="search = grid: learning rates to try; sgd tries ten times each",
+    )
+    search_decays: Annotated[str, _are_numbers(1.0)] = Field(
+        "1,0.99",
+        description="search = grid: factors to try, by which the rate falls after each epoch",
+    )
+    search_updates: Annotated[str, _are_numbers(1e3)] = Field(
+        "0.1,2",
+        description="search = grid: factors on the rate found, to try in update training",
+    )
+    search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="search = grid: share of a participant's own training data held out"
+    )
 
     def fixed_rounds(self) -> int:
         """Return one round of local training plus one of update training per iteration."""
         return self.iterations + 1
+
+    def grid(self) -> list[Candidate]:
+        """Return the training configurations that a search tries."""
+        rates, decays = numbers(self.search_rates), numbers(self.search_decays)
+        return grid(words(self.search_optimizers), rates, decays)
 
 
 class CofedStrategy(HetStrategy):
@@ -118,8 +186,12 @@ class CofedStrategy(HetStrategy):
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C (classes) and N (public instances)."""
-        return Sizes({"C": client.classes, "N": self.instances})
+        """Return the axes C (classes) and N (public instances), and L, the answers of a vote.
+
+        The answers are the classes and, where participants may abstain, C for none of them.
+        """
+        answers = client.classes + (self.settings.margin > 0)
+        return Sizes({"C": client.classes, "N": self.instances, "L": answers})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send R_i to clients that voted (step 3, Eq. 19); before the end, ask for predictions.
@@ -139,9 +211,10 @@ class CofedStrategy(HetStrategy):
         if "predictions" not in tensors:
             raise KnowledgeError(name, "predictions", "missing")
         said, space = tensors["predictions"], tensors["space"]
-        if not np.isin(said, space).all():
-            odd = said[~np.isin(said, space)][0]
-            raise KnowledgeError(name, "predictions", f"holds {odd}, not in its label space")
+        outside = ~np.isin(said, space) & (said != reply.client.classes)
+        if outside.any():
+            fault = f"holds {said[outside][0]}, not in its label space"
+            raise KnowledgeError(name, "predictions", fault)
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -200,7 +273,10 @@ class CofedStrategy(HetStrategy):
         return labels
 
     def _figures(self) -> dict[str, float]:
-        """Return the pseudolabels in total (Fig. 7), per class, and per client on average."""
+        """Return the pseudolabels in total (Fig. 7), per class, and per client on average.
+
+        Where participants may abstain, also the share of predictions that they leave out.
+        """
         sizes = self.joined.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
         figures = {
@@ -208,4 +284,7 @@ class CofedStrategy(HetStrategy):
             "received": float(np.mean([len(for_space(self.joined, s)[0]) for s in spaces])),
             "conflicts": float(np.mean([conflicts(self.joined, s) for s in spaces])),
         }
+        if self.settings.margin:
+            none = [vote.predictions == self.task.classes for vote in self.votes.values()]
+            figures["abstained"] = float(np.mean(none))
         return figures | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

@@ -54,6 +54,7 @@ class FedGemsStrategy(HetStrategy):
         headline="common",
         settings=FedGemsSettings,
         needs_public=True,
+        table_settings={"server_model": "mlp3"},
     )
     settings: FedGemsSettings
     sends = Contract(

@@ -140,6 +140,7 @@ class FedTypeStrategy(HetStrategy):
         settings=FedTypeSettings,
         sizes=proxy_sizes,
         kinds=("private", "proxy", "global"),
+        table_settings={"proxy": "mlp"},
     )
     settings: FedTypeSettings
     sends = Contract(

@@ -102,6 +102,7 @@ class UmPfsslStrategy(HetStrategy):
         needs_unlabelled=True,
         one_model=True,
         default_model="cnn2-dropout",
+        table_model="mlp-dropout",
         large_messages=True,
     )
     settings: UmPfsslSettings
@@ -129,7 +130,7 @@ class UmPfsslStrategy(HetStrategy):
         """Start with an empty pool. Raises SettingsError for models without dropout."""
         task = self.task
         if not has_dropout(build(task.model, task.shape, task.classes, seed=self.run.seed)):
-            rule = "a model with dropout, e.g. resnet9 or cnn2-dropout"
+            rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
             raise refused("models.pool", task.model, rule)
         self.pool = ModelStore(self.log.directory / "pool")
         self.numbers: dict[str, int] = {}

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from federation import run, small
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import SplineTransformer, StandardScaler
 from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
@@ -101,6 +103,68 @@ def test_they_are_scikit_learns():
     splines = SplineTransformer(n_knots=4, include_bias=False).fit_transform(scaled)
     additive = LogisticRegression(max_iter=300).fit(splines, y.numpy())
     assert fitted("sk-gam", x, y).tolist() == additive.predict(splines).tolist()
+    seed = derive(0, "model", "sk-mlp") % 2**32
+    network = MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed)
+    network.fit(scaled, y.numpy())
+    assert fitted("sk-mlp", x, y).tolist() == network.predict(scaled).tolist()
+    boosted = HistGradientBoostingClassifier(
+        interaction_cst=[[0], [1], [2], [3]], early_stopping=False, random_state=0
+    ).fit(flat, y.numpy())
+    assert fitted("sk-boosted-gam", x, y).tolist() == boosted.predict(flat).tolist()
+
+
+def mixed(samples=160):
+    """Two numbers, far from 0 and wide, and a word of four categories, one-hot; two classes."""
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(50, 20, (samples, 2))
+    word = np.eye(4)[rng.choice(4, samples, p=[0.6, 0.3, 0.07, 0.03])]
+    y = (numbers[:, 0] / 20 + 2 * word[:, 1] + rng.normal(size=samples) > 3).astype(np.int64)
+    x = np.concatenate([word[:, :2], numbers, word[:, 2:]], axis=1).astype(np.float32)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+@pytest.mark.parametrize("name", ["sk-svm", "sk-gam", "sk-mlp"])
+def test_numbers_alone_are_scaled_and_one_hot_columns_are_not(name):
+    """Against the same by hand: z-scores of columns 2 and 3, for the additive model in splines."""
+    x, y = mixed()
+    flat = x.numpy()
+    numbers = flat[:, 2:4]
+    z = ((numbers - numbers.mean(0)) / numbers.std(0)).astype(np.float32)
+    if name == "sk-gam":
+        z = SplineTransformer(n_knots=4, include_bias=False).fit_transform(z)
+    by_hand = np.concatenate([z, flat[:, [0, 1, 4, 5]]], axis=1)
+    seed = derive(0, "model", name) % 2**32
+    classifier = {
+        "sk-svm": SVC(),
+        "sk-gam": LogisticRegression(max_iter=300),
+        "sk-mlp": MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed),
+    }[name].fit(by_hand, y.numpy())
+    model = models.build_any(name, (6,), 2, seed=0)
+    model.fit(x, y)
+    agree = (model.predict(x).numpy() == classifier.predict(by_hand)).mean()
+    assert agree > (0.97 if name == "sk-mlp" else 0.999)
+    every = StandardScaler().fit_transform(flat)
+    assert np.abs(every - np.concatenate([flat[:, :2], z[:, :2], flat[:, 4:]], axis=1)).max() > 1
+
+
+def test_the_boosted_model_is_additive_and_the_tree_is_not():
+    """f(a, b) - f(a, b') is the same at every a, in log-odds, if no tree has both features."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.uniform(-1, 1, (400, 2)).astype(np.float32))
+    y = ((x[:, 0] > 0) ^ (x[:, 1] > 0)).long()
+    model = models.build_any("sk-boosted-gam", (2,), 2, seed=0)
+    model.fit(x, y)
+
+    def log_odds(a, b):
+        shares = model.probabilities(torch.tensor([[a, b]]))[0].double().clamp(1e-9, 1)
+        return (shares[1] / shares[0]).log().item()
+
+    steps = [log_odds(a, 0.5) - log_odds(a, -0.5) for a in (-0.7, -0.2, 0.3, 0.8)]
+    np.testing.assert_allclose(steps, steps[0], atol=1e-3)
+    tree = models.build_any("sk-tree", (2,), 2, seed=0)
+    tree.fit(x, y)
+    assert (tree.predict(x) == y).all()
+    assert (model.predict(x) == y).float().mean() < 0.9
 
 
 def fitted(name, x, y):
@@ -199,6 +263,59 @@ def test_what_is_no_class_is_refused(own, body, fault):
     name = own(f"odd{abs(hash(body))}", text, "odd")
     with pytest.raises(ModelError, match=f"model '{name}' {fault}"):
         fitted(name, *drawn())
+
+
+PROBABLE = """
+    import numpy as np
+    class Sure:
+        def fit(self, x, y): self.classes_ = np.array([2, 0])
+        def predict(self, x): return np.full(len(x), 2)
+        def predict_proba(self, x): {body}
+    def sure(shape, classes): return Sure()
+    """
+
+
+def test_probabilities_stand_in_the_columns_of_their_classes(own):
+    x, y = drawn()
+    name = own("sure", PROBABLE.format(body="return np.tile([0.75, 0.25], (len(x), 1))"), "sure")
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(x, y)
+    assert model.probabilities(x).tolist() == [[0.25, 0.0, 0.75]] * 120
+    tree = models.build_any("sk-svm", (2, 2), 3, seed=0)
+    tree.fit(x, y)
+    assert torch.equal(tree.probabilities(x), tree(x)), "an SVM has none: it is certain"
+    tree.fit(x, torch.full_like(y, 1))
+    assert tree.probabilities(x).tolist() == [[0.0, 1.0, 0.0]] * 120
+
+
+@pytest.mark.parametrize("name", ["sk-tree", "sk-gam", "sk-mlp"])
+def test_probabilities_are_scikit_learns(name):
+    x, y = drawn()
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(x[y > 0], y[y > 0])
+    found = model.probabilities(x).numpy()
+    assert (found[:, 0] == 0).all()
+    expected = model._fitted.predict_proba(x.flatten(1).numpy())
+    np.testing.assert_allclose(found[:, 1:], expected, atol=1e-6)
+    assert found.argmax(1).tolist() == model.predict(x).tolist()
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return np.full((len(x), 2), 1.5)", r"its probabilities must be \[120, 2\], from 0 to 1"),
+        ("return np.full((len(x), 2), np.nan)", r"its probabilities must be \[120, 2\]"),
+        ("return np.ones((3, 2))", r"its probabilities must be \[120, 2\]"),
+        ("return np.ones((len(x), 3))", r"predicts int64 \[2\], must be whole numbers \[3\]"),
+        ("raise KeyError('lost')", r"cannot predict: 'lost'"),
+    ],
+)
+def test_what_is_no_probability_is_refused(own, body, fault):
+    name = own(f"unsure{abs(hash(body))}", PROBABLE.format(body=body), "sure")
+    model = models.build_any(name, (2, 2), 3, seed=0)
+    model.fit(*drawn())
+    with pytest.raises(ModelError, match=f"model '{name}'.* {fault}|model '{name}': {fault}"):
+        model.probabilities(drawn()[0])
 
 
 def test_a_fit_that_fails_names_the_model(own):

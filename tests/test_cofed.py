@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.client.node import read_node
+from fedhet.config.methods import find_method
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
@@ -20,6 +21,7 @@ from fedhet.report import load_run
 from fedhet.report.tables import relative_line
 from fedhet.runs.records import Measured
 from fedhet.training import batches
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode, encode
 from strategies.base import Reply
 from strategies.cofed import CofedStrategy
@@ -227,6 +229,106 @@ def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
     assert server.strategy.weights == {"client-3": 5.0}
 
 
+# --- abstentions ----------------------------------------------------------------------------
+
+
+def two_best_by_hand(model, client):
+    """The best class of each public instance, and by how much it is ahead of the second."""
+    space = client.space.tolist()
+    with torch.no_grad():
+        logits = model.eval()(client.public)[:, space].double().numpy()
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    ahead = [sorted(row)[-1] - sorted(row)[-2] for row in shares.tolist()]
+    return [space[k] for k in shares.argmax(1)], np.array(ahead)
+
+
+def test_a_network_abstains_where_its_two_best_classes_are_close(tmp_path):
+    client = opened(cofed(models="mlp", **{"cofed.margin": 0.3, "local-epochs": 15}), tmp_path)
+    sent = client.train(1, Knowledge(scalars={"predict": True})).tensors["predictions"]
+    best, ahead = two_best_by_hand(client.models["private"], client)
+    clear = np.abs(ahead - 0.3) > 1e-4
+    expected = np.where(ahead > 0.3, best, 5)
+    assert clear.sum() > 270
+    assert sent[clear].tolist() == expected[clear].tolist()
+    assert 20 < (sent == 5).sum() < 260, "all or none abstain"
+    assert sent.dtype == np.uint8
+    client.settings = client.settings.model_copy(update={"margin": 0.0})
+    assert client._predictions().tensors["predictions"].tolist() == best
+
+
+def test_a_tree_abstains_by_its_probabilities_and_an_svm_never(tmp_path):
+    from sklearn.tree import DecisionTreeClassifier
+
+    margin = {"cofed.margin": 0.9}
+    client = opened(cofed(models="sk-svm", **margin), tmp_path)
+    sent = client.train(1, Knowledge(scalars={"predict": True})).tensors["predictions"]
+    assert 5 not in sent
+    stump = DecisionTreeClassifier(max_depth=1, random_state=0)
+    rows = client.public.flatten(1).numpy()
+    noisy = client.y.numpy().copy()
+    noisy[::2] = client.space[0]
+    stump.fit(client.x.flatten(1).numpy(), noisy)
+    client.models["private"]._fitted = stump
+    ahead = [sorted(p)[-1] - sorted(p)[-2] for p in stump.predict_proba(rows)]
+    sent = client._predictions().tensors["predictions"]
+    best = stump.predict(rows)
+    assert sent.tolist() == [b if a > 0.9 else 5 for a, b in zip(ahead, best, strict=True)]
+    assert (sent == 5).any()
+
+
+def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
+    config = cofed(**{"cofed.margin": 0.3, "cofed.threshold": 0.3, "models": "mlp"})
+    server, answers = first_round(config, tmp_path / "run")
+    votes = [
+        [said(result.parameters).tensors[k].tolist() for k in ("predictions", "space")]
+        for _, result in answers
+    ]
+    assert any(5 in predictions for predictions, _ in votes)
+    sets = vote_by_hand(votes, 0.3)
+    for c in range(5):
+        assert set(np.flatnonzero(server.strategy.joined[c])) == sets.get(c, set())
+    figures = records(tmp_path / "run")[0]["method"]
+    share = np.mean([np.array(predictions) == 5 for predictions, _ in votes])
+    assert figures["abstained"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("margin", "said_", "fault"),
+    [(0.0, 5, "holds 5, must be from 0 to 4"), (0.3, 6, "holds 6, must be from 0 to 5")],
+)
+def test_none_is_an_answer_only_where_participants_may_abstain(tmp_path, margin, said_, fault):
+    server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
+    asked = server.ask(1)
+    server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
+    vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
+    server.strategy.aggregate_fit(1, [(asked[0][0], reply(server, asked[0][0], vote))], [])
+    assert fault in server.strategy.state.record.failed[asked[0][0].name]
+
+
+@pytest.mark.parametrize(
+    ("classes", "margin", "dtype"),
+    [(256, 0.0, "uint8"), (255, 0.3, "uint8"), (256, 0.3, "uint16")],
+)
+def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype):
+    strategy = CofedStrategy.__new__(CofedStrategy)
+    strategy.settings = CofedStrategy.spec.settings(margin=margin)
+    strategy.instances = 1
+    method = find_method("cofed")
+    sizes = strategy.sizes(ClientInfo("client-0", "mlp", 10, classes, (3,)))
+    wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
+    method.client.sends.check("client-0", wanted, {}, sizes)
+    other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}
+    with pytest.raises(KnowledgeError, match=f"must be {dtype}"):
+        method.client.sends.check("client-0", other, {}, sizes)
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan"), "0.3"])
+def test_a_margin_is_a_difference_of_probabilities(margin):
+    with pytest.raises(SettingsError, match=r"'cofed.margin' = .* it takes a number >= 0 and < 1"):
+        resolve({"method": "cofed", "cofed.margin": margin})
+
+
 # --- what a client does ---------------------------------------------------------------------
 
 
@@ -258,6 +360,60 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
     for name, tensor in expected.state_dict().items():
         ours = client.models["private"].state_dict()[name]
         torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5)
+
+
+DEALT = {
+    "training.optimizer": "adam,sgd",
+    "training.lr": "0.002,0.05",
+    "training.batch-size": "16,8",
+    "training.local-epochs": "3,2",
+}
+SITES = {
+    # Client 0 and client 1 are dealt the first and the second values; the last names its own.
+    "first": (0, {}, "adam", 0.002, 16, 3),
+    "second": (1, {}, "sgd", 0.05, 8, 2),
+    "own": (1, {"optimizer": "adamw", "lr": 0.01, "batch-size": 10, "local-epochs": 4},
+            "adamw", 0.01, 10, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
+    """Sections 4.5 and 5.2: its optimiser, rate and epochs in both, its minibatch in the first."""
+    index, own_settings, optimizer, lr, size, epochs = SITES[site]
+    config = cofed(models="mlp", **DEALT, **{"cofed.update-batch-size": 40})
+    node_config = {"partition-id": index, "num-partitions": 4, **own_settings}
+    node = read_node(node_config, config.run, str(tmp_path))
+    client = config.method.client(config, node)
+    client.state.restore("run", before=1)
+    make = {
+        "adam": lambda p: torch.optim.Adam(p, lr=lr),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0),
+        "sgd": lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    }[optimizer]
+    expected, own = models.build("mlp", (1, 8, 8), 5, seed=0), client.space.tolist()
+
+    def train(x, y, batch, order):
+        steps = make(expected.parameters())
+        for _ in range(epochs):
+            for rows in batches(len(y), batch, order):
+                target = torch.tensor([own.index(label) for label in y[rows].tolist()])
+                steps.zero_grad()
+                F.cross_entropy(expected(x[rows])[:, own], target).backward()
+                steps.step()
+        for name, tensor in expected.state_dict().items():
+            ours = client.models["private"].state_dict()[name]
+            torch.testing.assert_close(ours, tensor, rtol=1e-3, atol=1e-4)
+
+    client.train(1, Knowledge(scalars={"predict": True}))
+    train(client.x, client.y, size, client.generator(1, "batches"))
+    client.state.facts["participations"] = 1
+    labels = np.full(len(client.public), 5, np.uint8)
+    labels[:50] = np.resize(client.space.numpy(), 50)
+    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
+    x = torch.cat([client.x, client.public[:50]])
+    y = torch.cat([client.y, torch.from_numpy(labels[:50].astype(np.int64))])
+    train(x, y, 40, client.generator(2, "update"))
 
 
 def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
@@ -475,6 +631,4 @@ def test_a_vote_outside_its_space_is_named():
 
 
 def opened_info():
-    from fedhet.wire.identity import ClientInfo
-
     return ClientInfo("client-0", "mlp", 10, 5, (3,))

@@ -291,6 +291,33 @@ def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
             assert torch.equal(tensor, before[kind][name]), name
 
 
+@pytest.mark.parametrize(
+    ("held", "batch", "sizes"),
+    [
+        (10, 8, [10]),
+        (16, 8, [8, 8]),
+        (19, 8, [10, 9]),
+        (5, 8, [8]),
+        (5, 64, [32]),
+        (40, 64, [40]),
+    ],
+)
+def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, batch, sizes):
+    """D' passes in equal parts of a training batch or more; a small one is joined by others."""
+    client = opened(fedtype(models="cnn2", batch_size=batch), tmp_path)
+    everything = torch.cat([client.held_out.x, client.x])
+    labels = torch.cat([client.held_out.y, client.y])
+    client.held_out = Split(everything[:held], labels[:held])
+    seen = []
+    client.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    reciprocity(client)
+    assert [len(part) for part in seen] == sizes
+    own = [min(size, held) for size in sizes]
+    assert torch.equal(
+        torch.cat([part[:count] for part, count in zip(seen, own, strict=True)]), everything[:held]
+    )
+
+
 def test_the_change_of_accuracy_goes_on_over_rounds(tmp_path):
     """With one epoch a round, Eq. 7 sees a change only if the last round's accuracy is kept."""
     client = opened(fedtype(local_epochs=1), tmp_path)

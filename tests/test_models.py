@@ -63,7 +63,8 @@ def module_file(folder: Path, name: str, body: str) -> None:
 
 def test_names_are_the_documented_ones_and_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    assert [*NAMES, *models.WITHOUT_GRADIENTS] == [info.name for info in models.describe()]
+    listed = [*NAMES, *models.WITHOUT_GRADIENTS, *models.DRAWN]
+    assert listed == [info.name for info in models.describe()]
     wanted = {"cnn2", "cnn3", "cnn4", "mlp", "mlp2", "resnet9", "resnet10", "resnet152", "vgg11"}
     assert wanted <= set(NAMES)
     for info in models.describe():
@@ -337,7 +338,8 @@ def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
     odd = {info.name: info.min_side for info in networks if info.min_side != 8}
     odd = {name: side for name, side in odd.items() if not name.startswith("cofed-cnn")}
     convolutional = {"cnn2": 4, "cnn2-dropout": 4, "cnn4": 4, "lenet5": 12}
-    assert odd == {**convolutional, "mlp": None, "mlp2": None, "mlp3": None}
+    perceptrons = ("mlp", "mlp2", "mlp3", "mlp-dropout")
+    assert odd == {**convolutional, **dict.fromkeys(perceptrons)}
     for name, side in odd.items():
         shape = (1, side or 1, side or 1)
         assert models.build(name, shape, 2, seed=0)(torch.zeros(4, *shape)).shape == (4, 2)
@@ -367,6 +369,86 @@ def test_deal_shuffles_by_the_seed_alone() -> None:
     assert dealt != models.deal(pool, 22, 4, "shuffle")
     assert dealt != models.deal(pool, 22, 3)
     assert Counter(dealt) == Counter(models.deal(pool, 22, 3))
+
+
+# CoFED, Table 1, and the authors' generator: t(randi(end, randi(2:3), 1)), sorted.
+TABLE_1 = (
+    *((24, 40), (24, 32, 56), (20, 32), (24, 40, 56), (20, 32, 80)),
+    *((24, 32, 80), (32, 32), (40, 56), (32, 48), (48, 56, 96)),
+)
+WIDTHS = (20, 24, 32, 40, 48, 56, 80, 96)
+
+
+def widths_in(name: str) -> tuple[int, ...]:
+    """Return the filters of each conv layer of a built model."""
+    model = models.build(name, (3, 16, 16), 5, seed=0)
+    return tuple(m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+
+
+def test_table_1_is_as_printed_and_each_of_it_can_be_drawn() -> None:
+    for number, widths in enumerate(TABLE_1, 1):
+        assert widths_in(f"cofed-cnn{number}") == widths
+        drawn = f"cofed-{'-'.join(map(str, widths))}"
+        assert widths_in(drawn) == widths
+        tables, generated = (
+            models.build(n, (3, 32, 32), 7, seed=0) for n in (f"cofed-cnn{number}", drawn)
+        )
+        assert str(tables) == str(generated)
+
+
+def test_a_pool_of_random_cnns_gives_each_client_its_own() -> None:
+    dealt = models.deal(["cofed-random"], 2000, 0)
+    widths = [tuple(map(int, name.removeprefix("cofed-").split("-"))) for name in dealt]
+    assert all(list(w) == sorted(w) and set(w) <= set(WIDTHS) for w in widths)
+    layers = Counter(map(len, widths))
+    assert set(layers) == {2, 3}
+    assert abs(layers[2] - 1000) < 5 * 2000**0.5 / 2
+    # Each width is equally likely before sorting: to five standard errors.
+    every = Counter(width for w in widths for width in w)
+    total = sum(every.values())
+    assert all(abs(every[w] - total / 8) < 5 * (total * 7 / 64) ** 0.5 for w in WIDTHS)
+    # With replacement: an eighth of those of two layers have equal ones.
+    equal = sum(w[0] == w[1] for w in widths if len(w) == 2)
+    assert abs(equal - layers[2] / 8) < 5 * (layers[2] * 7 / 64) ** 0.5
+    assert len(set(dealt[:100])) > 60
+
+
+def test_random_cnns_hang_on_seed_and_client_alone() -> None:
+    dealt = models.deal(["cofed-random"], 20, 0)
+    assert models.deal(["cofed-random"], 30, 0)[:20] == dealt
+    assert models.deal(["cofed-random"], 20, 1) != dealt
+    mixed = models.deal(["mlp", "cofed-random"], 20, 0)
+    assert mixed[::2] == ["mlp"] * 10
+    assert mixed[1::2] == dealt[1::2]
+    assert models.is_registered(dealt[0])
+    models.check(dealt[0], (1, 8, 8), 10, any_model=False)
+
+
+def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
+    with pytest.raises(
+        ModelError, match=r"'cofed-random' is for a pool, .* one like 'cofed-20-20'"
+    ):
+        models.build("cofed-random", (1, 8, 8), 10, seed=0)
+    models.check("cofed-random", (1, 8, 8), 10, any_model=False)
+    with pytest.raises(ModelError, match=r"takes images \[C, H, W\] of side 4 or more"):
+        models.check("cofed-random", (30,), 10, any_model=True)
+    for wrong in ("cofed-21-40", "cofed-40-24", "cofed-24", "cofed-24-24-24-24"):
+        with pytest.raises(ModelError, match="unknown model"):
+            models.build(wrong, (1, 8, 8), 10, seed=0)
+    with pytest.raises(SettingsError, match="'cofed-random' is for a pool"):
+        resolve({"method": "fedtype", "fedtype.proxy": "cofed-random"})
+    with pytest.raises(SettingsError, match="one model for all clients with um-pfssl"):
+        resolve({"method": "um-pfssl", "models.pool": "cofed-random"})
+
+
+def test_dropout_of_the_perceptron_follows_its_hidden_layer() -> None:
+    layers = [type(m).__name__ for m in models.build("mlp-dropout", (6,), 3, seed=0).extractor]
+    assert layers == ["Flatten", "Linear", "ReLU", "Dropout"]
+    model, plain = (models.build(n, (6,), 3, seed=0) for n in ("mlp-dropout", "mlp"))
+    plain.load_state_dict(model.state_dict(), strict=True)
+    x = torch.randn(4, 6)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert not torch.equal(model.train()(x), plain.train()(x))
 
 
 def test_deal_explains_wrong_settings() -> None:

@@ -1,12 +1,15 @@
 """Tabular data: scikit-learn's breast cancer, Adult from files like UCI's, generated rows."""
 
 import gzip
+from collections import Counter
 
 import numpy as np
 import pytest
 import sklearn.datasets
 import torch
+from federation import settings
 
+from fedhet.client.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, client_data, load, public_set, validate
 from fedhet.errors import DataError, SettingsError
@@ -144,6 +147,90 @@ def test_generated_rows_hold_each_columns_own_values(tmp_path):
         assert torch.all((made.mean(0) - real.mean(0)).abs() <= 5 * real.std(0) / 20 + 1e-6)
     # Columns are drawn apart: some row is nobody's.
     assert not {tuple(row) for row in public.tolist()} <= {tuple(row) for row in train.tolist()}
+
+
+def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
+    """The authors' script: `v(randperm(end, n_public))` of each column, so none is drawn twice."""
+    whole = load(generated_spec(tmp_path)).train.x
+    widths = list(load(generated_spec(tmp_path)).columns)
+    for size in (80, 50, 200):
+        public = public_set(generated_spec(tmp_path, public_samples=size), (17,), None).x
+        orders = set()
+        for real, made in zip(*(torch.split(x, widths, 1) for x in (whole, public)), strict=True):
+            there = Counter(map(tuple, real.tolist()))
+            drawn = Counter(map(tuple, made.tolist()))
+            least, most = size // 80, -(-size // 80)
+            assert sum(drawn.values()) == size
+            assert all(least * there[v] <= drawn[v] <= most * there[v] for v in there)
+            assert drawn.keys() <= there.keys()
+            orders.add(tuple(map(tuple, made.tolist())))
+        assert len(orders) > 3, "columns are permuted alike"
+    # Two columns of the same training values, in two orders: the draws are not shared.
+    fnlwgt, age = public_set(generated_spec(tmp_path), (17,), None).x[:80, [1, 0]].T
+    rows = {tuple(row) for row in whole[:, [1, 0]].tolist()}
+    assert not {*zip(fnlwgt.tolist(), age.tolist(), strict=True)} <= rows
+
+
+def test_unused_rows_are_real_and_nobodys(tmp_path):
+    spec = DataSpec(
+        dataset=write_adult(tmp_path), partition="iid", clients=2, max_samples=40, min_samples=2,
+        public_dataset="unused",
+    )  # fmt: skip
+    validate(spec)
+    whole = load(spec.but(max_samples=0, public_dataset="")).train
+    used, left = load(spec).train, public_set(spec, (17,), 2)
+    assert (len(used), len(left), len(whole)) == (40, 40, 80)
+    rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
+    assert rows[0] + rows[1] == rows[2]
+    labelled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
+    assert [labelled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
+    few = public_set(spec.but(public_samples=12), (17,), None)
+    assert len(few) == 12
+    assert not Counter(map(tuple, few.x.tolist())) - rows[1]
+    # What the clients hold is what they hold with generated rows.
+    generated = spec.but(public_dataset="generated", public_samples=5)
+    for index in (0, 1):
+        one, other = (client_data(s, index).train.x for s in (spec, generated))
+        assert torch.equal(one, other)
+    assert not torch.equal(public_set(spec.but(seed=1), (17,), None).x, left.x)
+
+
+def test_unused_rows_of_a_joined_dataset_are_those_left_out():
+    spec = DataSpec(
+        dataset="digits", superclasses="0+1,2+3,4+5,6+7,8+9", max_samples=700,
+        public_dataset="unused",
+    )  # fmt: skip
+    used, left = (
+        x.flatten(1).numpy() for x in (load(spec).train.x, public_set(spec, (1, 8, 8), 5).x)
+    )
+    whole = load(spec.but(max_samples=0)).train.x.flatten(1).numpy()
+    assert len(used) + len(left) == len(whole)
+    rows = [Counter(map(bytes, part)) for part in (used, left, whole)]
+    assert rows[0] + rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("most", [0, 80, 100])
+def test_unused_rows_need_a_limit_that_leaves_some(tmp_path, most):
+    spec = DataSpec(dataset=write_adult(tmp_path), max_samples=most, public_dataset="unused")
+    with pytest.raises(
+        SettingsError, match=rf"'data.max-samples' = {most} leaves out none of the 80"
+    ):
+        public_set(spec, (17,), None)
+
+
+def test_a_run_may_learn_from_unused_rows(tmp_path):
+    """Duplicates of a client's rows among them are no leak: Adult has some."""
+    write_adult(tmp_path)
+    rows = adult_rows(60, 0)
+    (tmp_path / "adult.data").write_text("\n".join(rows + rows))
+    chosen = {
+        "data.dataset": f"adult:{tmp_path}", "data.partition": "iid", "data.max-samples": 60,
+        "data.public-dataset": "unused", "models.pool": "sk-tree", "clients": 2,
+    }  # fmt: skip
+    config = resolve({**settings("cofed"), **chosen})
+    check(config)
+    node = read_node({"partition-id": 0, "num-partitions": 2}, config.run, str(tmp_path / "state"))
+    assert len(config.method.client(config, node).public) == 60
 
 
 def test_generated_rows_hang_on_the_seed_alone(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.algorithms.voting import CELLS, Vote, aggregate, conflicts, for_space
+from fedhet.algorithms.voting import CELLS, Vote, aggregate, conflicts, for_space, undecided
 
 
 def algorithm_1(predictions, spaces, every, alpha, instances, weights):
@@ -21,6 +21,8 @@ def algorithm_1(predictions, spaces, every, alpha, instances, weights):
         count = {}
         for i in range(len(spaces)):
             said = predictions[i][index]
+            if said is None:  # abstains: adds to no COUNT, and stays in TOTAL
+                continue
             count[said] = count.get(said, 0.0) + weights[i]
         for c in count:
             if count[c] / total[c] > alpha:
@@ -162,3 +164,56 @@ def test_blocks_do_not_show():
     joined = ours(classes, spaces, predictions, [1.0] * 3, 0.5)
     expected = algorithm_1(predictions, spaces, range(classes), 0.5, instances, [1.0] * 3)
     assert all(set(np.flatnonzero(joined[c])) == expected[c] for c in range(classes))
+
+
+# --- abstentions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_who_abstains_adds_to_no_count_and_stays_in_the_total(block):
+    decided = 0
+    for seed in range(300 * block, 300 * (block + 1)):
+        classes, spaces, predictions, weights, alpha, instances = drawn(seed)
+        rng = np.random.default_rng([seed, 1])
+        silent = [rng.random(instances) < 0.4 for _ in spaces]
+        said = [np.where(s, classes, p) for s, p in zip(silent, predictions, strict=True)]
+        literal = [
+            [None if none else int(c) for none, c in zip(s, p, strict=True)]
+            for s, p in zip(silent, predictions, strict=True)
+        ]
+        every = sorted({int(c) for space in spaces for c in space})
+        expected = algorithm_1(literal, spaces, every, alpha, instances, weights)
+        joined = ours(classes + 1, spaces, said, weights, alpha)[:classes]
+        votes = [Vote(p, s, w) for p, s, w in zip(said, spaces, weights, strict=True)]
+        assert np.array_equal(aggregate(votes, classes, alpha), joined)
+        for c in range(classes):
+            assert set(np.flatnonzero(joined[c])) == expected.get(c, set()), seed
+        alone = algorithm_1(predictions, spaces, every, alpha, instances, weights)
+        decided += alone != expected
+    assert decided > 50, "abstaining makes no difference here"
+
+
+def test_one_vote_of_three_is_a_third_although_the_others_abstain():
+    votes = [Vote(np.array([said]), np.arange(2)) for said in (0, 2, 2)]
+    assert aggregate(votes, 2, 0.3)[:, 0].tolist() == [True, False]
+    assert aggregate(votes, 2, 0.34)[:, 0].tolist() == [False, False]
+
+
+def test_abstentions_are_where_the_two_best_are_close():
+    probabilities = np.array(
+        [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
+    )
+    assert undecided(probabilities, 0.25).tolist() == [True, True, False, True, False]
+    assert undecided(probabilities, 0.2).tolist() == [False, False, False, True, False]
+    assert undecided(probabilities, 0.5).tolist() == [True, True, True, True, False]
+    with pytest.raises(ValueError, match="1 class: two or more are needed"):
+        undecided(probabilities[:, :1], 0.5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), margin=st.sampled_from([0.01, 0.3, 0.7, 0.99]))
+def test_the_published_rule(seed, margin):
+    """`maxk(y, 2)`, then keep where their difference is below -margin (sorted, best first)."""
+    probabilities = np.random.default_rng(seed).dirichlet(np.ones(4) * 0.3, 20)
+    kept = [max(p) - sorted(p)[-2] > margin for p in probabilities.tolist()]
+    assert undecided(probabilities, margin).tolist() == [not k for k in kept]

@@ -19,7 +19,10 @@ CELLS = 2**17
 
 @dataclass(frozen=True)
 class Vote:
-    """One participant's vote: predictions [N] within its label space [P], and its weight."""
+    """One participant's vote: predictions [N] within its label space [P], and its weight.
+
+    A prediction of C, the number of classes, is an abstention.
+    """
 
     predictions: Array
     space: Array
@@ -31,8 +34,9 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
 
     Instance x joins P_k if a share strictly above `threshold` of the participants whose label space
     holds c_k, by weight, predicts c_k for x (Eq. 18; the weights are Section 4.6's). An instance
-    may join several sets. Sums run in the order of `votes`; with integer or equal weights, the
-    order does not affect the result.
+    may join several sets. Who abstains still counts in the denominator: line 5 counts the label
+    spaces that hold c_k before anybody has voted. Sums run in the order of `votes`; with integer or
+    equal weights, the order does not affect the result.
     """
     instances = len(votes[0].predictions) if votes else 0
     total = holding(votes, classes)[:, None]
@@ -56,12 +60,26 @@ def holding(votes: Sequence[Vote], classes: int) -> Array:
 def _counts(votes: Sequence[Vote], classes: int, block: slice) -> Array:
     """Return COUNT [C, block]: the weight of those that predict each class (lines 8 to 10)."""
     width = block.stop - block.start
-    count = np.zeros(classes * width)
+    count = np.zeros((classes + 1) * width)  # row C is for abstentions
     place = np.arange(width)
     for vote in votes:
         # Each instance has one prediction, so no index appears twice and += adds correctly.
         count[vote.predictions[block].astype(np.intp) * width + place] += vote.weight
-    return count.reshape(classes, width)
+    return count.reshape(classes + 1, width)[:classes]
+
+
+def undecided(probabilities: Array, margin: float) -> Array:
+    """Return, as bool [N], where the two best of the probabilities [N, C] differ by at most margin.
+
+    There a participant abstains. The paper predicts everywhere; the authors' published script
+    leaves these predictions out, with a margin of 0.3. Raises ValueError for fewer than two
+    classes.
+    """
+    if probabilities.shape[1] < 2:
+        raise ValueError(f"{probabilities.shape[1]} class: two or more are needed")
+    second, best = np.partition(probabilities, -2, axis=1)[:, -2:].T
+    undecided: Array = best - second <= margin
+    return undecided
 
 
 def for_space(joined: Array, space: Array) -> tuple[Array, Array]:

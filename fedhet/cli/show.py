@@ -12,7 +12,13 @@ from rich.table import Table
 from fedhet import data, models
 from fedhet.cli.options import console, with_settings
 from fedhet.config.methods import find_method, methods
-from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, field_rows, setting_rows
+from fedhet.config.reference import (
+    FIELD_COLUMNS,
+    SETTING_COLUMNS,
+    default_models,
+    field_rows,
+    setting_rows,
+)
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
 from fedhet.settings.tables import RunSettings
@@ -37,6 +43,7 @@ def _show_method(name: str) -> None:
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{method.name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
+    console.print(default_models(method), markup=False)
     if method.settings():
         console.print(_table(*SETTING_COLUMNS, rows=setting_rows(method.settings())))
     for title, contract in (

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from fedhet.client.node import Node
 from fedhet.config.resolve import Config
-from fedhet.data import GENERATED, DataSpec, Split, labelled_parts, public_set, refuse_overlap
+from fedhet.data import (
+    GENERATED,
+    UNUSED,
+    DataSpec,
+    Split,
+    labelled_parts,
+    public_set,
+    refuse_overlap,
+)
 from fedhet.devices import Compute
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
@@ -99,8 +107,9 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
     info, named = samples.info, config.run.data.public_dataset
     classes = info.classes if labelled else None
     public = public_set(DataSpec.of(config.run), info.shape, classes)
-    # A public share of the run's dataset cannot overlap its partitions, only a site's own data.
-    if named != GENERATED and (named or node.folder):
+    # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
+    cut_here = named in ("", UNUSED)
+    if named != GENERATED and (node.folder or not cut_here):
         for split in samples.own_splits():
             refuse_overlap(public, split, info.name)
     return public

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -29,6 +29,10 @@ GROUP = "fedhet.methods"
 """The entry-point group by which a package adds methods: name = "package.module"."""
 PACKAGES = ("strategies", "clients")
 """The packages that hold the halves of the built-in methods."""
+TABLE_POOL = "mlp,mlp2,mlp3"
+"""The default pool of models where the data is a table."""
+TABLE_POOL_OF_ANY = "sk-tree,sk-svm,sk-gam,sk-mlp"
+"""The same for a method whose models need no gradients: CoFED's four kinds, Section 5.7."""
 HALVES = {"HetStrategy": "strategies.base", "HetClient": "clients.base"}
 """The base class of each half, and its module."""
 
@@ -63,6 +67,10 @@ class MethodSpec:
     """Whether all clients must have the same architecture."""
     default_model: str = ""
     """The default model of all clients; empty: the usual pool."""
+    table_model: str = ""
+    """The default model of all clients where the data is a table; empty: the usual pool of one."""
+    table_settings: Mapping[str, str] = field(default_factory=dict)
+    """Defaults of the method's own settings where the data is a table, by name: its models."""
     any_model: bool = False
     """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
     large_messages: bool = False
@@ -70,6 +78,12 @@ class MethodSpec:
 
     If so, an instruction is made just before it is sent, and replies are stored on disk.
     """
+
+    def pool(self, *, table: bool) -> str:
+        """Return the default pool of models, for images or for a table."""
+        if table:
+            return self.table_model or (TABLE_POOL_OF_ANY if self.any_model else TABLE_POOL)
+        return self.default_model or RunSettings().models.pool
 
 
 @dataclass(frozen=True)

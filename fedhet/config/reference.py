@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import Method, find_method, shipped_names
 from fedhet.config.sources import defaults_toml
-from fedhet.settings.schema import takes
+from fedhet.settings.schema import kebab, takes
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Contract
 
@@ -45,12 +45,26 @@ def _method(method: Method) -> str:
         f"### {method.name}\n",
         f"{spec.title[0].upper()}{spec.title[1:]}. {spec.paper}.",
     ]
-    parts.append(f"Headline: the {spec.headline} protocol.\n")
+    parts.append(f"Headline: the {spec.headline} protocol. {default_models(method)}\n")
     if method.settings():
         parts.append(_settings(method.settings()))
     parts.append(_contract("The server sends", method.strategy.sends))
     parts.append(_contract("A client sends", method.client.sends))
     return "\n".join(parts)
+
+
+def default_models(method: Method) -> str:
+    """Return the method's default models in a sentence: those for images, and those for a table."""
+    spec = method.spec
+    if spec.augments:
+        return f"Models, if none are given: {spec.pool(table=False)}; it takes no tables."
+    of_table = [spec.pool(table=True)]
+    own = {f"{method.table}.{kebab(name)}": model for name, model in spec.table_settings.items()}
+    of_table += [f"{name} = {model}" for name, model in own.items()]
+    return (
+        f"Models, if none are given: {spec.pool(table=False)}; where the data is a table, "
+        f"{', and '.join(of_table)}."
+    )
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:

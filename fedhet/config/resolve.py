@@ -65,7 +65,7 @@ def resolve(values: Mapping[str, object]) -> Config:
         else:
             _refuse_unless_default(name, value, method)
     run = build(RunSettings, shared)
-    chosen = build(method.spec.settings, own, f"{method.table}.")
+    chosen = _completed_own(build(method.spec.settings, own, f"{method.table}."), run, method)
     config = Config(_completed(run, method, chosen), method, chosen)
     _check_names(config)
     return config
@@ -90,9 +90,19 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
     if spec.needs_unlabelled and not run.data.labelled_alpha:
         data_table["labelled_alpha"] = LABELLED_ALPHA
     changes["data"] = run.data.model_copy(update=data_table)
-    if spec.default_model and run.models.pool == default.models.pool:
-        changes["models"] = run.models.model_copy(update={"pool": spec.default_model})
+    if run.models.pool == default.models.pool:
+        pool = spec.pool(table=data.is_table(run.data.dataset))
+        changes["models"] = run.models.model_copy(update={"pool": pool})
     return run.model_copy(update=changes)
+
+
+def _completed_own(own: MethodSettings, run: RunSettings, method: Method) -> MethodSettings:
+    """Fill in the method's default models where the data is a table, as `_completed` does."""
+    default, found = type(own)(), method.spec.table_settings
+    if not found or not data.is_table(run.data.dataset):
+        return own
+    unset = {k: v for k, v in found.items() if getattr(own, k) == getattr(default, k)}
+    return own.model_copy(update=unset)
 
 
 def _rounds(run: RunSettings, fixed: int | None) -> int:
@@ -133,15 +143,19 @@ def _check_names(config: Config) -> None:
     except FedhetError as error:
         raise SettingsError(f"setting 'models.pool' = {run.models.pool!r}: {error}") from None
     _check_dataset("data.dataset", run.data.dataset)
-    if run.data.public_dataset not in ("", data.GENERATED):
+    if run.data.public_dataset not in ("", *data.MADE_HERE):
         _check_dataset("data.public-dataset", run.data.public_dataset)
     if run.attack.kind != "none" and not poisonable(method.client.sends):
         rule = f"none with {method.name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", run.attack.kind, rule)
+    if method.spec.augments and data.is_table(run.data.dataset):
+        rule = f"images with {method.name}, which augments them"
+        raise refused("data.dataset", run.data.dataset, rule)
     if run.training.augment != "none" and method.spec.augments:
         rule = f"none with {method.name}, which augments images by rules of its own"
         raise refused("training.augment", run.training.augment, rule)
-    if method.spec.one_model and len(set(run.models.names)) > 1:
+    several = len(set(run.models.names)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.names)
+    if method.spec.one_model and several:
         rule = f"one model for all clients with {method.name}, which averages their weights"
         raise refused("models.pool", run.models.pool, rule)
     for name in run.models.names:

@@ -72,6 +72,21 @@ def read_clients(folder: str, spec: DataSpec) -> Dataset:
     return Dataset(spec.dataset, train, common, tuple(map(str, range(classes))), parts)
 
 
+def has_rows(folder: str) -> bool:
+    """Tell whether DIR/train/0.npz holds rows of a table, x [N, F]; only its head is read."""
+    path = Path(folder).expanduser() / "train" / "0.npz"
+    try:
+        with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
+            version = np.lib.format.read_magic(x)
+            read = np.lib.format.read_array_header_1_0
+            if version > (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, _, _ = read(x)
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):
+        return False
+    return len(shape) == 2
+
+
 def _count(root: Path) -> int:
     """Return the number K of clients in `root`; both parts must hold 0.npz to K-1.npz."""
     names = {part: {path.name for path in (root / part).glob("*.npz")} for part in _PARTS}

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fedhet.data.arrays import read_clients
+from fedhet.data.arrays import has_rows, read_clients
 from fedhet.data.folder import read_tree
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
 from fedhet.data.superclass import joined
@@ -29,6 +29,7 @@ _TORCHVISION = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
 }
+_TABLES = ("breast-cancer", "adult")
 _READ = (
     "dataset",
     "data_dir",
@@ -46,6 +47,15 @@ _READ = (
 def dataset_names() -> list[str]:
     """Return the allowed values of `dataset`; PATH and DIR stand for a folder of the user's."""
     return [*_BY_NAME, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
+
+
+def is_table(name: str) -> bool:
+    """Tell whether the samples of the dataset `name` are rows [F] of a table, not images.
+
+    Of `npz:DIR` the head of the first file says so; a file that cannot be read says nothing.
+    """
+    kind, _, folder = name.partition(":")
+    return kind in _TABLES or (kind == "npz" and has_rows(folder))
 
 
 def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:

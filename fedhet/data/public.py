@@ -6,18 +6,24 @@ import hashlib
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from fedhet.data.datasets import LOCK, load
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.data.tables import generated
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
-"""The `public-dataset` that is generated: each column is drawn from the training set's values."""
+"""The `public-dataset` that is generated: the training set's columns, each permuted."""
+UNUSED = "unused"
+"""The `public-dataset` of the training rows that `data.max-samples` leaves out."""
+MADE_HERE = (GENERATED, UNUSED)
+"""Values of `public-dataset` that name no other dataset."""
 
 
 def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
-    """Return the public samples, scaled: `public-dataset`, or a share of the training set.
+    """Return the public samples, scaled: `public-dataset`, or a part of the training set.
 
     One copy per process. Raises DataError unless its samples have `shape` and, if its labels are
     used, it has `classes` classes (None: labels are not used), and SettingsError if its labels are
@@ -68,6 +74,8 @@ def _public(spec: DataSpec) -> Dataset:
         dataset = load(spec)
         rows = generated(dataset, spec.public_samples, spec.seed)
         return replace(dataset, train=rows, test=None, subclasses=None)
+    if spec.public_dataset == UNUSED:
+        return _unused(spec)
     if spec.public_dataset:
         dataset = load(_of_public(spec), least_classes=1)
         # No effect if the reader has already applied the limit.
@@ -79,6 +87,28 @@ def _public(spec: DataSpec) -> Dataset:
         rule = "give 'data.public-dataset' or 'data.public-fraction'"
         raise SettingsError(f"there is no public data: {rule}")
     return replace(load(spec), train=kept.scaled(), test=None, public=None)
+
+
+def _unused(spec: DataSpec) -> Dataset:
+    """Return the training rows that `max-samples` leaves out, or `public-samples` of them.
+
+    Raises SettingsError if there are none.
+    """
+    whole = load(spec.but(max_samples=0))
+    labels = whole.train.y.numpy() if whole.subclasses is None else whole.subclasses
+    # The same draw as that of the rows that are used.
+    used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
+    rows = np.setdiff1d(np.arange(len(labels)), used)
+    if not spec.max_samples or not len(rows):
+        raise SettingsError(
+            f"data.public-dataset = {UNUSED!r}: 'data.max-samples' = {spec.max_samples} leaves out "
+            f"none of the {len(labels)} training samples of {spec.dataset}; it must be lower, "
+            "and above 0"
+        )
+    left = whole.train.take(rows).subset(
+        spec.public_samples, numpy_rng(spec.seed, "public-samples")
+    )
+    return replace(whole, train=left.scaled(), test=None, subclasses=None)
 
 
 def _of_public(spec: DataSpec) -> DataSpec:

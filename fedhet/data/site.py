@@ -19,7 +19,7 @@ from fedhet.data.folder import (
     unlabelled_files,
 )
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
-from fedhet.data.public import GENERATED, public_set, refuse_overlap
+from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
 from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept
 from fedhet.errors import DataError
 
@@ -88,7 +88,7 @@ def validate(spec: DataSpec) -> None:
             raise _no_test(spec.dataset, spec)
     if spec.public_dataset or spec.public_fraction:
         public = public_set(spec, load(spec).shape, None)
-        if spec.public_dataset not in ("", GENERATED):
+        if spec.public_dataset not in ("", *MADE_HERE):
             refuse_overlap(public, load(spec).train.scaled(), spec.dataset)
 
 

@@ -72,10 +72,12 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
 
 
 def generated(dataset: Dataset, size: int, seed: int) -> Split:
-    """Return rows [size, F], scaled, in which each column has values drawn from the training set.
+    """Return rows [size, F], scaled, whose columns are those of the training set, each permuted.
 
-    As in Section 5.7 of CoFED: each value is valid and as frequent as in the training set, and
-    columns are independent. The labels have no meaning. Raises SettingsError for images.
+    CoFED, Section 5.7: "randomly generated with valid values". The rule is that of the authors'
+    published script: each column's values are in an order of its own, so that columns are
+    independent, and no row's value is drawn twice before all are. The labels have no meaning.
+    Raises SettingsError for images, and for a size of 0.
     """
     if len(dataset.shape) != 1:
         raise SettingsError(
@@ -88,8 +90,14 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
         )
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
     columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
-    drawn = [column[torch.from_numpy(rng.integers(0, len(x), size))] for column in columns]
+    drawn = [column[torch.from_numpy(_permuted(len(x), size, rng))] for column in columns]
     return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64)).scaled()
+
+
+def _permuted(rows: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Return `size` of the numbers below `rows`: one permutation after another."""
+    passes = -(-size // rows)
+    return np.concatenate([rng.permutation(rows) for _ in range(passes)])[:size]
 
 
 def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:

@@ -4,6 +4,7 @@ from fedhet.models.classical import ClassicalInfo, Classifier, Refitted
 from fedhet.models.het import HetModel, Within
 from fedhet.models.info import ModelInfo
 from fedhet.models.registry import (
+    DRAWN,
     WITHOUT_GRADIENTS,
     ModelName,
     build,
@@ -19,7 +20,7 @@ from fedhet.models.registry import (
 from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
-    "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo", "ModelName",
-    "Refitted", "Within", "build", "build_any", "check", "deal", "describe", "is_registered",
-    "load_weights", "names", "shapes", "to_arrays", "trained_shapes",
+    "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
+    "ModelName", "Refitted", "Within", "build", "build_any", "check", "deal", "describe",
+    "is_registered", "load_weights", "names", "shapes", "to_arrays", "trained_shapes",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Classifiers without gradients behind a small interface, `fit` and `predict`.
 
 scikit-learn's by name, or a user's own: any object with these two methods, named by the function
-that returns it. They are fitted anew each time and never pickled.
+that returns it. They are fitted anew each time and never pickled. Probabilities are used where a
+classifier has them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fedhet.data.spec import global_random_kept
 from fedhet.errors import ModelError
 from fedhet.seeding import seeded
 
+ROUNDING = 1e-5
+"""By how much a float32 probability may be outside 0 to 1."""
+
 
 @runtime_checkable
 class Classifier(Protocol):
@@ -33,6 +37,17 @@ class Classifier(Protocol):
 
     def predict(self, x: Array) -> Array:
         """Return the label [N] of each sample of x [N, F], among the labels seen by `fit`."""
+
+
+@runtime_checkable
+class Probabilistic(Protocol):
+    """A fitted classifier with probabilities, as scikit-learn's have them."""
+
+    classes_: Array
+    """The labels [P] that the columns of `predict_proba` stand for."""
+
+    def predict_proba(self, x: Array) -> Array:
+        """Return the probability [N, P] of each label, for x [N, F]."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,32 @@ class Refitted(nn.Module):
                 raise ModelError(f"model '{self.name}' cannot predict: {error}") from error
         return torch.from_numpy(self._checked(predicted, len(x))).to(x.device)
 
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Return the probability [N, C] of each class, for x [N, ...].
+
+        They are those of the classifier's `predict_proba`, as scikit-learn defines it. A classifier
+        that has none (an SVM, perhaps a user's own) is taken to be certain of what it predicts.
+        Raises ModelError for an invalid class or probability.
+        """
+        certain: Tensor = self(x)
+        fitted = self._fitted
+        if isinstance(fitted, int) or not isinstance(fitted, Probabilistic):
+            return certain
+        with _calm(self._seed):
+            try:
+                found = np.asarray(fitted.predict_proba(_flat(x)), np.float32)
+                labels = self._checked(np.asarray(fitted.classes_), found.shape[1])
+            except ModelError:
+                raise
+            except Exception as error:
+                raise ModelError(f"model '{self.name}' cannot predict: {error}") from error
+        if len(found) != len(x) or not (np.abs(found - 0.5) <= 0.5 + ROUNDING).all():
+            fault = f"must be [{len(x)}, {len(labels)}], from 0 to 1"
+            raise ModelError(f"model '{self.name}': its probabilities {fault}")
+        columns = torch.zeros(certain.shape)
+        columns[:, torch.from_numpy(labels)] = torch.from_numpy(found)
+        return columns.to(x.device)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return one-hot logits [N, C]."""
         return nn.functional.one_hot(self.predict(x), self.classes).float()
@@ -144,24 +185,52 @@ def _tree(seed: int) -> Classifier:
     return DecisionTreeClassifier(random_state=seed)  # type: ignore[no-any-return]
 
 
+def numeric_columns(x: Array) -> Array:
+    """Return which columns of x [N, F] hold numbers, [M]: those with a value that is not 0 or 1.
+
+    The others are taken to be one-hot. Scaled, a rare category would be as far from the others as
+    the most extreme number, on which an SVM's distances then hang.
+    """
+    return np.flatnonzero(((x != 0) & (x != 1)).any(0))
+
+
+def _by_column(*steps: object) -> object:
+    """Return `steps` applied to the numeric columns in turn; one-hot columns stay as they are."""
+    from sklearn.compose import make_column_transformer
+    from sklearn.pipeline import make_pipeline
+
+    return make_column_transformer(
+        (make_pipeline(*steps), numeric_columns), remainder="passthrough", sparse_threshold=0
+    )
+
+
 def _svm(seed: int) -> Classifier:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC
 
-    return make_pipeline(StandardScaler(), SVC(random_state=seed))  # type: ignore[no-any-return]
+    scaled = _by_column(StandardScaler())
+    return make_pipeline(scaled, SVC(random_state=seed))  # type: ignore[no-any-return]
 
 
 def _gam(seed: int) -> Classifier:
-    """Return cubic splines, one per feature, summed: logistic regression on SplineTransformer."""
+    """Return cubic splines, one per number, summed: logistic regression on SplineTransformer."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import SplineTransformer, StandardScaler
 
+    splines = SplineTransformer(n_knots=4, degree=3, include_bias=False)
     return make_pipeline(  # type: ignore[no-any-return]
-        StandardScaler(),
-        SplineTransformer(n_knots=4, degree=3, include_bias=False),
-        LogisticRegression(max_iter=300, random_state=seed),
+        _by_column(StandardScaler(), splines), LogisticRegression(max_iter=300, random_state=seed)
+    )
+
+
+def _boosted_gam(seed: int) -> Classifier:
+    """Return boosted trees that each split on one feature: their sum is an additive model."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    return HistGradientBoostingClassifier(  # type: ignore[no-any-return]
+        interaction_cst="no_interactions", early_stopping=False, random_state=seed
     )
 
 
@@ -171,7 +240,7 @@ def _mlp(seed: int) -> Classifier:
     from sklearn.preprocessing import StandardScaler
 
     network = MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed)
-    return make_pipeline(StandardScaler(), network)  # type: ignore[no-any-return]
+    return make_pipeline(_by_column(StandardScaler()), network)  # type: ignore[no-any-return]
 
 
 def _info(name: str, line: str, make: Callable[[int], Classifier]) -> ClassicalInfo:
@@ -182,5 +251,6 @@ CLASSICAL = (
     _info("sk-tree", "decision tree", _tree),
     _info("sk-svm", "support vector machine, RBF kernel", _svm),
     _info("sk-gam", "additive model: cubic splines and a logistic regression", _gam),
+    _info("sk-boosted-gam", "additive model: boosted trees of a single feature each", _boosted_gam),
     _info("sk-mlp", "1 hidden layer: 10", _mlp),
 )

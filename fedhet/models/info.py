@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -37,3 +37,16 @@ class ModelInfo:
         if not fits or min(shape) < 1:
             hint = "" if self.min_side is None else "; 'mlp' takes any shape"
             raise ModelError(f"model '{self.name}' takes {allowed}, not shape {shape}{hint}")
+
+
+@dataclass(frozen=True)
+class DrawnInfo:
+    """A name in a pool that stands for a model of each client's own."""
+
+    name: str
+    family: str
+    line: str
+    source: str
+    draw: Callable[[int, int], str] = field(repr=False, compare=False)
+    """(seed, number of the client) -> the name of its model, one of `models`."""
+    models: Mapping[str, ModelInfo] = field(repr=False, compare=False)

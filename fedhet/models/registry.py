@@ -14,7 +14,7 @@ from fedhet.errors import ModelError, SettingsError, nearest
 from fedhet.models import mobilenet, resnet, small, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.info import ModelInfo, Shape
+from fedhet.models.info import DrawnInfo, ModelInfo, Shape
 from fedhet.models.own import (
     assemble_own,
     find_own,
@@ -29,6 +29,9 @@ MODELS = MappingProxyType(
     {info.name: info for info in (*small.MODELS, *resnet.MODELS, *mobilenet.MODELS, *vision.MODELS)}
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
+DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
+"""Names in a pool that stand for a model of each client's own."""
+_DRAWABLE = MappingProxyType({k: v for drawn in small.DRAWN for k, v in drawn.models.items()})
 
 
 def names() -> list[str]:
@@ -38,21 +41,26 @@ def names() -> list[str]:
 
 def is_registered(name: str) -> bool:
     """Tell whether `name` is a registered model, with or without gradients."""
-    return name in MODELS or name in WITHOUT_GRADIENTS
+    return name in MODELS or name in WITHOUT_GRADIENTS or name in _DRAWABLE
 
 
-def describe() -> list[ModelInfo | ClassicalInfo]:
+def describe() -> list[ModelInfo | ClassicalInfo | DrawnInfo]:
     """Return the entries that `fedhet models` lists, networks first."""
-    return [*MODELS.values(), *WITHOUT_GRADIENTS.values()]
+    return [*MODELS.values(), *WITHOUT_GRADIENTS.values(), *DRAWN.values()]
 
 
 def find(name: str) -> ModelInfo:
     """Return the registered network, or raise ModelError with the nearest name."""
     if name in MODELS:
         return MODELS[name]
+    if name in _DRAWABLE:
+        return _DRAWABLE[name]
     if name in WITHOUT_GRADIENTS:
         raise ModelError(no_gradients(name))
-    hint = nearest(name, [*MODELS, *WITHOUT_GRADIENTS])
+    if name in DRAWN:
+        example = next(iter(DRAWN[name].models))
+        raise ModelError(f"'{name}' is for a pool, of which each client draws one like '{example}'")
+    hint = nearest(name, [*MODELS, *WITHOUT_GRADIENTS, *DRAWN])
     raise ModelError(
         f"unknown model '{name}'{f'{hint} ' if hint else '; '}`fedhet models` lists all"
     )
@@ -67,7 +75,14 @@ def check_name(name: str) -> None:
 
 
 def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
-    """Raise ModelError unless the model can be built; `any_model` allows non-gradient ones."""
+    """Raise ModelError unless the model of a pool can be built, or each that it stands for.
+
+    `any_model` allows those without gradients.
+    """
+    if name in DRAWN:
+        for info in DRAWN[name].models.values():
+            info.check(tuple(shape))
+        return
     if any_model and _is_classical(name, tuple(shape), classes):
         return
     shapes(name, shape, classes)
@@ -155,18 +170,22 @@ def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> l
     """Return each client's model name.
 
     "cycle": client k gets pool[k % len(pool)], so that all architectures have equally many clients.
-    "shuffle": the same names, in an order drawn from `seed`. Raises SettingsError for an empty
-    pool, ModelError for an unknown name.
+    "shuffle": the same names, in an order drawn from `seed`. A name of DRAWN is then replaced by
+    the client's draw. Raises SettingsError for an empty pool, ModelError for an unknown name.
     """
     if not pool:
         raise SettingsError("the pool of models is empty; it needs one name or more")
     for name in dict.fromkeys(pool):
-        check_name(name)
+        if name not in DRAWN:
+            check_name(name)
     dealt = [pool[client % len(pool)] for client in range(clients)]
     if rule == "shuffle":
         order = numpy_rng(seed, "deal").permutation(clients)
         dealt = [dealt[place] for place in order]
-    return dealt
+    return [
+        DRAWN[name].draw(seed, client) if name in DRAWN else name
+        for client, name in enumerate(dealt)
+    ]
 
 
 def _known(name: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import combinations_with_replacement
 from math import prod
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from fedhet.models.dropout import Dropout
-from fedhet.models.info import ModelInfo, Shape
+from fedhet.models.info import DrawnInfo, ModelInfo, Shape
+from fedhet.seeding import numpy_rng
 
 
 def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:
@@ -49,11 +52,15 @@ def cnn(
     return nn.Sequential(*layers, *head, *([Dropout(dropout)] if dropout else []))
 
 
-def mlp(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Return flatten and hidden layers of `widths`, each with ReLU: [N, *shape] -> [N, last]."""
+def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0) -> nn.Module:
+    """Return flatten and hidden layers of `widths`, each with ReLU: [N, *shape] -> [N, last].
+
+    Dropout follows each hidden layer.
+    """
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in zip((prod(shape), *widths[:-1]), widths, strict=True):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        layers += [Dropout(dropout)] if dropout else []
     return nn.Sequential(*layers)
 
 
@@ -126,27 +133,58 @@ COFED = (
 )
 
 
-def _cofed(number: int, widths: Sequence[int]) -> ModelInfo:
+COFED_WIDTHS = (20, 24, 32, 40, 48, 56, 80, 96)
+"""The widths from which the authors' generator of architectures draws."""
+
+
+def _cofed(name: str, source: str, widths: Sequence[int]) -> ModelInfo:
     line = f"{len(widths)} conv layers, {'-'.join(map(str, widths))}"
-    build = partial(cofed_cnn, widths=widths)
-    return ModelInfo(f"cofed-cnn{number}", "cnn", line, f"CoFED, Table 1, model {number}", 4, build)
+    return ModelInfo(name, "cnn", line, source, 4, partial(cofed_cnn, widths=widths))
 
 
-def _mlp(number: str, *widths: int) -> ModelInfo:
+def random_cofed(seed: int, client: int) -> str:
+    """Return the name of the architecture that client number `client` draws.
+
+    CoFED, Section 5.1: "randomly generated 2-layer or 3-layer CNNs". The rule is that of the
+    authors' published generator, of which Table 1 prints ten draws: two or three layers, each
+    equally likely; a width for each from COFED_WIDTHS, with replacement; ascending. Two clients may
+    draw the same.
+    """
+    rng = numpy_rng(seed, "cofed-random", client)
+    widths = sorted(rng.choice(COFED_WIDTHS, size=int(rng.integers(2, 4))).tolist())
+    return _drawn_name(widths)
+
+
+def _drawn_name(widths: Sequence[int]) -> str:
+    return f"cofed-{'-'.join(map(str, widths))}"
+
+
+def _mlp(name: str, *widths: int, dropout: float = 0.0) -> ModelInfo:
     layers = "1 hidden layer" if len(widths) == 1 else f"{len(widths)} hidden layers"
     line = f"{layers}: {'-'.join(map(str, widths))}"
-    return ModelInfo(f"mlp{number}", "mlp", line, "ours", None, partial(mlp, widths=widths))
+    line += f", with dropout {dropout}" if dropout else ""
+    build = partial(mlp, widths=widths, dropout=dropout)
+    return ModelInfo(name, "mlp", line, "ours", None, build)
 
 
+GENERATED_COFED = MappingProxyType(
+    {
+        _drawn_name(widths): _cofed(_drawn_name(widths), "CoFED, Section 5.1, generated", widths)
+        for layers in (2, 3)
+        for widths in combinations_with_replacement(COFED_WIDTHS, layers)
+    }
+)
+"""Every architecture that `random_cofed` can draw, by its name, such as cofed-24-40."""
 SMALL_DROPOUT = 0.25
 """ResNet-9's 0.5 leaves too little of 16 and 32 filters (measured: docs/results.md)."""
 CNN2 = partial(cnn, widths=(16, 32), pools=(True, True), features=64)
 CNN3 = partial(cnn, widths=(32, 64, 64), pools=(True, True, True), features=128)
 CNN4 = partial(cnn, widths=(32, 32, 64, 64), pools=(False, True, False, True), features=128)
 MODELS = (
-    _mlp("", 128),
-    _mlp("2", 256, 128),
-    _mlp("3", 256, 128, 64),
+    _mlp("mlp", 128),
+    _mlp("mlp2", 256, 128),
+    _mlp("mlp3", 256, 128, 64),
+    _mlp("mlp-dropout", 128, dropout=SMALL_DROPOUT),
     ModelInfo("cnn2", "cnn", "2 conv layers, 16-32, and a linear of 64", "ours", 4, CNN2),
     ModelInfo("cnn3", "cnn", "3 conv layers, 32-64-64, and a linear of 128", "ours", 8, CNN3),
     ModelInfo("cnn4", "cnn", "VGG-like: 32-32, 64-64, and a linear of 128", "ours", 4, CNN4),
@@ -161,5 +199,18 @@ MODELS = (
     ModelInfo(
         "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9
     ),
-    *(_cofed(number, widths) for number, widths in enumerate(COFED, 1)),
+    *(
+        _cofed(f"cofed-cnn{number}", f"CoFED, Table 1, model {number}", widths)
+        for number, widths in enumerate(COFED, 1)
+    ),
+)
+DRAWN = (
+    DrawnInfo(
+        "cofed-random",
+        "cnn",
+        "in a pool: each client draws a CNN of 2 or 3 conv layers, such as cofed-24-40",
+        "CoFED, Section 5.1",
+        random_cofed,
+        GENERATED_COFED,
+    ),
 )

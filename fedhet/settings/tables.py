@@ -33,6 +33,8 @@ from fedhet.settings.schema import (
     machine,
 )
 
+Optimizer = Literal["adam", "adamw", "sgd"]
+
 
 class DataSettings(Schema):
     """The data, its partition among clients, and its public and unlabelled parts."""
@@ -85,8 +87,8 @@ class DataSettings(Schema):
     )
     public_dataset: str = Field(
         "",
-        description="data that no client owns, named as 'dataset' is, or generated (tables); "
-        "empty = public-fraction",
+        description="data that no client owns, named as 'dataset' is, or generated (tables), or "
+        "unused (training samples that max-samples leaves out); empty = public-fraction",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -122,8 +124,9 @@ class ModelSettings(Schema):
 
     pool: str = Field(
         "cnn2,cnn3,mlp,gems-resnet11,resnet10",
-        description="models, comma-separated, as `fedhet models` lists them; a method whose "
-        "clients must have one model has one of its own for this default",
+        description="models, comma-separated, as `fedhet models` lists them; left at this default, "
+        "the pool is one for tables where the data is a table, and a method's own where all its "
+        "clients must have one model: `fedhet methods NAME` says which",
     )
     deal: Literal["cycle", "shuffle"] = Field(
         "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
@@ -149,9 +152,7 @@ class TrainingSettings(Schema):
         5, description="epochs over a client's data a round"
     )
     batch_size: Annotated[Count, Dealt()] = Field(32, description="samples a minibatch")
-    optimizer: Annotated[Literal["adam", "adamw", "sgd"], Dealt()] = Field(
-        "adam", description="the clients' optimiser"
-    )
+    optimizer: Annotated[Optimizer, Dealt()] = Field("adam", description="the clients' optimiser")
     lr: Annotated[Positive, Dealt()] = Field(1e-3, description="learning rate")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
     weight_decay: NonNegative = Field(0.0, description="weight decay")

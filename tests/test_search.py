@@ -1,0 +1,258 @@
+"""CoFED's search for a participant's training configuration, against plain torch and by hand."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, small
+from torch.nn import functional as F
+
+from fedhet import models
+from fedhet.algorithms.search import Candidate, adjusted, best, grid
+from fedhet.client.node import read_node
+from fedhet.config.resolve import resolve
+from fedhet.errors import SettingsError
+from fedhet.training import Score, batches
+from fedhet.wire.knowledge import Knowledge
+
+TASKS = {
+    "partition": "superclasses",
+    "superclasses": "0+1,2+3,4+5,6+7,8+9",
+    "label-space": "3",
+    "subclasses": "1",
+    "samples-per-class": 20,
+    "public-fraction": 0.4,
+    "max-samples": 700,
+    "rounds": 10,
+}
+GRID = {
+    "cofed.search": "grid",
+    "cofed.search-optimizers": "adam,sgd",
+    "cofed.search-rates": "0.0001,0.003",
+    "cofed.search-decays": "1,0.5",
+    "cofed.search-updates": "0.01,1",
+    "cofed.search-share": 0.25,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def opened(directory, models_="mlp", index=0, **changes):
+    config = small("cofed", **{**TASKS, "models": models_, "local-epochs": 3, **changes})
+    node = read_node({"partition-id": index, "num-partitions": 4}, config.run, str(directory))
+    client = config.method.client(config, node)
+    client.state.restore("run", before=1)
+    return client
+
+
+PREDICT = Knowledge(scalars={"predict": True})
+
+
+def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
+    found = grid(["adam", "sgd"], [0.002, 0.01], [1.0, 0.99])
+    expected = [
+        Candidate(o, r * {"adam": 1, "sgd": 10}[o], d)
+        for o, r, d in product(["adam", "sgd"], [0.002, 0.01], [1.0, 0.99])
+    ]
+    assert found == expected
+    assert {c.lr for c in found if c.optimizer == "sgd"} == {0.02, 0.1}
+
+
+def test_the_default_grid_is_that_of_the_published_script():
+    """[0.02 0.04 0.06 0.08 0.1] / (1 + 9 * (s == "adam")), for "adam" and "sgdm"; updates .1, 2."""
+    settings = resolve({"method": "cofed"}).own
+    rates = {
+        o: sorted({c.lr for c in settings.grid() if c.optimizer == o}) for o in ("adam", "sgd")
+    }
+    assert rates["sgd"] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+    assert rates["adam"] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+    assert 0.99 in {c.decay for c in settings.grid()}
+    assert settings.search_updates == "0.1,2"
+    assert settings.search == "none"
+
+
+def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
+    one, two, three = (Candidate("adam", lr, 1.0) for lr in (1.0, 2.0, 3.0))
+
+    def chosen(*scores):
+        table = dict(zip((one, two, three), scores, strict=True))
+        return best([one, two, three], table.__getitem__)
+
+    assert chosen(Score(0.5, 0.1), Score(0.6, 9.0), Score(0.4, 0.0)) == two
+    assert chosen(Score(0.5, 0.3), Score(0.5, 0.2), Score(0.5, 0.4)) == two
+    assert chosen(Score(0.5, 0.3), Score(0.5, 0.3), Score(0.5, 0.3)) == one
+    assert chosen(Score(0.5, math.nan), Score(0.5, 0.3), Score(0.5, math.inf)) == two
+    assert adjusted(two, [0.1, 2.0]) == [Candidate("adam", 0.2, 1.0), Candidate("adam", 4.0, 1.0)]
+
+
+def plain_training(model, space, x, y, candidate, epochs, size, order):
+    """Cross-entropy on the client's classes with torch's own optimisers, a rate for each epoch."""
+    make = {"adam": torch.optim.Adam, "sgd": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
+    optimizer = make[candidate.optimizer](model.parameters(), lr=candidate.lr)
+    rate = candidate.lr
+    for _ in range(epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for index in batches(len(y), size, order):
+            logits = model(x[index])[:, space]
+            target = torch.tensor([space.index(label) for label in y[index].tolist()])
+            optimizer.zero_grad()
+            F.cross_entropy(logits, target).backward()
+            optimizer.step()
+        rate *= candidate.decay
+    return model
+
+
+def by_hand(model, space, x, y):
+    with torch.no_grad():
+        logits = model.eval()(x)[:, space]
+    target = torch.tensor([space.index(label) for label in y.tolist()])
+    right = (logits.argmax(1) == target).double().mean().item()
+    return right, -F.cross_entropy(logits, target).item()
+
+
+def candidates_by_hand():
+    return [
+        Candidate(o, r * (10 if o == "sgd" else 1), d)
+        for o, r, d in product(("adam", "sgd"), (0.0001, 0.003), (1.0, 0.5))
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_is_found_is_what_plain_torch_finds(tmp_path, index):
+    """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
+    from clients.cofed import Trials
+
+    client = opened(tmp_path, index=index, **GRID)
+    space = client.space.tolist()
+    trials = Trials(client, 1)
+    held = {row.numpy().tobytes() for row in trials.held.x}
+    mask = torch.tensor([row.numpy().tobytes() in held for row in client.x])
+    assert mask.sum() == len(trials.held) == int(0.25 * len(client.y))
+    assert set(trials.held.y.tolist()) == set(client.y.tolist()), "stratified"
+    assert torch.equal(trials.own.x, client.x[~mask])
+
+    def local(candidate, x, y, use="batches", round=1):
+        model = models.build("mlp", (1, 8, 8), 5, seed=0)
+        order = client.generator(round, use)
+        return plain_training(model, space, x, y, candidate, 3, client.training.batch_size, order)
+
+    scored = {
+        c: by_hand(
+            local(c, client.x[~mask], client.y[~mask]), space, client.x[mask], client.y[mask]
+        )
+        for c in candidates_by_hand()
+    }
+    expected = max(scored, key=scored.get)
+    assert len(set(scored.values())) > 4
+    client.train(1, PREDICT)
+    client.state.facts["participations"] = 1
+    facts = client.state.facts
+    assert (facts["search.optimizer"], facts["search.decay"]) == (
+        expected.optimizer,
+        expected.decay,
+    )
+    assert facts["search.lr"] == pytest.approx(expected.lr)
+    assert client.training.optimizer == expected.optimizer
+    # The final training has all of the data.
+    whole = local(expected, client.x, client.y)
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(
+            client.models["private"].state_dict()[name], tensor, rtol=1e-3, atol=1e-4
+        )
+
+    labels = np.full(len(client.public), 5, np.uint8)
+    labels[:30] = np.resize(space, 30)
+    client.settings = client.settings.model_copy(update={"update_batch_size": 40})
+    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
+    given = torch.from_numpy(labels[:30].astype(np.int64))
+    x = torch.cat([client.x[~mask], client.public[:30]])
+    y = torch.cat([client.y[~mask], given])
+    updated = {}
+    for factor in (0.01, 1.0):
+        start = local(expected, client.x[~mask], client.y[~mask], round=2)
+        changed = Candidate(expected.optimizer, expected.lr * factor, expected.decay)
+        order = client.generator(2, "update")
+        model = plain_training(start, space, x, y, changed, 3, 40, order)
+        updated[factor] = by_hand(model, space, client.x[mask], client.y[mask])
+    assert facts["search.update"] == max(updated, key=updated.get)
+    assert client.training.lr == pytest.approx(expected.lr * facts["search.update"])
+
+
+def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
+    """So that trials leave no trace: neither in the draws of dropout nor of augmentation."""
+    extra = {"training.augment": "crop-flip", "training.optimizer": "adam", "training.lr": 0.002}
+    one = {"cofed.search-rates": "0.002", "cofed.search-decays": "1", "cofed.search-updates": "1"}
+    alone = {**GRID, **one, "cofed.search-optimizers": "adam"}
+    plain = opened(tmp_path / "plain", "cnn2-dropout", **extra)
+    searching = opened(tmp_path / "search", "cnn2-dropout", **extra, **alone)
+    labels = np.full(len(plain.public), 5, np.uint8)
+    labels[:30] = np.resize(plain.space, 30)
+    for round, sent in ((1, PREDICT), (2, Knowledge({"labels": labels}, {"predict": False}))):
+        for client in (plain, searching):
+            client._train(round, sent)
+        one, other = (c.models["private"].state_dict() for c in (plain, searching))
+        assert all(torch.equal(one[name], other[name]) for name in one), round
+    assert "search.lr" in searching.state.facts
+    assert "search.lr" not in plain.state.facts
+
+
+def test_what_was_found_is_kept_with_the_private_model(tmp_path):
+    config = small("cofed", **{**TASKS, **GRID, "models": "mlp,sk-tree", "clients": 2})
+    server = Server(config, tmp_path / "run")
+    for number in (1, 2):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.close(number)
+    found = []
+    for index in (0, 1):
+        place = {"partition-id": index, "num-partitions": 2}
+        node = read_node(place, config.run, str(tmp_path / "run" / "state"))
+        client = config.method.client(config, node)
+        client.state.restore(server.log.run_name, before=3)
+        found.append({k: v for k, v in client.state.facts.items() if k.startswith("search.")})
+        if index == 0:
+            rate = found[0]["search.lr"] * found[0]["search.update"]
+            assert client.training.lr == pytest.approx(rate)
+    assert set(found[0]) == {f"search.{k}" for k in ("optimizer", "lr", "decay", "update")}
+    assert found[1] == {}, "a tree has nothing to search for"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_too_little_data_is_not_searched_on(tmp_path, count):
+    client = opened(tmp_path, **GRID)
+    few = torch.arange(count)
+    client.samples.own = type(client.samples.own)(client.x[few], client.y[few])
+    client.train(1, PREDICT)
+    assert ("search.lr" in client.state.facts) == (count == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        *(
+            ("search-rates", text, "it takes numbers above 0 and at most 1000, comma-separated")
+            for text in ("", "0", "-1", "a", "0.1,", "nan", "inf", "1001", "0.1,0.10")
+        ),
+        *(
+            ("search-decays", text, "it takes numbers above 0 and at most 1, comma-separated")
+            for text in ("1.1", "0", "0.9;0.8")
+        ),
+        ("search-updates", "0.1,x", "it takes numbers above 0 and at most 1000"),
+        ("search-optimizers", "adam,adam", "it takes some of adam, adamw, sgd, comma-separated"),
+        ("search-optimizers", "sgdm", "it takes some of adam, adamw, sgd, comma-separated"),
+        ("search-share", 0.0, "it takes a number > 0 and < 1"),
+        ("search-share", 1.0, "it takes a number > 0 and < 1"),
+        ("search", "random", "it takes one of none, grid"),
+    ],
+)
+def test_what_is_no_search_is_said(name, value, rule):
+    with pytest.raises(SettingsError) as caught:
+        resolve({"method": "cofed", f"cofed.{name}": value})
+    assert str(caught.value).startswith(
+        f"setting 'cofed.{name}' = {value!r} is not allowed: {rule}"
+    )

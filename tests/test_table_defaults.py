@@ -1,0 +1,135 @@
+"""Where the data is a table and no models are given: what each method takes, and that it runs."""
+
+import numpy as np
+import pytest
+from federation import Server, records
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import check, resolve
+from fedhet.config.sources import all_settings, read_toml
+from fedhet.data import is_table
+from fedhet.errors import SettingsError
+from fedhet.settings.tables import RunSettings
+
+TABLE = {
+    "data.dataset": "breast-cancer",
+    "clients": 3,
+    "training.local-epochs": 1,
+    "engine.backend": "inline",
+}
+SMALL = {"um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2}, "velo": {"velo.epochs": 1}}
+IMAGES_ALONE = {"fixavg"}
+ABLE = [name for name in method_names() if name not in IMAGES_ALONE]
+SCIKIT = "sk-tree,sk-svm,sk-gam,sk-mlp"
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_every_method_runs_on_a_table(name, tmp_path):
+    known = {k: v for k, v in SMALL.get(name, {}).items() if k in find_method(name).settings()}
+    config = resolve({"method": name, **TABLE, **known})
+    check(config)
+    server = Server(config, tmp_path / "run")
+    for number in (1, 2):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.close(number)
+    record = records(tmp_path / "run")[-1]
+    assert record["failed"] == {}
+    found = record["accuracy"]["common"]["private"]["per_client"]
+    assert len(found) == 3
+    assert min(found.values()) > 0.3
+
+
+@pytest.mark.parametrize("name", sorted(IMAGES_ALONE))
+def test_a_method_for_images_alone_says_so_in_a_line(name):
+    with pytest.raises(SettingsError) as caught:
+        resolve({"method": name, "data.dataset": "breast-cancer"})
+    said = str(caught.value)
+    assert said.startswith(
+        "setting 'data.dataset' = 'breast-cancer' is not allowed: it takes images"
+    )
+    assert name in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_what_was_chosen_stands_in_the_config_and_comes_back(name, tmp_path):
+    config = resolve({"method": name, "data.dataset": "breast-cancer"})
+    assert resolve(config.flat()) == config
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml())
+    assert read_toml(path)["models.pool"] == config.run.models.pool
+    assert resolve(read_toml(path)) == config
+    # As Flower's run config has it: every setting is there, at its default.
+    everything = {key: info.default for key, info in all_settings().items()}
+    assert resolve({**everything, "method": name, "data.dataset": "breast-cancer"}) == config
+
+
+def test_the_pool_is_the_methods():
+    def pool(method, **changes):
+        return resolve(
+            {"method": method, "data.dataset": "breast-cancer", **changes}
+        ).run.models.pool
+
+    assert pool("cofed") == pool("local") == SCIKIT
+    assert pool("felo") == pool("velo") == pool("fedtype") == pool("fedgems") == "mlp,mlp2,mlp3"
+    assert pool("um-pfssl") == "mlp-dropout"
+    assert pool("cofed", **{"models.pool": "mlp3"}) == "mlp3"
+    assert resolve({"method": "cofed", "data.dataset": "adult:DIR"}).run.models.pool == SCIKIT
+    for dataset in ("digits", "cifar10", "imagefolder:DIR", "npz:DIR"):
+        run = resolve({"method": "cofed", "data.dataset": dataset}).run
+        assert run.models.pool == RunSettings().models.pool
+
+
+def test_a_methods_own_models_are_for_tables_too():
+    def own(method, **changes):
+        return resolve({"method": method, "data.dataset": "breast-cancer", **changes}).own
+
+    assert own("fedtype").proxy == "mlp"
+    assert own("fedtype", **{"fedtype.proxy": "mlp2"}).proxy == "mlp2"
+    assert own("fedgems").server_model == "mlp3"
+    assert own("fedgems", **{"fedgems.server-model": "mlp"}).server_model == "mlp"
+    assert resolve({"method": "fedtype"}).own.proxy == "cnn2"
+    assert resolve({"method": "fedgems"}).own.server_model == "gems-resnet56"
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((6, 5), True), ((6, 5, 5), False), ((6, 1, 5, 5), False)]
+)
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_files_say_by_their_head_whether_they_are_tables(tmp_path, shape, expected, save):
+    (tmp_path / "train").mkdir()
+    save(tmp_path / "train" / "0.npz", x=np.zeros(shape, np.float32), y=np.zeros(6, int))
+    assert is_table(f"npz:{tmp_path}") is expected
+    pool = resolve({"method": "felo", "data.dataset": f"npz:{tmp_path}"}).run.models.pool
+    assert pool == ("mlp,mlp2,mlp3" if expected else RunSettings().models.pool)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", None])
+def test_a_file_that_cannot_be_read_says_nothing_yet(tmp_path, content):
+    if content is not None:
+        (tmp_path / "train").mkdir()
+        (tmp_path / "train" / "0.npz").write_bytes(content)
+    assert not is_table(f"npz:{tmp_path}")
+
+
+def test_an_archive_without_x_or_with_a_broken_one_says_nothing_yet(tmp_path):
+    (tmp_path / "train").mkdir()
+    np.savez(tmp_path / "train" / "0.npz", y=np.zeros(3))
+    assert not is_table(f"npz:{tmp_path}")
+    np.savez(tmp_path / "train" / "0.npz", x=np.zeros((3, 2)))
+    whole = (tmp_path / "train" / "0.npz").read_bytes()
+    (tmp_path / "train" / "0.npz").write_bytes(whole.replace(b"NUMPY", b"NUMPX"))
+    assert not is_table(f"npz:{tmp_path}")
+
+
+def test_the_commands_say_which_models():
+    def shown(*words):
+        return " ".join(CliRunner().invoke(app, words).output.replace("\u2502", " ").split())
+
+    said = shown("methods", "fedtype")
+    assert "where the data is a table, mlp,mlp2,mlp3, and fedtype.proxy = mlp." in said
+    assert f"where the data is a table, {SCIKIT}." in shown("methods", "cofed")
+    assert "cnn2-dropout; it takes no tables." in shown("methods", "fixavg")
+    assert "the pool is one for tables where the data is a table" in shown("run", "--help")
