@@ -51,6 +51,7 @@ class FedAvgStrategy(HetStrategy):
         kinds=("private", "global"),
         one_model=True,
         default_model="cnn2",
+        table_model="mlp",
     )
     settings: FedAvgSettings
     sends = Contract((WeightsField("weights", "the averaged tensors, from which clients start"),))

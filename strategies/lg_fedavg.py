@@ -40,4 +40,5 @@ class LgFedAvgStrategy(FedAvgStrategy):
         settings=LgFedAvgSettings,
         one_model=False,
         default_model="",
+        table_model="",
     )
