@@ -22,7 +22,7 @@ import torch
 from benchmarks.timing import ratios, seconds, show
 from clients.fedtype import FedTypeClient, Reciprocity
 from fedhet.algorithms.conformal import Raps, calibrate, consensus, prediction_sets
-from fedhet.algorithms.proxies import Proxy
+from fedhet.algorithms.local_models import LocalModel
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
 
@@ -60,7 +60,7 @@ def open_client(folder: Path, batch: int, backward: str, device: str) -> FedType
 def one_epoch(client: FedTypeClient) -> Callable[[], object]:
     """Return one epoch of Algorithm 1 at a client."""
     model = client.models["proxy"]
-    learning = Reciprocity(client, Proxy(model, model.state_dict()), 1)
+    learning = Reciprocity(client, LocalModel(model, model.state_dict()), 1)
     return lambda: learning.run_epoch(0)
 
 

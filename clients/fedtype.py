@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from clients.base import HetClient
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.algorithms.imitation import Imitation
-from fedhet.algorithms.proxies import (
+from fedhet.algorithms.local_models import (
     LEAST_SCALE,
-    MoreauProxy,
-    ProximalProxy,
-    Proxy,
-    VariationalProxy,
+    LocalModel,
+    MoreauModel,
+    ProximalModel,
+    VariationalModel,
 )
 from fedhet.arrays import Array, grouped
 from fedhet.data import Split
@@ -105,21 +105,21 @@ class FedTypeClient(HetClient):
     def _new_proxy(self) -> HetModel:
         return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
 
-    def _proxy(self, round: int, knowledge: Knowledge) -> Proxy:
+    def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the proxy, with the training that its kind of aggregation needs."""
         model, chosen = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         match chosen.aggregation:
             case "fedprox":
-                return ProximalProxy(model, anchor, chosen.prox_mu)
+                return ProximalModel(model, anchor, chosen.prox_mu)
             case "pfedme":
-                return MoreauProxy(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+                return MoreauModel(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
             case "pfedbayes":
                 seed = derive(self.run.seed, self.info.name, round, "weights")
-                return VariationalProxy(
+                return VariationalModel(
                     model, anchor, self._scale(knowledge), chosen.bayes_zeta, seed
                 )
-        return Proxy(model, anchor)
+        return LocalModel(model, anchor)
 
     def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
         """Return a variational proxy's standard deviations. Raises KnowledgeError if missing."""
@@ -128,9 +128,9 @@ class FedTypeClient(HetClient):
             raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
         return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
 
-    def _upload(self, proxy: Proxy) -> dict[str, Array]:
+    def _upload(self, proxy: LocalModel) -> dict[str, Array]:
         sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
-        if isinstance(proxy, VariationalProxy):
+        if isinstance(proxy, VariationalModel):
             sent |= grouped("scale", {k: v.cpu().numpy() for k, v in proxy.scale().items()})
         return sent
 
@@ -138,7 +138,7 @@ class FedTypeClient(HetClient):
 class Reciprocity:
     """One round of Algorithm 1 at one client: the private model and the proxy learn jointly."""
 
-    def __init__(self, client: FedTypeClient, proxy: Proxy, round: int) -> None:
+    def __init__(self, client: FedTypeClient, proxy: LocalModel, round: int) -> None:
         """Start a round; `proxy` has the server's weights."""
         self.client, self.settings, self.proxy = client, client.settings, proxy
         self.private = client.network.train()
@@ -235,7 +235,7 @@ class Reciprocity:
 
     def extra_steps(self) -> int:
         """Return the number of proxy steps before the joint step (pFedMe's K - 1)."""
-        return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauProxy) else 0
+        return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
 
     def forward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
         """Return the proxy's loss: Eq. 1, and the term of its aggregation."""

@@ -13,10 +13,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.averaging import average_weights, moved_towards
 from fedhet.algorithms.conformal import Raps, free_ranks
 from fedhet.algorithms.imitation import SetRules
-from fedhet.algorithms.proxies import LEAST_SCALE, START_SCALE
+from fedhet.algorithms.local_models import LEAST_SCALE, START_SCALE
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.models import ModelName, build, shapes, to_arrays, trained_shapes
@@ -178,7 +178,7 @@ class FedTypeStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average the proxies by samples (Section 3.3), and the scales of variational proxies."""
-        self.proxy = self._mix(self.proxy, _average(replies, "proxy"))
+        self.proxy = moved_towards(_average(replies, "proxy"), self.proxy, self._beta)
         if self.settings.aggregation == "pfedbayes":
             self.scale = _average(replies, "scale") or self.scale
         self._instruct_all()
@@ -193,10 +193,9 @@ class FedTypeStrategy(HetStrategy):
         self.proxy, self.scale = group(state, "proxy"), group(state, "scale")
         self._instruct_all()
 
-    def _mix(self, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
-        """Return (1 - beta) old + beta new, as in pFedMe; beta is 1 for the other aggregations."""
-        beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
-        return new if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
+    @property
+    def _beta(self) -> float:
+        return self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
 
     def _instruct_all(self) -> None:
         """Build the one instruction that all clients share."""

@@ -285,7 +285,7 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
     assert set(json.loads(strategy.state.to_json())["accuracy"]["common"]["private"]) == set(told)
 
 
-@pytest.mark.parametrize("method", ["fedtype", "um-pfssl"])
+@pytest.mark.parametrize("method", ["fedtype", "um-pfssl", "fedavg", "pfedbayes"])
 def test_the_honest_go_on_under_attack(tmp_path, method):
     """Whatever the poison does to accuracy, nobody who is honest drops out of the run."""
     run(small(method, attack="paf", evaluate_every=2), tmp_path / "run")

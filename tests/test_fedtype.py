@@ -8,7 +8,7 @@ from flwr.common import parameters_to_ndarrays
 from torch.nn import functional as F
 
 from clients.fedtype import Reciprocity
-from fedhet.algorithms.proxies import START_SCALE, Proxy
+from fedhet.algorithms.local_models import START_SCALE, LocalModel
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
 from fedhet.data import Split
@@ -49,7 +49,7 @@ def message(client):
 
 
 def reciprocity(client):
-    proxy = Proxy(client.models["proxy"], client.models["proxy"].state_dict())
+    proxy = LocalModel(client.models["proxy"], client.models["proxy"].state_dict())
     learning = Reciprocity(client, proxy, 1)
     learning.calibrate()
     return learning

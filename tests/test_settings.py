@@ -258,6 +258,9 @@ def test_an_experiments_setting_is_not_of_where_it_ran(name):
 
 NEEDS_PUBLIC = {"cofed", "fedgems"}
 NEEDS_UNLABELLED = {"um-pfssl", "fixavg"}
+ONE_MODEL = dict.fromkeys(NEEDS_UNLABELLED, "cnn2-dropout") | dict.fromkeys(
+    ("fedavg", "fedprox", "fedbn", "fedper", "pfedme", "pfedbayes"), "cnn2"
+)
 
 
 @pytest.mark.parametrize("method", method_names())
@@ -266,7 +269,7 @@ def test_what_follows_from_the_method_is_filled_in(method):
     assert run.data.public_fraction == (0.2 if method in NEEDS_PUBLIC else 0.0)
     assert run.data.labelled_alpha == (0.5 if method in NEEDS_UNLABELLED else 0.0)
     usual = ["cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"]
-    assert run.models.names == (["cnn2-dropout"] if method in NEEDS_UNLABELLED else usual)
+    assert run.models.names == ([ONE_MODEL[method]] if method in ONE_MODEL else usual)
     assert run.rounds == (2 if method == "cofed" else 10)
 
 

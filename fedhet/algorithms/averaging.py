@@ -33,3 +33,8 @@ def _mean(parts: Sequence[tuple[Array, float]], total: float) -> Array:
         mean += value.astype(np.float64) * (weight / total)
     dtype = parts[0][0].dtype
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
+
+
+def moved_towards(new: Weights, old: Weights, share: float) -> dict[str, Array]:
+    """Return (1 - `share`) old + `share` new, `new` itself for a share of 1 (pFedMe's beta)."""
+    return dict(new) if share == 1 else average_weights([(old, 1 - share), (new, share)])

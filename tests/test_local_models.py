@@ -1,4 +1,4 @@
-"""The four kinds of proxy against numpy and torch.distributions."""
+"""The four kinds of averaged model against numpy and torch.distributions."""
 
 import copy
 import math
@@ -14,13 +14,13 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.algorithms.proxies import (
+from fedhet.algorithms.local_models import (
     LEAST_SCALE,
     START_SCALE,
-    MoreauProxy,
-    ProximalProxy,
-    Proxy,
-    VariationalProxy,
+    LocalModel,
+    MoreauModel,
+    ProximalModel,
+    VariationalModel,
     gaussian_kl,
     inverse_softplus,
 )
@@ -70,7 +70,7 @@ def scales_of(model, value=START_SCALE):
 
 def variational(model, *, anchor=None, scale=None, zeta=1.0, seed=0):
     anchor = state_of(model) if anchor is None else anchor
-    return VariationalProxy(model, anchor, scale or scales_of(model), zeta, seed)
+    return VariationalModel(model, anchor, scale or scales_of(model), zeta, seed)
 
 
 def numpy_squared_distance(model, anchor):
@@ -87,10 +87,10 @@ def some_proxies(name="cnn2", strength=15.0):
     built = [net(name) for _ in range(4)]
     anchors = [state_of(model) for model in built]
     return [
-        Proxy(built[0], anchors[0]),
-        ProximalProxy(built[1], anchors[1], 0.1),
-        MoreauProxy(built[2], anchors[2], strength, 0.005),
-        VariationalProxy(built[3], anchors[3], scales_of(built[3]), 1e-4, 0),
+        LocalModel(built[0], anchors[0]),
+        ProximalModel(built[1], anchors[1], 0.1),
+        MoreauModel(built[2], anchors[2], strength, 0.005),
+        VariationalModel(built[3], anchors[3], scales_of(built[3]), 1e-4, 0),
     ]
 
 
@@ -107,7 +107,7 @@ def test_upload_is_the_state_as_it_came(name):
 
 def test_a_plain_proxy_is_trained_and_sent_as_it_is():
     model = net("cnn2")
-    proxy = Proxy(model, state_of(model))
+    proxy = LocalModel(model, state_of(model))
     assert proxy.regulariser() == 0.0
     assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
     moved(model)
@@ -153,7 +153,7 @@ def test_the_anchor_never_moves():
 def test_proximal_regulariser_and_gradient(name, mu):
     model = net(name)
     anchor = state_of(model)
-    proxy = ProximalProxy(moved(model), anchor, mu)
+    proxy = ProximalModel(moved(model), anchor, mu)
     loss = proxy.regulariser()
     loss.backward()
     assert loss.shape == ()
@@ -164,7 +164,7 @@ def test_proximal_regulariser_and_gradient(name, mu):
 
 def test_proximal_regulariser_is_zero_at_the_server_and_blind_to_statistics():
     model = net("cnn2")
-    proxy = ProximalProxy(model, state_of(model), 1.0)
+    proxy = ProximalModel(model, state_of(model), 1.0)
     model.train()
     model(X)  # moves the running statistics
     assert proxy.regulariser().item() == 0.0
@@ -178,7 +178,7 @@ def test_proximal_regulariser_is_zero_at_the_server_and_blind_to_statistics():
 @pytest.mark.parametrize(("strength", "rate"), [(15.0, 0.005), (1.0, 0.5), (2.0, 0.0), (4.0, 0.25)])
 def test_the_local_copy_follows_as_in_algorithm_1(strength, rate):
     model = net("mlp")
-    proxy = MoreauProxy(model, state_of(model), strength, rate)
+    proxy = MoreauModel(model, state_of(model), strength, rate)
     w = {name: p.detach().numpy().astype(np.float64) for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
     for step in range(8):
@@ -204,7 +204,7 @@ def test_the_local_copy_follows_as_in_algorithm_1(strength, rate):
 
 def test_moreau_gradient_pulls_to_the_local_copy():
     model = net("mlp")
-    proxy = MoreauProxy(model, state_of(model), 15.0, 0.01)
+    proxy = MoreauModel(model, state_of(model), 15.0, 0.01)
     moved(model)
     proxy.stepped()
     moved(model, seed=2)
@@ -218,7 +218,7 @@ def test_moreau_gradient_pulls_to_the_local_copy():
 
 def test_the_local_copy_does_not_overshoot_the_proxy():
     model = net("mlp")
-    proxy = MoreauProxy(model, state_of(model), 100.0, 1.0)
+    proxy = MoreauModel(model, state_of(model), 100.0, 1.0)
     moved(model)
     proxy.stepped()
     for name, parameter in model.named_parameters():
@@ -228,7 +228,7 @@ def test_the_local_copy_does_not_overshoot_the_proxy():
 def test_moreau_upload_has_the_copy_and_the_running_statistics():
     model = net("cnn2")
     start = state_of(model)
-    proxy = MoreauProxy(model, state_of(model), 15.0, 0.005)
+    proxy = MoreauModel(model, state_of(model), 15.0, 0.005)
     model.train()
     model(X)
     moved(model)

@@ -1,7 +1,8 @@
-"""Four ways to train a proxy, one for each way of averaging proxies, with one interface.
+"""Four ways in which a client trains a model that the server averages, with one interface.
 
-FedAvg (McMahan et al.), FedProx (Li et al., Eq. 2), pFedMe (T. Dinh et al., Algorithm 1) and
-pFedBayes (Zhang et al., Algorithm 1). FedType accepts any of them for its proxies (Section 3.3).
+FedAvg (McMahan et al. 2017), FedProx (Li et al. 2020, Eq. 2), pFedMe (T. Dinh et al. 2020,
+Algorithm 1) and pFedBayes (Zhang et al. 2022, Algorithm 1). The model is a client's own or, in
+FedType, its proxy (Section 3.3).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch.nn import functional as F
 Weights = Mapping[str, Tensor]
 
 START_SCALE = 0.01
-"""Standard deviation of every weight of a new variational proxy."""
+"""Standard deviation of every weight of a new variational model."""
 LEAST_SCALE = 1e-6
 """Lower bound of a weight's standard deviation, since the KL divergence divides by it."""
 
 
-class Proxy:
-    """FedAvg: a proxy that is averaged as it is.
+class LocalModel:
+    """FedAvg: a model that is averaged as it is.
 
-    `model` is the client's proxy; `anchor` holds the server's weights by name, as received.
+    `model` is the client's; `anchor` holds the server's weights by name, as received.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights) -> None:
@@ -41,7 +42,7 @@ class Proxy:
         return logits
 
     def regulariser(self) -> Tensor | float:
-        """Return the term added to the proxy's forward loss; a scalar."""
+        """Return the term added to the model's loss; a scalar."""
         return 0.0
 
     def stepped(self) -> None:
@@ -52,8 +53,8 @@ class Proxy:
         return dict(self.model.state_dict())
 
 
-class ProximalProxy(Proxy):
-    """FedProx: mu / 2 ||p - p_g||^2 keeps the proxy near the server's."""
+class ProximalModel(LocalModel):
+    """FedProx: mu / 2 ||w - w_g||^2 keeps the model near the server's."""
 
     def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
         super().__init__(model, anchor)
@@ -64,11 +65,11 @@ class ProximalProxy(Proxy):
         return self.mu / 2 * squared_distance(self.model, self.anchor)
 
 
-class MoreauProxy(Proxy):
-    """pFedMe: the proxy is the personal model of a Moreau envelope around a local copy w.
+class MoreauModel(LocalModel):
+    """pFedMe: the model is the personal one of a Moreau envelope around a local copy w.
 
-    The proxy minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it, w <-
-    w - rate lambda (w - p). The server averages the copies w, not the proxies.
+    It minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it, w <- w -
+    rate lambda (w - p). The server averages the copies w, not the personal models.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights, strength: float, rate: float) -> None:
@@ -82,16 +83,16 @@ class MoreauProxy(Proxy):
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Move the local copy towards the personal proxy."""
+        """Move the local copy towards the personal model."""
         for name, parameter in self.model.named_parameters():
             self.local[name].lerp_(parameter, min(self.rate * self.strength, 1.0))
 
     def upload(self) -> dict[str, Tensor]:
-        """Return the local copy, with the proxy's running statistics."""
+        """Return the local copy, with the model's running statistics."""
         return {**self.model.state_dict(), **self.local}
 
 
-class VariationalProxy(Proxy):
+class VariationalModel(LocalModel):
     """pFedBayes: every weight is a Gaussian, with its mean and scale trained and averaged.
 
     The model's own parameters are the means. The loss of a batch uses one draw of the weights, plus

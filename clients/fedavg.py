@@ -1,0 +1,93 @@
+"""FedAvg, client half: Algorithm 1, "ClientUpdate", for all methods that average weights.
+
+Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
+Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import HetClient
+from fedhet.algorithms.local_models import LocalModel
+from fedhet.arrays import Array, Arrays, grouped
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.models.parts import names_of
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.knowledge import Knowledge
+from strategies.fedavg import FedAvgSettings
+
+
+class FedAvgClient(HetClient):
+    """Starts each round from the averages, trains on its own data, and sends what is averaged."""
+
+    settings: FedAvgSettings
+    sends = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model, with the feature width of the settings if they have one."""
+        return {"private": self.build_model(self.settings.width)}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model after training, and the averages as last received, with its own rest."""
+        models = {"private": self.private}
+        if weights := knowledge.group("weights"):
+            joined = self._joined(self.build_model(self.settings.width), weights)
+            self.compute.place(joined)
+            models["global"] = self.samples.within_space(joined)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs, starting from the averages."""
+        self._joined(self.network, knowledge.group("weights"))
+        local = self.local_model(round, knowledge)
+        self._learn(round, local)
+        return Knowledge(self.reply(local))
+
+    def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
+        """Return the private model with the term that the method adds to its loss."""
+        return LocalModel(self.network, self.anchor())
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Return a copy of the private model's tensors, as they are before training."""
+        return {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+
+    def steps(self) -> int:
+        """Return the optimiser steps on each batch."""
+        return 1
+
+    def reply(self, local: LocalModel) -> dict[str, Array]:
+        """Return the tensors to send."""
+        names = names_of(self.network, self.settings.part)
+        sent = {k: v.cpu().numpy() for k, v in local.upload().items() if k in names}
+        return grouped("weights", sent)
+
+    def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
+        """Return `model` with `weights`, and the private model's own tensors for the rest."""
+        load_weights(model, {**to_arrays(self.network), **weights})
+        return model
+
+    def _learn(self, round: int, local: LocalModel) -> None:
+        """Train on cross-entropy plus the method's term."""
+        self.network.train()
+        optimizing = self.optimization(local.parameters())
+
+        def objective(x: Tensor, y: Tensor) -> Tensor:
+            logits, target = self._own_classes(local.logits(x), y)
+            return F.cross_entropy(logits.float(), target) + local.regulariser()
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            for _ in range(self.steps() - 1):
+                optimizing.step(objective(x, y))
+            return objective(x, y)
+
+        generator = self.generator(round, "batches")
+        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, stepped=local.stepped)
+
+    def _own_classes(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of `logits` of the client's label space, and `y` as their numbers."""
+        if len(self.space) == logits.shape[1]:
+            return logits, y
+        return logits[:, self.space], torch.searchsorted(self.space, y)

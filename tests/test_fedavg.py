@@ -1,0 +1,342 @@
+"""FedAvg and the methods that share its round, against their algorithms written out slowly."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, client_of, records, run, settings, small
+from flwr.common import parameters_to_ndarrays
+from torch.nn import functional as F
+
+from fedhet.errors import FedhetError
+from fedhet.models import build
+from fedhet.models.parts import arrays_of, names_of, shapes_of
+from fedhet.wire.knowledge import decode
+
+METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
+WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
+PARTS = {"fedbn": "all-but-norms", "fedper": "extractor", "lg-fedavg": "head"}
+MODELS = ("mlp", "cnn2", "cnn2-dropout", "resnet18", "gems-resnet11")
+PLAIN = {
+    "training.optimizer": "sgd",
+    "training.momentum": 0.0,
+    "training.lr": 0.05,
+    "training.batch-size": 1000,
+    "training.local-epochs": 3,
+    "engine.precision": "float32",
+}
+"""Gradient descent on all data: what a round computes does not depend on any draw."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def federation(method, **changes):
+    return small(method, **{"clients": 3, **changes})
+
+
+def told(asked):
+    """Return the knowledge of a round's first instruction."""
+    return decode(parameters_to_ndarrays(asked[0][1].parameters), "test")[1]
+
+
+def said(result):
+    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
+
+
+# Which tensors travel
+
+
+def expected(state, part):
+    """Return a part's names; a batch norm is where a running count of batches is."""
+    norms = {name.rpartition(".")[0] for name in state if name.endswith("num_batches_tracked")}
+    return {
+        "all": set(state),
+        "all-but-norms": {n for n in state if n.rpartition(".")[0] not in norms},
+        "extractor": {n for n in state if n.split(".")[0] == "extractor"},
+        "head": {n for n in state if n.split(".")[0] == "classifier"},
+    }[part]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("part", ["all", "all-but-norms", "extractor", "head"])
+def test_the_part_of_a_model(name, part):
+    model = build(name, (3, 32, 32), 7, seed=0)
+    state = model.state_dict()
+    wanted = expected(state, part)
+    assert names_of(model, part) == wanted
+    assert len(wanted) > 0
+    assert list(arrays_of(model, part)) == [n for n in state if n in wanted]
+    found = shapes_of(part, name, (3, 32, 32), 7)
+    assert {n: tuple(shape) for n, (shape, _) in found.items()} == {
+        n: tuple(state[n].shape) for n in wanted
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_but_the_part_travels(tmp_path, method):
+    server = Server(federation(method, models="cnn2"), tmp_path)
+    asked = server.ask(1)
+    info = client_of(asked[0][0]).info
+    state = build(info.model, info.shape, info.classes, seed=0, feature_dim=64).state_dict()
+    wanted = expected(state, PARTS.get(method, "all"))
+    groups = {"weights", "scale"} if method == "pfedbayes" else {"weights"}
+    for knowledge in (told(asked), said(server.answers(asked)[0][1])):
+        assert set(knowledge.group("weights")) == wanted
+        assert {name.split("/")[0] for name in knowledge.tensors} == groups
+        assert not knowledge.scalars
+
+
+# The server
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_server_averages_by_samples(tmp_path, method):
+    """McMahan et al., Algorithm 1: w <- sum over k of n_k / n w_k."""
+    server = Server(federation(method, clients=4, fraction=0.75), tmp_path)
+    answers = server.answers(server.ask(1))
+    assert len(answers) == 3
+    samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
+    assert len(set(samples.values())) > 1
+    server.strategy.aggregate_fit(1, answers, [])
+    after = told(server.ask(2)).tensors
+    for name, value in after.items():
+        parts = [(said(r).tensors[name].astype(float), samples[c.name]) for c, r in answers]
+        mean = sum(part * count for part, count in parts) / sum(count for _, count in parts)
+        mean = np.rint(mean) if "num_batches" in name else mean
+        np.testing.assert_allclose(value, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path):
+    """T. Dinh et al., Algorithm 1, line 12: w <- (1 - beta) w + beta sum of w_i / S."""
+    server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": 0.25}), tmp_path)
+    asked = server.ask(1)
+    before, answers = told(asked).tensors, server.answers(asked)
+    samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
+    server.strategy.aggregate_fit(1, answers, [])
+    total = sum(samples.values())
+    for name, value in told(server.ask(2)).tensors.items():
+        mean = sum(said(r).tensors[name] * (samples[c.name] / total) for c, r in answers)
+        np.testing.assert_allclose(value, 0.75 * before[name] + 0.25 * mean, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restored_server_says_the_same(tmp_path, method):
+    server = Server(federation(method), tmp_path / "one")
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    other = Server(federation(method), tmp_path / "two")
+    assert not same(told(other.ask(1)).tensors, told(server.ask(2)).tensors)
+    other.strategy.load_state_dict(server.strategy.state_dict())
+    assert same(told(other.ask(2)).tensors, told(server.ask(2)).tensors)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+
+
+# The clients
+
+
+class Slow:
+    """A round of a client, in float64 and full batches, as the methods' algorithms print it."""
+
+    def __init__(self, client, start):
+        self.model = copy.deepcopy(client.network).double()
+        names = [name for name, _ in self.model.named_parameters()]
+        self.w = {n: torch.tensor(start.get(n, self.own(n))).double() for n in names}
+        self.x, self.y = client.x.double(), client.y
+        self.lr, self.epochs = client.training.lr, client.training.local_epochs
+
+    def own(self, name):
+        return dict(self.model.named_parameters())[name].detach().numpy()
+
+    def gradient(self, w):
+        at = {n: v.clone().requires_grad_() for n, v in w.items()}
+        logits = torch.func.functional_call(self.model, at, (self.x,))
+        loss = F.cross_entropy(logits, self.y)
+        return dict(zip(at, torch.autograd.grad(loss, at.values()), strict=True))
+
+    def proximal(self, mu):
+        """Li et al., Eq. 2: descend on F(w) + mu / 2 ||w - w^t||^2."""
+        w, anchor = dict(self.w), dict(self.w)
+        for _ in range(self.epochs):
+            g = self.gradient(w)
+            w = {n: w[n] - self.lr * (g[n] + mu * (w[n] - anchor[n])) for n in w}
+        return w, w
+
+    def moreau(self, strength, rate, steps):
+        """T. Dinh et al., Algorithm 1, lines 6 to 8: the personal model, then the local copy."""
+        w, theta = dict(self.w), dict(self.w)
+        for _ in range(self.epochs):
+            for _ in range(steps):
+                g = self.gradient(theta)
+                theta = {n: theta[n] - self.lr * (g[n] + strength * (theta[n] - w[n])) for n in w}
+            w = {n: w[n] - rate * strength * (w[n] - theta[n]) for n in w}
+        return theta, w
+
+
+ROUNDS = {
+    "fedavg": ({}, lambda slow: slow.proximal(0.0)),
+    "fedprox": ({"fedprox.mu": 0.7}, lambda slow: slow.proximal(0.7)),
+    "fedbn": ({}, lambda slow: slow.proximal(0.0)),
+    "fedper": ({}, lambda slow: slow.proximal(0.0)),
+    "lg-fedavg": ({}, lambda slow: slow.proximal(0.0)),
+    "pfedme": (
+        {"pfedme.strength": 2.0, "pfedme.rate": 0.2, "pfedme.steps": 3},
+        lambda slow: slow.moreau(2.0, 0.2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ROUNDS)
+def test_a_clients_round_is_its_algorithm(tmp_path, method):
+    """The second round, in which what a client kept differs from what the server sends."""
+    chosen, algorithm = ROUNDS[method]
+    server = Server(federation(method, models="mlp", **PLAIN, **chosen), tmp_path)
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    asked = server.ask(2)
+    client = client_of(asked[0][0])
+    slow = Slow(client, told(asked).group("weights"))
+    personal, sent = algorithm(slow)
+    (_, result), *_ = server.answers(asked)
+    reply = said(result).group("weights")
+    assert reply
+    for name, value in reply.items():
+        np.testing.assert_allclose(value, sent[name].numpy(), rtol=1e-4, atol=1e-6)
+    for name, parameter in client.network.named_parameters():
+        np.testing.assert_allclose(parameter.detach(), personal[name].numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_pfedbayes_trains_means_and_scales_near_the_servers(tmp_path):
+    """Zhang et al., Eq. 7: the more the divergence weighs, the less the means move."""
+    moved = {}
+    for zeta in (0.0, 5e-3):
+        chosen = {**PLAIN, "training.lr": 0.01, "pfedbayes.zeta": zeta}
+        server = Server(federation("pfedbayes", models="mlp", **chosen), tmp_path / str(zeta))
+        asked = server.ask(1)
+        before, after = told(asked), said(server.answers(asked)[0][1])
+        assert set(after.group("scale")) == set(before.group("scale"))
+        moved[zeta] = {
+            group: sum(
+                float(np.abs(value - before.group(group)[name]).sum())
+                for name, value in after.group(group).items()
+            )
+            for group in ("weights", "scale")
+        }
+    assert moved[0.0]["weights"] > 0
+    assert moved[0.0]["scale"] > 0
+    assert moved[5e-3]["weights"] < 0.8 * moved[0.0]["weights"]
+
+
+def test_pfedbayes_draws_its_weights_anew_for_each_batch(tmp_path, monkeypatch):
+    """One pass with scales of 0.5 differs from one with the means, and the seed decides it."""
+    chosen = {**PLAIN, "training.local-epochs": 1}
+    replies = []
+    for number in range(2):
+        server = Server(federation("pfedbayes", models="mlp", **chosen), tmp_path / str(number))
+        for values in server.strategy.averaged["scale"].values():
+            values.fill(0.5)
+        server.strategy._instruct_all(server.strategy.averaged)
+        replies.append(said(server.answers(server.ask(1))[0][1]).tensors)
+    assert same(*replies)
+    server = Server(federation("fedavg", models="mlp", **chosen), tmp_path / "plain")
+    plain = said(server.answers(server.ask(1))[0][1]).tensors
+    assert any(not np.allclose(plain[name], replies[0][name], atol=1e-4) for name in plain)
+
+
+# What stays with a client
+
+
+@pytest.mark.parametrize("method", PARTS)
+def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
+    """A step of no size: what travels is the server's then, and the rest the client's own."""
+    server = Server(federation(method, models="cnn2"), tmp_path)
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    asked = server.ask(2)
+    sent = told(asked).group("weights")
+    for proxy, _ in asked:
+        client = client_of(proxy)
+        client.recipe._round = 2
+        kept = {n: v.clone() for n, v in client.network.state_dict().items()}
+        client._joined(client.network, sent)
+        state = client.network.state_dict()
+        own = set(state) - set(sent)
+        assert own
+        assert all(torch.equal(state[n], kept[n]) for n in own)
+        assert all(np.array_equal(state[n].numpy(), sent[n]) for n in sent)
+    first, second, *_ = (client_of(proxy).network.state_dict() for proxy, _ in asked)
+    name = next(n for n in first if n not in sent and first[n].is_floating_point())
+    assert not torch.equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_averages_are_judged_with_each_clients_own_rest(tmp_path, method):
+    server = Server(federation(method, models="cnn2"), tmp_path)
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    asked = server.ask(2)
+    knowledge = told(asked)
+    sent, client = knowledge.group("weights"), client_of(asked[0][0])
+    own = {n: v.clone() for n, v in client.network.state_dict().items()}
+    judged = client.eval_models(knowledge)
+    assert set(judged) == {"private", "global"}
+    for name, value in judged["global"].state_dict().items():
+        np.testing.assert_array_equal(value, sent.get(name, own[name].numpy()))
+    assert all(torch.equal(v, own[n]) for n, v in client.network.state_dict().items())
+
+
+def test_a_label_space_of_its_own(tmp_path):
+    """Outputs for classes that are not the client's get no gradient."""
+    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2"}
+    changes = {"partition": "superclasses", "samples-per-class": 10, "models": "mlp", **spaces}
+    server = Server(federation("fedavg", **changes), tmp_path)
+    asked = server.ask(1)
+    start = told(asked).group("weights")["classifier.weight"]
+    for (proxy, _), (_, result) in zip(asked, server.answers(asked), strict=True):
+        client = client_of(proxy)
+        moved = np.abs(said(result).group("weights")["classifier.weight"] - start).sum(1)
+        inside = np.isin(np.arange(len(moved)), client.space.numpy())
+        assert (moved[inside] > 0).all()
+        assert (moved[~inside] == 0).all()
+
+
+# Runs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_judges_both_kinds(tmp_path, method):
+    summary = run(federation(method), tmp_path / "run")
+    assert set(summary["accuracy"]["personal"]) == {"private", "global"}
+    assert len(records(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "lg-fedavg"])
+def test_a_run_learns(tmp_path, method):
+    chosen = {"clients": 3, "rounds": 6, "local_epochs": 2, "alpha": 0.5, "partition": "dirichlet"}
+    summary = run(small(method, **chosen), tmp_path / "run")
+    assert summary["accuracy"]["personal"]["private"]["mean"] > 0.75
+    if method == "fedavg":
+        common = summary["accuracy"]["common"]
+        assert common["global"]["mean"] > common["private"]["mean"]
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "lg-fedavg"])
+def test_all_clients_must_have_one_model(tmp_path, method):
+    with pytest.raises(FedhetError, match=f"one model for all clients with {method}"):
+        Server(federation(method, models="mlp,cnn2"), tmp_path)
+
+
+def test_lg_fedavgs_heads_agree_whatever_the_extractors(tmp_path):
+    server = Server(federation("lg-fedavg", models="mlp,cnn2,cnn3"), tmp_path)
+    answers = server.answers(server.ask(1))
+    assert {said(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {(10, 64)}
+
+
+def test_settings_are_the_methods_own():
+    assert "fedprox.mu" in settings("fedprox", mu=0.5)
+    with pytest.raises(FedhetError, match=r"'pfedme\.beta'"):
+        federation("pfedme", **{"pfedme.beta": 0.0})
