@@ -194,10 +194,12 @@ class FedGemsStrategy(HetStrategy):
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
         known = {name: tensor.cpu().numpy() for name, tensor in self.optimizer_state.items()}
+        # Before the first round that trains the least error is infinite, which no checkpoint holds.
+        plateau = {k: v for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
             **grouped("model", to_arrays(self.model)),
             **grouped("optimizer", known),
-            **grouped("plateau", {k: np.array(v) for k, v in vars(self.plateau).items()}),
+            **grouped("plateau", {k: np.array(v) for k, v in plateau.items()}),
             **grouped("pool", pool),
             **grouped("held", held),
             "logits": self.logits,

@@ -355,6 +355,25 @@ def test_the_honest_go_on_under_attack(tmp_path, method):
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
 
+def test_the_attack_knows_which_samples_are_asked_in_a_run(tmp_path, monkeypatch):
+    server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
+    seen, poison = [], Attack.poison
+
+    def watched(self, round, replies, victims, rows):
+        seen.append((victims, rows))
+        return poison(self, round, replies, victims, rows)
+
+    monkeypatch.setattr(Attack, "poison", watched)
+    for number in (1, 2):
+        asked = server.ask(number)
+        server.strategy.aggregate_fit(number, server.answers(asked), [])
+        instruction = decode(parameters_to_ndarrays(asked[0][1].parameters), "x")[1]
+        expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
+        victims, rows = seen[-1]
+        assert rows.keys() == victims
+        assert all(r["Q"].tolist() == expected.tolist() for r in rows.values())
+
+
 def gem_under(tmp_path, seed, **changes):
     """Return the accuracy on the common test set of FedGEM's server, at epsilon 0.25."""
     config = small(
@@ -387,10 +406,10 @@ def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
     struck = []
     poison = Attack.poison
 
-    def watched(self, round, replies, victims):
+    def watched(self, round, replies, victims, rows):
         uploads = {name for name, k in replies.items() if k.group("weights")}
         struck.append((victims, uploads, set(replies)))
-        return poison(self, round, replies, victims)
+        return poison(self, round, replies, victims, rows)
 
     monkeypatch.setattr(Attack, "poison", watched)
     for number in range(1, 6):

@@ -173,7 +173,7 @@ def test_every_sample_is_in_one_part(seed, self_training, self_distillation):
         self_distillation=self_distillation,
     )
     for i in range(40):
-        if self_training and max(range(CLASSES), key=lambda c: logits[0, i, c]) == labels[i]:  # noqa: B023
+        if self_training and max(range(CLASSES), key=lambda c: logits[0, i, c]) == labels[i]:
             expected = [True, False, False]
         elif self_distillation and pooled[i]:
             expected = [False, True, False]
