@@ -35,6 +35,10 @@ class StateError(FedhetError):
     """A saved state that is absent, truncated, or of another run, method or model."""
 
 
+class DivergedError(FedhetError):
+    """Training of the server's own model that diverged; the model is as it was before."""
+
+
 class KnowledgeError(FedhetError):
     """A message that violates the contract; names the sender and the field."""
 

@@ -22,7 +22,7 @@ from fedhet.config.methods import MethodSpec
 from fedhet.config.resolve import Config
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
-from fedhet.errors import DataError, StateError
+from fedhet.errors import DataError, DivergedError, StateError
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured
 from fedhet.seeding import numpy_rng
@@ -98,7 +98,10 @@ class HetStrategy(Strategy):
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Aggregate the replies, sorted by client; return the method's own metrics of the round."""
+        """Aggregate the replies, sorted by client; return the method's own metrics of the round.
+
+        Raises DivergedError if the server's own training diverged, with its models as they were.
+        """
         raise NotImplementedError
 
     def forget(self, client: str) -> None:
@@ -186,7 +189,9 @@ class HetStrategy(Strategy):
         self.state.changed(self.state.selection.training)
         accepted = []
         sent = self._replies(results, failures)
-        replies = self._attack(server_round, sent, state=self.state, check=self._check)
+        replies = self._attack(
+            server_round, sent, state=self.state, check=self._check, sizes=self.sizes
+        )
         factor = self.run.engine.outlier_factor
         for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
             with self.state.dropping(reply.client.name):
@@ -195,7 +200,7 @@ class HetStrategy(Strategy):
         if self.state.settle([reply.client.name for reply in accepted]):
             self._go_back()
         elif accepted:
-            self.state.figures(self.aggregate(server_round, accepted))
+            self._aggregate(server_round, accepted)
         return NOTHING, dict(self.state.record.method)
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -250,6 +255,27 @@ class HetStrategy(Strategy):
         if good:
             self.load_state_dict(kept)
         self.state.went_back()
+
+    def _aggregate(self, round: int, replies: Sequence[Reply]) -> None:
+        """Let the method aggregate. Raises StateError if its training diverges again and again."""
+        try:
+            self.state.figures(self.aggregate(round, replies))
+        except DivergedError as error:
+            self.state.diverged(str(error), [reply.client.name for reply in replies])
+            self._refuse_standstill(round)
+        else:
+            self.state.learned()
+
+    def _refuse_standstill(self, round: int) -> None:
+        """Raise StateError if the server's training has diverged too often, or in every round."""
+        times, limit = self.state.divergences, self.run.engine.divergences
+        never = round == self.run.rounds and not self.state.learned_once
+        if never or 0 < limit <= times:
+            raise StateError(
+                f"the training of the server's model has diverged {times} rounds running, up to "
+                f"round {round} ('engine.divergences'); a smaller 'training.lr', or "
+                "'training.clip', may help"
+            )
 
     def _instructions(
         self, round: int, selection: Selection

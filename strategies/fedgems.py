@@ -6,26 +6,35 @@ Server Models via Selective Knowledge Fusion.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
-from fedhet.algorithms.selective import Targets, fuse, fuse_all, split, taught_loss
+from fedhet.algorithms.selective import Targets, correct, fuse, fuse_all, split, taught_loss
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.data import refuse_overlap
 from fedhet.devices import compute_for
-from fedhet.errors import StateError
+from fedhet.errors import DivergedError
 from fedhet.models import ModelName, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
-from fedhet.settings.schema import Count, MethodSettings
-from fedhet.training import Optimization, logits_of, optimization, train_epochs
-from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.settings.schema import Count, MethodSettings, kebab
+from fedhet.training import (
+    LossOfBatch,
+    Optimization,
+    all_finite,
+    logits_of,
+    optimization,
+    train_epochs,
+)
+from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, TensorField
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
@@ -41,8 +50,44 @@ class FedGemsSettings(MethodSettings):
     selective: bool = Field(
         True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
     )
+    split: Literal["round", "batch"] = Field(
+        "round",
+        description="when public samples are split into S1, S2 and S3: by the self-evaluation "
+        "before each round, or anew for each minibatch by its predictions in training",
+    )
+    self_training: bool = Field(
+        True,
+        description="learn samples that are predicted correctly from their labels alone; false: as "
+        "the others (Table 5)",
+    )
+    self_distillation: bool = Field(
+        True,
+        description="learn samples that are wrong now, but were right once, from the logits of "
+        "then; false: from the clients' (Table 5)",
+    )
+    ensemble: Literal["weighted", "mean", "none"] = Field(
+        "weighted",
+        description="what clients teach: the logits of those that are right, weighted by Eq. 4; "
+        "the mean of all; or nothing, and the labels alone do (Table 5)",
+    )
     server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
     public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
+
+    @model_validator(mode="after")
+    def _fedgem_selects_nothing(self) -> FedGemsSettings:
+        for name in ("split", "self_training", "self_distillation", "ensemble"):
+            default, value = type(self).model_fields[name].default, getattr(self, name)
+            if not self.selective and value != default:
+                raise ValueError(
+                    f"setting 'fedgems.{kebab(name)}' = {value!r} is not allowed: it takes "
+                    f"{default!r} where 'fedgems.selective' = False, which splits nothing"
+                )
+        return self
+
+    @property
+    def teachers(self) -> Literal["weighted", "mean", "none"]:
+        """Return `ensemble`, which in FedGEM is the mean."""
+        return self.ensemble if self.selective else "mean"
 
 
 class FedGemsStrategy(HetStrategy):
@@ -98,9 +143,9 @@ class FedGemsStrategy(HetStrategy):
         )
         self.compute.place(self.model)
         self.pool = Targets.none(len(self.y), self.task.classes, self.compute.device)
-        """L_Global: each sample's logits from when it was last classified correctly."""
+        """L_Global: each sample's logits from when it was last predicted correctly."""
         self.logits = self._predict()
-        """L_s, [N, C]."""
+        """L_s, [N, C]: those of the self-evaluation before each round."""
         self.changed = np.zeros(len(self.y), np.int64)
         """The round after which each sample's logits last changed; 0: never sent."""
         self.held: dict[str, int] = {}
@@ -113,7 +158,8 @@ class FedGemsStrategy(HetStrategy):
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the axes C, and Q, the number of samples asked for."""
-        return Sizes({"C": client.classes, "Q": int(self.wanted.sum())})
+        rows = self.wanted.nonzero()[0]
+        return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
 
     def eval_models(self) -> dict[str, nn.Module]:
         """Return the server's model."""
@@ -127,22 +173,20 @@ class FedGemsStrategy(HetStrategy):
         return self._instructions_by_version[held]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on the clients' logits (lines 4 to 15)."""
+        """Train on the clients' logits (lines 4 to 15). Raises DivergedError."""
         version = int(self.changed.max())
         if version:
             self.held |= {reply.client.name: version for reply in replies}
         answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
-        targets = self._targets(torch.tensor(answers))
+        fused = self._fused(torch.tensor(answers))
         with seeded(self.run.seed, SERVER, round, device=self.compute.device):
-            counts = self._train(round, targets)
-        before, self.logits = self.logits, self._predict()
-        if not np.isfinite(self.logits).all():
-            raise StateError("the server's training diverged; a smaller 'training.lr' may help")
+            counts, logits = self._train(round, fused)
+        before, self.logits = self.logits, logits
         training = self.run.training
         error = 1 - float((self.logits.argmax(1) == self.y.cpu().numpy()).mean())
         self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
-        figures = self._figures(counts, targets)
+        figures = self._figures(counts, fused)
         self._prepare()
         return figures
 
@@ -151,10 +195,12 @@ class FedGemsStrategy(HetStrategy):
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
         known = {name: tensor.cpu().numpy() for name, tensor in self.optimizer_state.items()}
+        # Before the first round that trains the least error is infinite, which no checkpoint holds.
+        plateau = {k: v for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
             **grouped("model", to_arrays(self.model)),
             **grouped("optimizer", known),
-            **grouped("plateau", {k: np.array(v) for k, v in vars(self.plateau).items()}),
+            **grouped("plateau", {k: np.array(v) for k, v in plateau.items()}),
             **grouped("pool", pool),
             **grouped("held", held),
             "logits": self.logits,
@@ -174,13 +220,24 @@ class FedGemsStrategy(HetStrategy):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Choose the samples to ask clients about: misclassified, and not in the pool."""
-        self.wanted = np.ones(len(self.y), bool)
-        if self.settings.selective:
-            logits = torch.tensor(self.logits, device=self.compute.device)
-            self.wanted = split(logits, self.y, self.pool.known)[2].cpu().numpy()
+        """Split the samples by the self-evaluation; choose those to ask clients about, S3."""
+        self.right = correct(torch.tensor(self.logits, device=self.compute.device), self.y)
+        """The samples that the server predicts correctly, bool [N]."""
+        self.parts = self._split(self.right, self.pool.known)
+        """S1, S2 and S3, bool [N] each."""
+        self.wanted = self.parts[2].cpu().numpy() & (self.settings.teachers != "none")
         self._instructions_by_version: dict[int, Knowledge] = {}
         """The instruction for clients that hold the logits of a given round."""
+
+    def _split(self, right: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return S1, S2 and S3 as the settings have it; in FedGEM all samples are in S3."""
+        own = self.settings
+        return split(
+            right,
+            pooled,
+            self_training=own.selective and own.self_training,
+            self_distillation=own.selective and own.self_distillation,
+        )
 
     def _logits_since(self, held: int) -> dict[str, Array]:
         """Return the logits for a client that holds those of round `held`; 0: none.
@@ -199,54 +256,96 @@ class FedGemsStrategy(HetStrategy):
                 sent |= {"logits": self.logits[new], "changed": bits}
         return sent
 
-    def _targets(self, answers: Tensor) -> Targets:
+    def _fused(self, answers: Tensor) -> Targets:
         """Return the targets of all samples from clients' logits [K, Q, C] on the wanted ones."""
         rows = torch.tensor(self.wanted.nonzero()[0])
-        fused = fuse(answers, self.y.cpu()[rows]) if self.settings.selective else fuse_all(answers)
+        weighted = self.settings.teachers == "weighted"
+        fused = fuse(answers, self.y.cpu()[rows]) if weighted else fuse_all(answers)
         found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
         found.keep(rows, fused.logits, fused.known)
         return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
 
-    def _train(self, round: int, targets: Targets) -> list[float]:
-        """Train the server's epochs; return the sizes of S1, S2 and S3 in the last epoch.
+    def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
+        """Train the server's epochs; return the sizes of S1, S2, S3 in the last one, and new L_s.
 
-        Each minibatch is split by the model's current predictions (lines 5 to 12).
+        Raises DivergedError with the model, the pool and the optimiser's state as they were.
         """
-        model, epsilon = self.model.train(), self.settings.epsilon
+        weights = copy.deepcopy(self.model.state_dict())
+        pool = self.pool.copy()
         counts = torch.zeros(3, device=self.compute.device)
-
-        def selective(x: Tensor, rows: Tensor) -> Tensor:
-            logits, labels = model(x).float(), self.y[rows]
-            right, recalled, helped = split(logits, labels, self.pool.known[rows])
-            counts.add_(torch.stack([right.sum(), recalled.sum(), helped.sum()]))
-            teacher = torch.where(
-                recalled.unsqueeze(1), self.pool.logits[rows], targets.logits[rows]
-            )
-            self.pool.keep(rows, logits.detach(), right)
-            taught = recalled | (helped & targets.known[rows])
-            return taught_loss(logits, labels, teacher, taught, epsilon)
-
-        def unselective(x: Tensor, rows: Tensor) -> Tensor:
-            counts[2] += len(rows)
-            teacher, taught = targets.logits[rows], targets.known[rows]
-            return taught_loss(model(x), self.y[rows], teacher, taught, epsilon)
-
-        rows = torch.arange(len(self.y), device=self.compute.device)
+        by_batch = self.settings.split == "batch"
+        lesson = self._lesson_by_batch if by_batch else self._lesson_by_round
+        loss_of = lesson(fused, pool, counts)
         optimizing = self._optimization(round)
-        train_epochs(
+        self.model.train()
+        loss = train_epochs(
             self.x,
-            rows,
-            selective if self.settings.selective else unselective,
+            torch.arange(len(self.y), device=self.compute.device),
+            loss_of,
             optimizing,
             epochs=self.settings.server_epochs,
             batch_size=self.run.training.batch_size,
             generator=torch_generator(self.run.seed, SERVER, round),
             compute=self.compute,
-            before_epoch=lambda _: counts.zero_(),
+            before_epoch=(lambda _: counts.zero_()) if by_batch else None,
         )
+        logits = self._predict()
+        if not self._is_usable(loss, logits):
+            self.model.load_state_dict(weights)
+            raise DivergedError(f"the loss is {loss:.3g}")
+        self.pool = pool
         if self.run.training.keep_optimizer:
-            self.optimizer_state = optimizing.state(model)
-        return counts.tolist()
+            self.optimizer_state = optimizing.state(self.model)
+        return counts.tolist(), logits
+
+    def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+        """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
+
+        `counts` becomes the sizes of S1, S2 and S3.
+        """
+        counts.copy_(torch.stack([part.sum() for part in self.parts]))
+        taught = self._taught(self.parts, self.pool, fused)
+        logits = torch.tensor(self.logits, device=self.compute.device)
+        pool.keep(torch.arange(len(self.y), device=self.compute.device), logits, self.right)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            teacher, known = taught.logits[rows], taught.known[rows]
+            return taught_loss(self.model(x), self.y[rows], teacher, known, self.settings.epsilon)
+
+        return loss_of
+
+    def _lesson_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+        """Return the loss by a split of each minibatch, whose right logits enter `pool`.
+
+        The split is by the predictions of the training step itself (lines 5 to 12). To `counts` are
+        added the sizes of S1, S2 and S3.
+        """
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            logits, labels = self.model(x).float(), self.y[rows]
+            right = correct(logits, labels)
+            recalled = Targets(pool.logits[rows], pool.known[rows])
+            parts = self._split(right, recalled.known)
+            counts.add_(torch.stack([part.sum() for part in parts]))
+            helped = Targets(fused.logits[rows], fused.known[rows])
+            taught = self._taught(parts, recalled, helped)
+            pool.keep(rows, logits.detach(), right)
+            return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
+
+        return loss_of
+
+    def _taught(
+        self, parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets
+    ) -> Targets:
+        """Return the targets of samples in S1 (none), S2 (`recalled`) and S3 (`fused`, if any)."""
+        first, second, _ = parts
+        taught = recalled.where(second, fused)
+        return Targets(taught.logits, taught.known & ~first)
+
+    def _is_usable(self, loss: float, logits: Array) -> bool:
+        """Tell whether the trained model is finite, and its logits are ones that may travel."""
+        within = (np.abs(logits) <= MAX_MAGNITUDE).all()  # False for NaN
+        return math.isfinite(loss) and all_finite(self.model) and bool(within)
 
     def _optimization(self, round: int) -> Optimization:
         """Return an optimiser at the round's learning rate, with its kept state, if any."""
@@ -259,7 +358,7 @@ class FedGemsStrategy(HetStrategy):
         made.load_state(self.model, known)
         return made
 
-    def _figures(self, counts: Sequence[float], targets: Targets) -> dict[str, float]:
+    def _figures(self, counts: Sequence[float], fused: Targets) -> dict[str, float]:
         """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""
         asked = float(self.wanted.sum())
         return {
@@ -267,7 +366,7 @@ class FedGemsStrategy(HetStrategy):
             "s2": counts[1],
             "s3": counts[2],
             "asked": asked,
-            "nobody_right": asked - float(targets.known.sum()),
+            "nobody_right": asked - float(fused.known.sum()),
             "upload_ratio": asked / len(self.y),
         }
 

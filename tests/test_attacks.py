@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
@@ -69,6 +70,7 @@ def test_z_max_of_equations_8_and_9(benign, malicious):
 def test_z_max_of_sixteen_clients():
     """Fifteen benign and one malicious: s = 8 - 1, Phi(z) = 8 / 15."""
     assert z_max(15, 1) == pytest.approx(0.0837, abs=1e-4)
+    assert phi(0.0837) == pytest.approx(8 / 15, abs=1e-4)
 
 
 def draw_benign(seed, n=5, shape=(3, 2)):
@@ -93,11 +95,12 @@ def test_the_malicious_updates(seed):
 @pytest.mark.parametrize("scale", [0.5, 10.0])
 def test_the_far_vector_is_as_long_as_it_is_told(scale):
     mean = np.random.default_rng(0).normal(size=(7, 3))
-    far = far_vector(mean, scale, np.random.default_rng(1))
+    direction = np.random.default_rng(1).normal(size=(7, 3))
+    far = far_vector(mean, scale, direction)
     assert np.linalg.norm(far) == pytest.approx(scale * np.linalg.norm(mean))
-    other = far_vector(mean, scale, np.random.default_rng(2))
-    assert abs(np.vdot(far, other)) < 0.9 * np.linalg.norm(far) ** 2
-    assert far_vector(np.zeros((0, 3)), scale, np.random.default_rng(1)).shape == (0, 3)
+    cosine = np.vdot(far, direction) / np.linalg.norm(far) / np.linalg.norm(direction)
+    assert cosine == pytest.approx(1)
+    assert far_vector(np.zeros((0, 3)), scale, np.zeros((0, 3))).shape == (0, 3)
 
 
 # --- whom it strikes, and what it knows -----------------------------------------------------
@@ -155,6 +158,66 @@ def test_another_direction_each_round():
     one, same, other = (strike.poison(n, replies, {"a"})["a"].tensors["logits"] for n in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert not np.allclose(one, other)
+
+
+def theta(poisoned, benign):
+    """Return theta' of Eq. 7 as a unit vector: what was added to the mean of the benign."""
+    honest = [each.tensors["logits"].astype(np.float64) for each in benign]
+    added = poisoned.tensors["logits"].astype(np.float64) - sum(honest) / len(honest)
+    return added / np.linalg.norm(added)
+
+
+@pytest.mark.parametrize("kind", ["paf", "ofom"])
+def test_one_direction_for_the_run(kind):
+    """Eq. 7 and 11 have one theta'; another seed has another, and so has each round by default."""
+    found = {}
+    for direction, seed in (("run", 0), ("run", 1), ("round", 0)):
+        strike = attack(kind, direction=direction, seed=seed)
+        for number in (1, 2, 7):
+            replies = logits_of("abc", seed=number)
+            poisoned = strike.poison(number, replies, {"a"})["a"]
+            benign = [replies[name] for name in "bc"]
+            found[direction, seed, number] = theta(poisoned, benign)
+            length = np.linalg.norm(
+                poisoned.tensors["logits"] - sum(b.tensors["logits"] for b in benign) / 2
+            )
+            mean = np.linalg.norm(sum(b.tensors["logits"] for b in benign) / 2)
+            assert length == pytest.approx(10 * mean, rel=1e-4)
+    np.testing.assert_allclose(found["run", 0, 1], found["run", 0, 7], atol=1e-6)
+    np.testing.assert_allclose(found["run", 1, 1], found["run", 1, 2], atol=1e-6)
+    for one, other in ((("run", 0, 1), ("run", 1, 1)), (("round", 0, 1), ("round", 0, 2))):
+        assert abs(np.vdot(found[one], found[other])) < 0.9
+
+
+def test_the_runs_direction_is_of_the_samples_whichever_are_asked():
+    """Which of the public samples a reply is about changes from round to round."""
+    strike, every = attack("paf", direction="run"), np.arange(6)
+    replies = logits_of("abc")
+    benign = [replies[name] for name in "bc"]
+    whole = theta(strike.poison(1, replies, {"a"}, {"a": {"Q": every}})["a"], benign)
+    rows = np.array([1, 4, 5])
+    some = {n: Knowledge({"logits": r.tensors["logits"][rows]}) for n, r in replies.items()}
+    part = strike.poison(2, some, {"a"}, {"a": {"Q": rows}})["a"]
+    expected = whole[rows] / np.linalg.norm(whole[rows])
+    np.testing.assert_allclose(theta(part, [some[name] for name in "bc"]), expected, atol=1e-5)
+    none = {n: Knowledge({"logits": r.tensors["logits"][:0]}) for n, r in replies.items()}
+    empty = strike.poison(3, none, {"a"}, {"a": {"Q": rows[:0]}})["a"]
+    assert empty.tensors["logits"].shape == (0, 4)
+
+
+def test_the_runs_direction_is_of_the_classes_whichever_a_client_has():
+    def said(*classes):
+        ids = np.array(classes, np.int64)
+        logits = np.ones((len(classes), 5), np.float32)
+        return Knowledge({"classes": ids, "logits": logits, "counts": ids + 1})
+
+    strike = attack("paf", CLASSWISE, direction="run")
+    all_five = {name: said(0, 1, 2, 3, 4) for name in "ab"}
+    whole = theta(strike.poison(1, all_five, {"a"})["a"], [all_five["b"]])
+    some = {name: said(3, 0) for name in "ab"}
+    part = theta(strike.poison(2, some, {"a"})["a"], [some["b"]])
+    expected = whole[[3, 0]] / np.linalg.norm(whole[[3, 0]])
+    np.testing.assert_allclose(part, expected, atol=1e-5)
 
 
 def test_rows_are_met_by_what_they_are_numbered_by():
@@ -292,6 +355,50 @@ def test_the_honest_go_on_under_attack(tmp_path, method):
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
 
+def test_the_attack_knows_which_samples_are_asked_in_a_run(tmp_path, monkeypatch):
+    server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
+    seen, poison = [], Attack.poison
+
+    def watched(self, round, replies, victims, rows):
+        seen.append((victims, rows))
+        return poison(self, round, replies, victims, rows)
+
+    monkeypatch.setattr(Attack, "poison", watched)
+    for number in (1, 2):
+        asked = server.ask(number)
+        server.strategy.aggregate_fit(number, server.answers(asked), [])
+        instruction = decode(parameters_to_ndarrays(asked[0][1].parameters), "x")[1]
+        expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
+        victims, rows = seen[-1]
+        assert rows.keys() == victims
+        assert all(r["Q"].tolist() == expected.tolist() for r in rows.values())
+
+
+def gem_under(tmp_path, seed, **changes):
+    """Return the accuracy on the common test set of FedGEM's server, at epsilon 0.25."""
+    config = small(
+        "fedgems", models="mlp", max_samples=300, rounds=5, seed=seed, lr=0.01, evaluate_every=5,
+        **{
+            "fedgems.server-model": "mlp", "fedgems.selective": False, "fedgems.epsilon": 0.25,
+            "fedgems.server-epochs": 5, **changes,
+        },
+    )  # fmt: skip
+    server = Server(config, tmp_path / f"{seed}-{len(changes)}")
+    for number in range(1, 6):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+    x, y = server.strategy.common_test().x, server.strategy.common_test().y
+    with torch.no_grad():
+        return (server.strategy.model.eval()(x).argmax(1) == y).float().mean().item()
+
+
+def test_an_attack_harms(tmp_path):
+    """FedGEM learns a poisoned mean where it has three quarters of the loss of Eq. 5."""
+    struck = {"attack": "paf", "attack.direction": "run"}
+    honest, poisoned = gem_under(tmp_path, 0), gem_under(tmp_path, 0, **struck)
+    assert honest > 0.6
+    assert poisoned < honest - 0.1
+
+
 def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
     """Of UM-pFSSL's clients many are asked, few train and upload: it is these that are poisoned."""
     chosen = {"clients": 6, "min_samples": 5, "fraction": 0.3, "rounds": 6, "evaluate_every": 6}
@@ -299,10 +406,10 @@ def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
     struck = []
     poison = Attack.poison
 
-    def watched(self, round, replies, victims):
+    def watched(self, round, replies, victims, rows):
         uploads = {name for name, k in replies.items() if k.group("weights")}
         struck.append((victims, uploads, set(replies)))
-        return poison(self, round, replies, victims)
+        return poison(self, round, replies, victims, rows)
 
     monkeypatch.setattr(Attack, "poison", watched)
     for number in range(1, 6):

@@ -1,21 +1,23 @@
-"""FedGEMS against Algorithm 1, transcribed here in plain torch; and what travels."""
+"""FedGEMS against its paper, transcribed here sample by sample; and what travels."""
+
+import copy
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from federation import Server, records, run, small, without_times
-from flwr.common import parameters_to_ndarrays
-from torch.nn import functional as F
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from torch import nn
 
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.data import DataSpec, client_data, common_test, public_set
 from fedhet.data.site import site_data
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
-from fedhet.models import build
-from fedhet.seeding import torch_generator
-from fedhet.training import batches
-from fedhet.wire.knowledge import Knowledge, decode
+from fedhet.seeding import derive
+from fedhet.wire.knowledge import Knowledge, decode, encode
 
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}
 
@@ -49,129 +51,405 @@ def play(server, number):
     return asked, answers
 
 
+# --- the paper, written out -----------------------------------------------------------------
+
+
+def softmax(logits):
+    """Return the probabilities of one sample's logits, in float64."""
+    logits = np.asarray(logits, np.float64)
+    powers = [math.exp(value - max(logits)) for value in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def ensemble_by_the_paper(logits, label):
+    """Return the sum of alpha_j l_j of Eq. 3 to 5 for one sample, or None if nobody is reliable."""
+    inverse = {}
+    for j, own in enumerate(logits):
+        if max(range(len(own)), key=lambda c: own[c]) == label:
+            inverse[j] = 1 / -sum(p * math.log(p) for p in softmax(own) if p > 0)
+    if not inverse:
+        return None
+    total = sum(math.exp(h - max(inverse.values())) for h in inverse.values())
+    target = [0.0] * len(logits[0])
+    for j, h in inverse.items():
+        alpha = math.exp(h - max(inverse.values())) / total
+        target = [t + alpha * float(value) for t, value in zip(target, logits[j], strict=True)]
+    return target
+
+
+def mean_by_the_paper(logits):
+    """Return the mean over the clients for one sample, which FedGEM learns from."""
+    return [sum(float(own[c]) for own in logits) / len(logits) for c in range(len(logits[0]))]
+
+
+def loss_by_the_paper(own, label, teacher, epsilon):
+    """Return Eq. 1 for one sample or, with a teacher's logits, Eq. 2, 5 and 6."""
+    log_q = own - torch.logsumexp(own, 0)
+    if teacher is None:
+        return -log_q[label]
+    p = torch.tensor(softmax(teacher))
+    divergence = (p * (p.clamp_min(1e-300).log() - log_q)).sum()
+    return epsilon * -log_q[label] + (1 - epsilon) * divergence
+
+
+def minibatches(samples, size, order):
+    """Return an epoch's minibatches, whose order a generator gives; none has a single sample."""
+    rows = torch.randperm(samples, generator=order).tolist()
+    cut = [rows[start : start + size] for start in range(0, samples, size)]
+    return cut if len(cut[-1]) > 1 else [*cut[:-2], cut[-2] + cut[-1]]
+
+
+def order_of(*names):
+    """Return the generator that a use's draws come from."""
+    return torch.Generator().manual_seed(derive(*names))
+
+
+class PaperServer:
+    """ServerExecute of Algorithm 1, with the self-evaluation of Section 3.3.1 once a round.
+
+    It has weights, a memory and an optimiser of its own, and shares none with the code.
+    """
+
+    def __init__(self, model, x, y, run, own):
+        self.model, self.x, self.y, self.run, self.own = copy.deepcopy(model), x, y, run, own
+        self.l_global = {}
+        self.optimizer = self.new_optimizer()
+        self.lowering = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            self.optimizer, factor=run.training.decay, patience=run.training.patience
+        )
+        self.l_s = self.predict()
+
+    def new_optimizer(self):
+        training = self.run.training
+        if training.optimizer == "adam":
+            return torch.optim.Adam(
+                self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay
+            )
+        return torch.optim.SGD(
+            self.model.parameters(), lr=training.lr, momentum=training.momentum,
+            weight_decay=training.weight_decay,
+        )  # fmt: skip
+
+    def predict(self):
+        self.model.eval()
+        with torch.no_grad():
+            return self.model(self.x).numpy().astype(np.float64)
+
+    def is_right(self, i, logits):
+        return int(np.argmax(logits)) == int(self.y[i])
+
+    def kind(self, i, right):
+        """Return which of S1, S2 and S3 a sample is in: lines 5, 8 and 10, and Table 5."""
+        own = self.own
+        if not own["selective"]:
+            return 3
+        if right and own["self-training"]:
+            return 1
+        if i in self.l_global and own["self-distillation"]:
+            return 2
+        return 3
+
+    def kinds(self):
+        """Return the split of the self-evaluation."""
+        return [self.kind(i, self.is_right(i, self.l_s[i])) for i in range(len(self.y))]
+
+    def asked(self):
+        """Return the samples of line 11."""
+        asks = self.own["ensemble"] != "none" or not self.own["selective"]
+        return [i for i, kind in enumerate(self.kinds()) if kind == 3 and asks]
+
+    def lesson(self, i, kind, answers):
+        """Return the teacher of a sample; `answers`: the clients' logits by sample."""
+        if kind == 1:
+            return None
+        if kind == 2:
+            return self.l_global[i]
+        if i not in answers:
+            return None
+        if self.own["ensemble"] == "mean" or not self.own["selective"]:
+            return mean_by_the_paper(answers[i])
+        return ensemble_by_the_paper(answers[i], int(self.y[i]))
+
+    def learn(self, number, answers):
+        """Lines 4 to 15; return the sizes of S1, S2 and S3 in the last epoch."""
+        if not self.run.training.keep_optimizer:
+            self.optimizer = self.new_optimizer()
+        kinds = self.kinds()
+        lessons = [self.lesson(i, kind, answers) for i, kind in enumerate(kinds)]
+        if self.own["split"] == "round":
+            for i, logits in enumerate(self.l_s):
+                if self.is_right(i, logits):
+                    self.l_global[i] = logits
+        order = order_of(self.run.seed, "server", number)
+        for _ in range(self.own["server-epochs"]):
+            counts = [0, 0, 0]
+            for rows in minibatches(len(self.y), self.run.training.batch_size, order):
+                self.model.train()
+                predicted, losses = self.model(self.x[rows]), []
+                for own, i in zip(predicted, rows, strict=True):
+                    kind, teacher = kinds[i], lessons[i]
+                    if self.own["split"] == "batch":
+                        logits = own.detach().numpy().astype(np.float64)
+                        right = self.is_right(i, logits)
+                        kind = self.kind(i, right)
+                        teacher = self.lesson(i, kind, answers)
+                        if right:
+                            self.l_global[i] = logits
+                    counts[kind - 1] += 1
+                    epsilon = self.own["epsilon"]
+                    losses.append(loss_by_the_paper(own, int(self.y[i]), teacher, epsilon))
+                self.optimizer.zero_grad()
+                (sum(losses) / len(losses)).backward()
+                self.optimizer.step()
+        self.l_s = self.predict()
+        if self.run.training.schedule == "plateau":
+            wrong = [not self.is_right(i, logits) for i, logits in enumerate(self.l_s)]
+            self.lowering.step(sum(wrong) / len(wrong))
+        return counts
+
+
+def bits(parameters, name, count):
+    """Return the samples whose bit a field of an instruction sets; all if it is absent."""
+    found = said(parameters).get(name)
+    return list(range(count)) if found is None else list(np.flatnonzero(np.unpackbits(found)))
+
+
 # --- the server -----------------------------------------------------------------------------
 
-
-def softmax_kl(teacher, own):
-    p = torch.softmax(teacher, 0)
-    return torch.sum(p * (torch.log(p) - torch.log_softmax(own, 0)))
-
-
-def reference_lesson(logits, label, selective):
-    """Eq. 3 and 4 for one sample: what clients' logits [K, C] teach, or None."""
-    if not selective:
-        return logits.mean(0)
-    reliable = [own for own in logits if int(own.argmax()) == label]
-    if not reliable:
-        return None
-    inverse = [1 / -torch.sum(F.softmax(o, 0) * F.log_softmax(o, 0)).double() for o in reliable]
-    alpha = torch.softmax(torch.stack(inverse), 0).float()
-    return sum(weight * own for weight, own in zip(alpha, reliable, strict=True))
+SGD = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+BN = {"fedgems.server-model": "cnn2"}
+"""Batch norms: what is right in training is not what is right in evaluation."""
+KEPT = {"keep_optimizer": True, "schedule": "plateau", "patience": 0, "decay": 0.5}
+UNSTEADY = {"lr": 0.2, "fedgems.server-epochs": 1}
+"""The error rises in the second round, after which the rate falls."""
 
 
-def transcription(run, state, x, y, pool, answers, rows, number, selective, epsilon):
-    """Lines 4 to 15, sample by sample; returns the model, and the counts of S1, S2 and S3."""
-    model = build("mlp2", (1, 8, 8), 10, seed=run.seed)
-    model.load_state_dict(state)
-    model.train()
-    adam = torch.optim.Adam(
-        model.parameters(), lr=run.training.lr, weight_decay=run.training.weight_decay
-    )
-    place = {int(row): position for position, row in enumerate(rows)}
-    counts = [0, 0, 0]
-    for index in batches(
-        len(y), run.training.batch_size, torch_generator(run.seed, "server", number)
-    ):
-        logits = model(x[index])
-        losses = []
-        for own, i in zip(logits, index.tolist(), strict=True):
-            label = int(y[i])
-            ce = -F.log_softmax(own, 0)[label]
-            taught = None
-            if selective and int(own.argmax()) == label:
-                counts[0] += 1
-                pool[i] = own.detach()
-            elif selective and i in pool:
-                counts[1] += 1
-                taught = pool[i]
-            else:
-                counts[2] += 1
-                if i in place:
-                    taught = reference_lesson(answers[:, place[i]], label, selective)
-            kl = 0 if taught is None else softmax_kl(taught, own)
-            losses.append(ce if taught is None else epsilon * ce + (1 - epsilon) * kl)
-        adam.zero_grad()
-        torch.stack(losses).mean().backward()
-        adam.step()
-    return model.state_dict(), counts
-
-
-@pytest.mark.parametrize(("selective", "epsilon"), [(True, 0.75), (True, 0.2), (False, 0.75)])
-def test_the_server_follows_algorithm_1(tmp_path, selective, epsilon):
-    config = fedgems(
-        rounds=3,
-        weight_decay=1e-3,
-        **{"fedgems.selective": selective, "fedgems.epsilon": epsilon},
-    )
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, {1, 2, 3}),
+        ({"fedgems.epsilon": 0.2, **KEPT, **BN, **UNSTEADY}, {1, 2, 3}),
+        ({"optimizer": "adam", "lr": 0.003, "keep_optimizer": True}, {1, 2, 3}),
+        ({"fedgems.selective": False}, {3}),
+        ({"fedgems.self-training": False, **BN}, {2, 3}),
+        ({"fedgems.self-distillation": False, **BN}, {1, 3}),
+        ({"fedgems.ensemble": "mean"}, {1, 2, 3}),
+        ({"fedgems.ensemble": "none"}, {1, 2, 3}),
+        ({"fedgems.split": "batch", **BN}, {1, 2, 3}),
+        ({"fedgems.split": "batch", "fedgems.self-training": False}, {2, 3}),
+    ],
+    ids=lambda each: ",".join(map(str, each.values())) if isinstance(each, dict) else "",
+)
+def test_the_server_follows_the_paper(tmp_path, changes, parts):
+    """Over rounds, with weights and memory of its own: nothing is taken over from the code."""
+    few = {"rounds": 3, "clients": 3, "max_samples": 200, "batch_size": 10}
+    chosen = {**few, "weight_decay": 1e-3, "fedgems.server-epochs": 2, **SGD, **changes}
+    config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
-    strategy = server.strategy
+    strategy, own = server.strategy, config.own.flat()
     public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
-    pool, parts = {}, set()
+    paper = PaperServer(strategy.model, public.x, public.y, strategy.run, own)
+    seen = set()
     for number in (1, 2, 3):
-        before = {k: v.clone() for k, v in strategy.model.state_dict().items()}
-        rows = strategy.wanted.nonzero()[0]
-        answers = server.answers(server.ask(number))
-        logits = torch.tensor(np.stack([said(r.parameters)["logits"] for _, r in answers]))
-        server.strategy.aggregate_fit(number, answers, [])
+        expected, instructed = paper.asked(), server.ask(number)
+        for _, ins in instructed:
+            assert bits(ins.parameters, "wanted", 40) == expected
+            if number > 1:
+                logits = said(ins.parameters)["logits"]
+                np.testing.assert_allclose(logits, paper.l_s, rtol=2e-3, atol=2e-3)
+        replies = server.answers(instructed)
+        told = [said(result.parameters)["logits"] for _, result in replies]
+        answers = {i: [logits[k] for logits in told] for k, i in enumerate(expected)}
+        strategy.aggregate_fit(number, replies, [])
+        counts = paper.learn(number, answers)
         figures = strategy.state.record.method
-        state, counts = transcription(
-            config.run, before, public.x, public.y, pool, logits, rows, number, selective, epsilon
-        )
-        for name, tensor in strategy.model.state_dict().items():
-            np.testing.assert_allclose(tensor, state[name], rtol=1e-3, atol=2e-5)
         assert [figures["s1"], figures["s2"], figures["s3"]] == counts
-        parts |= {n for n, count in enumerate(counts) if count}
-        assert strategy.pool.known.nonzero().flatten().tolist() == sorted(pool)
-        for i, kept in pool.items():
-            np.testing.assert_allclose(strategy.pool.logits[i], kept, rtol=1e-3, atol=1e-3)
-    assert parts == ({0, 1, 2} if selective else {2})
+        assert figures["asked"] == len(expected)
+        seen |= {kind for kind, count in zip((1, 2, 3), counts, strict=True) if count}
+        for name, tensor in paper.model.state_dict().items():
+            ours = strategy.model.state_dict()[name]
+            np.testing.assert_allclose(ours, tensor, rtol=2e-3, atol=2e-4)
+        pool = strategy.pool
+        assert pool.known.nonzero().flatten().tolist() == sorted(paper.l_global)
+        for i, kept in paper.l_global.items():
+            np.testing.assert_allclose(pool.logits[i], kept, rtol=2e-3, atol=2e-3)
+    assert seen == parts
+    if chosen.get("schedule") == "plateau":
+        factor = paper.optimizer.param_groups[0]["lr"] / config.run.training.lr
+        assert strategy.plateau.factor == pytest.approx(factor)
+        assert factor < 1
 
 
-def test_the_logits_asked_for_are_those_wrong_and_not_in_the_pool(tmp_path):
-    server = Server(fedgems(rounds=4), tmp_path / "run")
-    strategy = server.strategy
-    for number in (1, 2, 3):
-        wrong = strategy.logits.argmax(1) != strategy.y.numpy()
-        expected = wrong & ~strategy.pool.known.numpy()
-        asked = server.ask(number)
-        count = len(strategy.y)
-        for _, ins in asked:
-            wanted = np.unpackbits(said(ins.parameters)["wanted"], count=count).astype(bool)
-            np.testing.assert_array_equal(wanted, expected)
-        answers = server.answers(asked)
+def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
+    """Table 5 takes one away at a time; without all three it is the mean of all, of everything."""
+    without = {"self-training": False, "self-distillation": False, "ensemble": "mean"}
+    named = {f"fedgems.{name}": value for name, value in without.items()}
+    states = []
+    for changes in ({"fedgems.selective": False}, named):
+        server = Server(fedgems(rounds=2, **changes), tmp_path / str(len(states)))
+        for number in (1, 2):
+            play(server, number)
+        states.append(server.strategy.model.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("split", "batch", "'round'"),
+        ("self-training", False, "True"),
+        ("self-distillation", False, "True"),
+        ("ensemble", "mean", "'weighted'"),
+    ],
+)
+def test_fedgem_has_no_components_to_take_away(name, value, default):
+    with pytest.raises(SettingsError, match=f"'fedgems.{name}' = .* takes {default} where"):
+        fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
+
+
+def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
+    server = Server(fedgems(rounds=2), tmp_path / "run")
+    for number in (1, 2):
+        asked, answers = play(server, number)
+        rows = bits(asked[0][1].parameters, "wanted", 60)
+        assert 0 < len(rows) < 60
         for proxy, result in answers:
             client = client_of(server, proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(public_set(DataSpec.of(client.run), (1, 8, 8), 10).x[wanted])
+                own = model(public_set(DataSpec.of(client.run), (1, 8, 8), 10).x[rows])
             np.testing.assert_allclose(said(result.parameters)["logits"], own, rtol=1e-4, atol=1e-5)
-        strategy.aggregate_fit(number, answers, [])
-        assert strategy.state.record.method["upload_ratio"] == expected.mean()
+        assert server.strategy.state.record.method["upload_ratio"] == len(rows) / 60
 
 
 def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
-    run(fedgems(rounds=5, lr=0.01), tmp_path / "gems")
-    ratios = [record["method"]["upload_ratio"] for record in records(tmp_path / "gems")]
+    ratios, ups = [], []
+    server = Server(fedgems(rounds=5, lr=0.01), tmp_path / "gems")
+    for number in range(1, 6):
+        play(server, number)
+        ratios.append(server.strategy.state.record.method["upload_ratio"])
+        ups.append(server.strategy.state.record.bytes_up)
     assert ratios[0] > 0.7
     assert ratios[-1] < 0.2 * ratios[0]
-    run(fedgems(rounds=2, **{"fedgems.selective": False}), tmp_path / "gem")
-    assert all(record["method"]["upload_ratio"] == 1 for record in records(tmp_path / "gem"))
-    one_round = 4 * 60 * 10 * 4  # clients, public samples, classes, bytes
-    for record in records(tmp_path / "gem"):
-        assert one_round < record["bytes_up"] < one_round + 4 * 500
-    ups = [record["bytes_up"] for record in records(tmp_path / "gems")]
-    expected = [4 * 500 + one_round * ratio for ratio in ratios]
-    assert all(up < bound for up, bound in zip(ups, expected, strict=True))
+    whole = 4 * 60 * 10 * 4  # clients, public samples, classes, bytes
+    assert all(whole * r <= up < 4 * 500 + whole * r for up, r in zip(ups, ratios, strict=True))
+    gem = Server(fedgems(rounds=2, **{"fedgems.selective": False}), tmp_path / "gem")
+    for number in (1, 2):
+        play(gem, number)
+        assert gem.strategy.state.record.method["upload_ratio"] == 1
+        assert whole < gem.strategy.state.record.bytes_up < whole + 4 * 500
+
+
+# --- a server whose training diverges -------------------------------------------------------
+
+
+class Cube(nn.Module):
+    """Grows without bound: its gradients are those of a polynomial, not of a saturating net."""
+
+    def forward(self, x):
+        return x**3
+
+
+def cubic(shape, classes):
+    """Return a network that follows soft targets, and diverges on contradicting sure ones."""
+    inputs = nn.Linear(math.prod(shape), 16)
+    return nn.Sequential(nn.Flatten(), inputs, Cube()), nn.Linear(16, classes)
+
+
+def unstable(**changes):
+    """The server (SGD 0.3; the clients have Adam) learns from the clients' logits alone."""
+    recipe = {
+        "clients": 5,
+        "optimizer": "sgd,adam,adam,adam,adam",
+        "lr": "0.3,0.001,0.001,0.001,0.001",
+        "momentum": 0.0,
+        "fedgems.server-model": f"{__name__}:cubic",
+        "fedgems.selective": False,
+        "fedgems.epsilon": 0.0,
+        "fedgems.server-epochs": 3,
+    }
+    return fedgems(**{**recipe, **changes})
+
+
+def lie(answers):
+    """Let client-1 be sure of a class drawn at random for each sample, within the contract."""
+    result = next(result for proxy, result in answers if proxy.name == "client-1")
+    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
+    drawn = np.random.default_rng(0).integers(0, 10, len(knowledge.tensors["logits"]))
+    sure = (1e11 * np.eye(10)[drawn]).astype(np.float32)
+    poisoned = encode(envelope, replace(knowledge, tensors={"logits": sure}))
+    result.parameters = ndarrays_to_parameters(poisoned)
+    return answers
+
+
+def all_of(server):
+    """Return the server's state but for who holds which logits, which is of the clients."""
+    state = {name: np.array(value) for name, value in server.strategy.state_dict().items()}
+    return {name: value for name, value in state.items() if not name.startswith("held/")}
+
+
+def notices_of(server):
+    said = []
+    server.strategy.state._notice = said.append
+    return said
+
+
+def test_a_hostile_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
+    """It goes back to its weights of before, says so, and learns again from the next round."""
+    config = unstable(rounds=4, outlier_factor=0.0, keep_optimizer=True)
+    server = Server(config, tmp_path / "run")
+    notices, diverged = notices_of(server), []
+    for number in (1, 2, 3, 4):
+        before = all_of(server)
+        answers = server.answers(server.ask(number))
+        server.strategy.aggregate_fit(number, lie(answers) if number == 2 else answers, [])
+        diverged.append(server.strategy.state.record.method.get("diverged", 0))
+        after = all_of(server)
+        same = all(np.array_equal(before[name], after.get(name)) for name in before)
+        assert same == (number == 2)
+        assert all(np.isfinite(value).all() for value in after.values() if value.dtype.kind == "f")
+    server.close(4)
+    assert diverged == [0, 1, 0, 0], "without the lie it does not"
+    assert server.strategy.state.record.accuracy["common"]["server"].mean > 0
+    [said] = notices
+    assert "the training of the server's model diverged in round 2 (the loss is" in said
+    assert "from client-0, client-1, client-2, client-3, client-4 in this round is dropped" in said
+
+
+def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
+    server = Server(unstable(rounds=2), tmp_path / "run")
+    server.strategy.aggregate_fit(1, lie(server.answers(server.ask(1))), [])
+    assert server.strategy.state.record.failed.keys() == {"client-1"}
+    assert "diverged" not in server.strategy.state.record.method
+
+
+@pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
+def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
+    """After `engine.divergences` rounds, or after the last if it has never learned anything."""
+    rates = "1000000.0,0.001,0.001,0.001,0.001"
+    server = Server(unstable(rounds=rounds, lr=rates, divergences=limit), tmp_path / "run")
+    before = all_of(server)
+    for number in range(1, last):
+        play(server, number)
+    with pytest.raises(StateError, match=f"has diverged {last} rounds running, up to round {last}"):
+        play(server, last)
+    after = all_of(server)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert all(np.isfinite(value).all() for value in after.values()), "as a checkpoint must be"
+
+
+def test_rounds_that_diverge_count_only_if_they_are_running(tmp_path):
+    """Every second round diverges: the run goes on, also past a restored checkpoint."""
+    server = Server(unstable(rounds=9, divergences=2, outlier_factor=0.0), tmp_path / "run")
+    for number in range(1, 6):
+        answers = server.answers(server.ask(number))
+        server.strategy.aggregate_fit(number, lie(answers) if number in (2, 4) else answers, [])
+        assert server.strategy.state.divergences == (number in (2, 4))
+        text = server.strategy.state.to_json()
+    server.strategy.state.divergences, server.strategy.state.learned_once = 7, False
+    server.strategy.state.load_json(text)
+    assert (server.strategy.state.divergences, server.strategy.state.learned_once) == (0, True)
 
 
 # --- what is sent of the server's logits ----------------------------------------------------
@@ -260,50 +538,51 @@ def opened(tmp_path, **changes):
     return client
 
 
-def client_transcription(client, number, teacher, epsilon):
+def client_by_the_paper(client, model, number, teacher, epsilon):
     """Lines 21 to 27: the public set by Eq. 6 where there is a teacher, then private data."""
-    model = build("mlp", (1, 8, 8), 10, seed=client.run.seed).train()
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
+    model, settings, name = copy.deepcopy(model).train(), client.run.training, client.info.name
+    adam = torch.optim.Adam(model.parameters(), lr=settings.lr)
 
-    def step(losses):
-        adam.zero_grad()
-        torch.stack(losses).mean().backward()
-        adam.step()
-
-    public = client.public
-    if teacher is not None:
-        order = client.generator(number, "public")
-        for index in batches(len(public), client.run.training.batch_size, order):
-            step(
-                [
-                    epsilon * -F.log_softmax(own, 0)[public.y[i]]
-                    + (1 - epsilon) * softmax_kl(teacher[i], own)
-                    for own, i in zip(model(public.x[index]), index.tolist(), strict=True)
+    def epochs(x, y, teachers, use, count, weight):
+        order = order_of(client.run.seed, name, number, use)
+        for _ in range(count):
+            for rows in minibatches(len(y), settings.batch_size, order):
+                losses = [
+                    loss_by_the_paper(
+                        own, int(y[i]), None if teachers is None else teachers[i], weight
+                    )
+                    for own, i in zip(model(x[rows]), rows, strict=True)
                 ]
-            )
-    order = client.generator(number, "batches")
-    for _ in range(client.run.training.local_epochs):
-        for index in batches(len(client.y), client.run.training.batch_size, order):
-            rows = zip(model(client.x[index]), client.y[index], strict=True)
-            step([-F.log_softmax(own, 0)[label] for own, label in rows])
+                adam.zero_grad()
+                (sum(losses) / len(losses)).backward()
+                adam.step()
+
+    public = public_set(DataSpec.of(client.run), (1, 8, 8), 10)
+    if teacher is not None:
+        epochs(public.x, public.y, teacher, "public", client.settings.public_epochs, epsilon)
+    own = client_data(DataSpec.of(client.run), 0).train
+    epochs(own.x, own.y, None, "batches", settings.local_epochs, epsilon)
     return model
 
 
 @pytest.mark.parametrize("taught", [True, False])
 @pytest.mark.parametrize("epsilon", [0.75, 0.1])
 def test_a_client_follows_algorithm_1(tmp_path, taught, epsilon):
-    client = opened(tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon})
-    count = len(client.public)
+    client = opened(
+        tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
+    )
+    public = public_set(DataSpec.of(client.run), (1, 8, 8), 10)
+    count, start = len(public), copy.deepcopy(client.models["private"])
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
     told = {"wanted": np.packbits(wanted)} | ({"logits": teacher.numpy()} if taught else {})
     answer = client.train(3, Knowledge(told)).tensors["logits"]
-    model = client_transcription(client, 3, teacher if taught else None, epsilon)
+    model = client_by_the_paper(client, start, 3, teacher if taught else None, epsilon)
     for name, tensor in model.state_dict().items():
         ours = client.models["private"].state_dict()[name]
         np.testing.assert_allclose(ours, tensor, rtol=1e-3, atol=2e-4)
     with torch.no_grad():
-        expected = model.eval()(client.public.x[torch.tensor(wanted)])
+        expected = model.eval()(public.x[torch.tensor(wanted)])
     np.testing.assert_allclose(answer, expected, rtol=1e-2, atol=1e-3)
 
 
@@ -410,15 +689,6 @@ def test_it_is_judged_only_when_the_clients_are(tmp_path):
     run(fedgems(rounds=3, evaluate_every=2), tmp_path / "run")
     judged = [bool(record["accuracy"]) for record in records(tmp_path / "run")]
     assert judged == [False, True, True]
-
-
-def test_a_server_whose_training_diverges_ends_the_run(tmp_path):
-    server = Server(fedgems(), tmp_path / "run")
-    answers = server.answers(server.ask(1))
-    with torch.no_grad():
-        next(server.strategy.model.parameters()).fill_(torch.nan)
-    with pytest.raises(StateError, match=r"training diverged; a smaller 'training\.lr'"):
-        server.strategy.aggregate_fit(1, answers, [])
 
 
 # --- checkpoints ----------------------------------------------------------------------------

@@ -153,9 +153,51 @@ def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alp
     assert config.own == type(config.own)()  # the methods' own settings at their defaults
 
 
+# FedGEMS, Section 4.1 and Table 13; Tables 10 and 11 for the models.
+FEDGEMS = {
+    "method": "fedgems",
+    "clients": 16,
+    "rounds": 200,
+    "fraction": 1.0,
+    "data.partition": "dirichlet",
+    "data.alpha": 0.5,
+    "data.public-fraction": 0.5,  # "a public and a private dataset with a ratio of 1:1"
+    "models.pool": "gems-resnet11,gems-resnet14-a,gems-resnet14-b,gems-resnet14-c,"
+    "gems-resnet17-a,gems-resnet17-b,gems-resnet17-c,gems-resnet17-d",
+    "models.deal": "cycle",  # Table 11: clients 1 and 9 have the first, 2 and 10 the second, ...
+    "training.optimizer": "adam",
+    "training.lr": 0.001,
+    "training.weight-decay": 0.0001,
+    "training.batch-size": 256,
+    "training.local-epochs": 1,
+    "training.schedule": "plateau",  # "can reduce once the accuracy is stable"
+    "training.keep-optimizer": True,
+    "fedgems.server-model": "gems-resnet56",
+    "fedgems.epsilon": 0.75,
+    "fedgems.selective": True,
+    "fedgems.public-epochs": 1,
+    "fedgems.server-epochs": 1,
+    "attack.kind": "none",
+}
+FEDGEMS_HOMOGENEOUS = {
+    **{name: value for name, value in FEDGEMS.items() if name != "data.alpha"},
+    "data.partition": "iid",
+    "models.pool": "gems-resnet11",
+}
+EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4
+TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a round, Section 4.3
+
+
 @pytest.mark.parametrize(
     ("name", "dataset", "expected"),
     [
+        ("fedgems-cifar10", "cifar10", FEDGEMS),
+        ("fedgems-cifar100", "cifar100", FEDGEMS),
+        ("fedgems-cifar10-homogeneous", "cifar10", FEDGEMS_HOMOGENEOUS),
+        ("fedgems-cifar100-homogeneous", "cifar100", FEDGEMS_HOMOGENEOUS),
+        ("fedgems-cifar100,fedgems-eight", "cifar100", FEDGEMS | EIGHT),
+        ("fedgems-cifar10-homogeneous,fedgems-eight", "cifar10", FEDGEMS_HOMOGENEOUS | EIGHT),
+        ("fedgems-table8", "cifar10", FEDGEMS_HOMOGENEOUS | EIGHT | TABLE_8),
         ("table1-fmnist", "fashion-mnist", FEDTYPE),
         ("table1-cifar10", "cifar10", FEDTYPE),
         ("table1-cifar100", "cifar100", FEDTYPE),
@@ -167,6 +209,18 @@ def test_a_preset_has_the_papers_numbers(name, dataset, expected):
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in expected} == expected
     assert found["data.dataset"] == dataset
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if n.startswith("fedgems-cifar")])
+def test_fedgems_has_as_many_images_as_in_the_paper(name):
+    """Halves of 60,000 images, of which five of six are for training; 5,000 each for testing."""
+    data = resolve(read_preset(name)).run.data
+    training, testing = 50_000, 10_000  # CIFAR's own split
+    public = training * data.public_fraction
+    private = (training - public) * (1 - data.test_fraction)
+    assert public == private == 60_000 / 2 * 5 / 6 == 25_000
+    assert testing == 2 * 60_000 / 2 * 1 / 6
+    assert (data.max_samples, data.max_test_samples, data.public_dataset) == (0, 0, "")
 
 
 @pytest.mark.parametrize("alpha", [1, 0.5, 0.1])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fedhet.algorithms.selective import (
     LEAST_ENTROPY,
     Targets,
+    correct,
     entropy,
     fuse,
     fuse_all,
@@ -159,14 +160,25 @@ def test_nothing_asked_teaches_nothing():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000))
-def test_every_sample_is_in_one_part(seed):
+@given(st.integers(0, 10_000), st.booleans(), st.booleans())
+def test_every_sample_is_in_one_part(seed, self_training, self_distillation):
+    """Lines 5 to 12 of Algorithm 1; without a component (Table 5) as if its line were not there."""
     logits, labels = draw(seed, 1, 40)
     pooled = np.random.default_rng(seed).random(40) < 0.5
-    parts = split(torch.tensor(logits[0]), torch.tensor(labels), torch.tensor(pooled))
+    right = correct(torch.tensor(logits[0]), torch.tensor(labels))
+    parts = split(
+        right,
+        torch.tensor(pooled),
+        self_training=self_training,
+        self_distillation=self_distillation,
+    )
     for i in range(40):
-        right = int(np.argmax(logits[0, i])) == labels[i]
-        expected = [right, not right and pooled[i], not right and not pooled[i]]
+        if self_training and max(range(CLASSES), key=lambda c: logits[0, i, c]) == labels[i]:
+            expected = [True, False, False]
+        elif self_distillation and pooled[i]:
+            expected = [False, True, False]
+        else:
+            expected = [False, False, True]
         assert [bool(part[i]) for part in parts] == expected
 
 
@@ -175,6 +187,22 @@ def test_a_lesson_keeps_what_it_is_told_to():
     lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
     assert lesson.known.tolist() == [False, False, True, False]
     assert lesson.logits.tolist() == [[0, 0], [0, 0], [1, 2], [0, 0]]
+
+
+def test_a_copy_of_a_lesson_is_its_own():
+    lesson = Targets.none(2, 2, torch.device("cpu"))
+    every = torch.tensor([0, 1]), torch.ones(2, 2), torch.tensor([True, True])
+    lesson.copy().keep(*every)
+    assert not lesson.known.any()
+    assert not lesson.logits.any()
+
+
+def test_of_two_lessons_each_sample_has_one():
+    one = Targets(torch.tensor([[1.0], [2], [3]]), torch.tensor([True, False, True]))
+    other = Targets(torch.tensor([[4.0], [5], [6]]), torch.tensor([False, True, True]))
+    both = one.where(torch.tensor([True, True, False]), other)
+    assert both.logits.flatten().tolist() == [1, 2, 6]
+    assert both.known.tolist() == [True, False, True]
 
 
 def reference_loss(logits, labels, teacher, taught, epsilon):
@@ -209,3 +237,36 @@ def test_no_gradient_flows_into_the_teacher_nor_from_it_to_the_untaught():
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).float()
     expected = torch.where(taught.unsqueeze(1), q - p, q - one_hot) / 6
     torch.testing.assert_close(own.grad, expected)
+
+
+def least_loss(label, teacher, epsilon):
+    """Return the prediction at which Eq. 5's gradient is 0, found by descent on its logits."""
+    own = np.zeros(CLASSES)
+    for _ in range(4000):
+        wanted = (1 - epsilon) * softmax(teacher)
+        wanted[label] += epsilon
+        own -= softmax(own) - wanted
+    return own
+
+
+@pytest.mark.parametrize("epsilon", [0.51, 0.75, 0.9])
+@pytest.mark.parametrize("seed", range(4))
+def test_above_one_half_no_teacher_outweighs_the_label(seed, epsilon):
+    """What fits Eq. 5 best predicts epsilon + (1 - epsilon) p(label), whatever the logits say."""
+    rng = np.random.default_rng(seed)
+    label, scale = int(rng.integers(CLASSES)), 10.0 ** rng.integers(0, 3)
+    teacher = (scale * rng.normal(size=CLASSES)).astype(np.float32)
+    teacher[label] = teacher.min() - 5
+    own = torch.tensor(least_loss(label, teacher, epsilon)[None], requires_grad=True)
+    each = torch.tensor([label]), torch.tensor(teacher[None]), torch.tensor([True])
+    taught_loss(own, *each, epsilon).backward()
+    torch.testing.assert_close(own.grad, torch.zeros_like(own), atol=2e-3, rtol=0)
+    found = softmax(own.detach().numpy()[0])
+    assert found.argmax() == label
+    expected = epsilon + (1 - epsilon) * softmax(teacher)[label]
+    assert found[label] == pytest.approx(expected, abs=5e-3)
+
+
+def test_below_one_half_a_sure_teacher_outweighs_the_label():
+    teacher = np.array([9.0, 0, 0, 0, 0], np.float32)
+    assert least_loss(2, teacher, 0.25).argmax() == 0

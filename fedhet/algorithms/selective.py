@@ -34,6 +34,15 @@ class Targets:
         self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
         self.known[rows] |= where
 
+    def copy(self) -> Targets:
+        """Return a copy that `keep` changes alone."""
+        return Targets(self.logits.clone(), self.known.clone())
+
+    def where(self, chosen: Tensor, other: Targets) -> Targets:
+        """Return these targets for the samples in `chosen`, bool [N], and `other` for the rest."""
+        logits = torch.where(chosen.unsqueeze(1), self.logits, other.logits)
+        return Targets(logits, torch.where(chosen, self.known, other.known))
+
 
 def entropy(logits: Tensor) -> Tensor:
     """Return H(p), Eq. 3, of the predictions p = softmax(logits), [..., C] -> [...]."""
@@ -70,14 +79,26 @@ def fuse_all(logits: Tensor) -> Targets:
     return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
-def split(logits: Tensor, labels: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the masks of S1, S2 and S3 of Section 3.3, each bool [N].
+def correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return S_Correct of Section 3.3.1 as a mask, bool [N]: logits [N, C] that predict labels [N].
 
-    S1: predicted correctly. S2: wrong, but in the pool of global logits (`pooled`, bool [N]). S3:
-    wrong, and not in the pool.
+    Their logits enter the pool of global logits.
     """
-    right = logits.argmax(1) == labels
-    return right, ~right & pooled, ~right & ~pooled
+    return logits.argmax(1) == labels
+
+
+def split(
+    right: Tensor, pooled: Tensor, *, self_training: bool = True, self_distillation: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the masks of S1, S2 and S3 of Section 3.3, each bool [N]; every sample is in one.
+
+    S1: predicted correctly (`right`, bool [N]). S2: wrong, but in the pool of global logits
+    (`pooled`, bool [N]). S3: wrong, and not in the pool. Without self-training or self-distillation
+    (Table 5) S1 or S2 is empty, and its samples go the way of the others (lines 8 and 10).
+    """
+    first = right if self_training else torch.zeros_like(right)
+    second = ~first & pooled if self_distillation else torch.zeros_like(right)
+    return first, second, ~first & ~second
 
 
 def taught_loss(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -20,7 +21,8 @@ from fedhet.seeding import numpy_rng
 from fedhet.server.exchange import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.tables import AttackSettings
-from fedhet.wire.contract import Contract, Field, TensorField, poisonable
+from fedhet.wire.contract import Contract, Field, Sizes, TensorField, poisonable
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
@@ -39,12 +41,11 @@ class Benign:
     std: Array
 
 
-def far_vector(mean: Array, scale: float, rng: np.random.Generator) -> Array:
-    """Return theta' of Eq. 7: a random direction, `scale` times as long as the mean.
+def far_vector(mean: Array, scale: float, direction: Array) -> Array:
+    """Return theta' of Eq. 7: a vector along `direction`, `scale` times as long as the mean.
 
     The paper only says "significantly large"; the length is ours.
     """
-    direction = rng.standard_normal(mean.shape)
     length = np.linalg.norm(direction)
     return direction * (scale * np.linalg.norm(mean) / length if length else 0.0)
 
@@ -77,6 +78,8 @@ def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
+Rows = Mapping[str, Array]
+"""By the letter of an axis: the numbers of its rows in a larger set."""
 Step = Callable[..., Iterable[Reply]]
 """A step applied to a round's replies after they are checked and before the method gets them."""
 
@@ -106,15 +109,18 @@ class Attack:
         replies: Iterable[Reply],
         state: RoundState,
         check: Callable[[Reply], None],
+        sizes: Callable[[ClientInfo], Sizes],
     ) -> list[Reply]:
         """Return the replies, some poisoned; those that then violate the contract are dropped.
 
         `check` raises KnowledgeError for those. Only replies of clients that train are poisoned.
+        `sizes` returns those of a client's reply, of which the numbers of its rows are used.
         """
         honest = {reply.client.name: reply for reply in replies}
         targets = self.targets(round, state.selection.training)
         state.figures({"poisoned": float(len(targets & honest.keys()))})
-        said = self.poison(round, {name: r.knowledge for name, r in honest.items()}, targets)
+        rows = {name: sizes(honest[name].client).rows for name in targets & honest.keys()}
+        said = self.poison(round, {name: r.knowledge for name, r in honest.items()}, targets, rows)
         kept = []
         for name, reply in honest.items():
             with state.dropping(name):
@@ -129,22 +135,34 @@ class Attack:
         return {sorted(training)[index] for index in order[: self.count]}
 
     def poison(
-        self, round: int, replies: Mapping[str, Knowledge], targets: Set[str]
+        self,
+        round: int,
+        replies: Mapping[str, Knowledge],
+        targets: Set[str],
+        rows: Mapping[str, Rows] | None = None,
     ) -> dict[str, Knowledge]:
         """Return the replies by client, with those of `targets` poisoned.
 
-        If all clients that replied are targets, their original replies count as benign.
+        If all clients that replied are targets, their original replies count as benign. `rows`: by
+        client, the numbers of rows that are some of a larger set (see `Sizes`).
         """
         benign = [replies[name] for name in sorted(replies.keys() - targets)]
         struck = sorted(replies.keys() & targets)
         benign = benign or [replies[name] for name in struck]
         poisoned = dict(replies)
         for turn, name in enumerate(struck):
-            poisoned[name] = self._poisoned(round, replies[name], benign, len(struck), turn)
+            craft = partial(self._craft, malicious=len(struck), turn=turn)
+            numbers = (rows or {}).get(name, {})
+            poisoned[name] = self._poisoned(round, replies[name], benign, numbers, craft)
         return poisoned
 
     def _poisoned(
-        self, round: int, own: Knowledge, benign: Sequence[Knowledge], malicious: int, turn: int
+        self,
+        round: int,
+        own: Knowledge,
+        benign: Sequence[Knowledge],
+        numbers: Rows,
+        craft: Callable[[Benign, Array], Array],
     ) -> Knowledge:
         tensors = dict(own.tensors)
         for field in poisonable(self.sends):
@@ -153,19 +171,34 @@ class Attack:
             for name, value in own.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     known = _known(name, own, alike, ids)
-                    # Seeded by the tensor's name: a round's attackers all move in one direction.
-                    rng = numpy_rng(self.seed, "attack", round, name)
-                    crafted = self._craft(known, malicious, turn, rng)
+                    rows = own.tensors[ids] if ids else _numbers(field, numbers)
+                    crafted = craft(known, self._direction(round, name, value.shape, rows))
                     if name.endswith("running_var"):  # a negative variance makes outputs NaN
                         crafted = crafted.clip(min=0)
                     tensors[name] = crafted.astype(value.dtype)
         return Knowledge(tensors, own.scalars)
 
-    def _craft(self, benign: Benign, malicious: int, turn: int, rng: np.random.Generator) -> Array:
+    def _direction(
+        self, round: int, name: str, shape: tuple[int, ...], rows: Array | None
+    ) -> Array:
+        """Return the direction of theta' (Eq. 7, 11) for a tensor, which all attackers share.
+
+        One for the run has a row of its own for each class or public sample in `rows` [shape[0]],
+        whichever of them a reply holds.
+        """
+        if self.settings.direction == "round":
+            return numpy_rng(self.seed, "attack", round, name).standard_normal(shape)
+        rng = numpy_rng(self.seed, "attack", "run", name)
+        if rows is None:
+            return rng.standard_normal(shape)
+        most = int(rows.max(initial=-1)) + 1
+        return rng.standard_normal((most, *shape[1:]))[rows]
+
+    def _craft(self, benign: Benign, direction: Array, *, malicious: int, turn: int) -> Array:
         """Return the malicious update of attacker number `turn`, counted from 0."""
         if self.settings.kind == "lie":
             return lie(benign, malicious)
-        far = far_vector(benign.mean, self.settings.scale, rng)
+        far = far_vector(benign.mean, self.settings.scale, direction)
         if self.settings.kind == "paf":
             return paf(benign, far)
         return ofom(benign, far, second=turn % 2 == 1)
@@ -202,6 +235,13 @@ def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> 
     unknown = np.isnan(seen).all(0)
     seen[0, ...][unknown] = honest[unknown]
     return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
+
+
+def _numbers(field: Field, numbers: Rows) -> Array | None:
+    """Return the numbers of a field's rows in a larger set, if its first axis has such rows."""
+    if not isinstance(field, TensorField):
+        return None
+    return numbers.get(str(field.axes[0])) if field.axes else None
 
 
 def _ids(sends: Contract, field: Field) -> str:

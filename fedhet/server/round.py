@@ -50,6 +50,10 @@ class RoundState:
         self.good = self.formed = 0
         """After which round the server's last state was formed that clients proved able to use, and
         its last state at all; 0: before the first round."""
+        self.divergences = 0
+        """The rounds running in which the training of the server's own model diverged."""
+        self.learned_once = False
+        """Has a round's training or averaging on the server succeeded?"""
         self._workers = workers
         self._notice = notice
         self._lock = threading.Lock()
@@ -197,6 +201,23 @@ class RoundState:
         self.good = self.formed = self.record.round
         self._outcomes = {n: how for n, how in self._outcomes.items() if how == "silent"}
 
+    def diverged(self, fault: str, answered: Sequence[str]) -> None:
+        """Record that the server's training on the replies of these clients diverged.
+
+        Nobody is blamed: which of the replies made it diverge, if any did, cannot be told.
+        """
+        self.divergences += 1
+        self.figures({"diverged": 1.0})
+        self._notice(
+            f"the training of the server's model diverged in round {self.record.round} ({fault}): "
+            f"its weights of before stand, and what it learned from {', '.join(answered)} in this "
+            "round is dropped"
+        )
+
+    def learned(self) -> None:
+        """Record that the server has learned from the round's replies."""
+        self.divergences, self.learned_once = 0, True
+
     def enter_standing(self, members: Collection[str]) -> list[str]:
         """Enter how the clients fared in the round; return whom the method must forget."""
         fared = {name: self._outcomes.get(name) for name in (*self.record.asked, *self._outcomes)}
@@ -231,6 +252,8 @@ class RoundState:
                 "usual": self.usual,
                 "good": self.good,
                 "formed": self.formed,
+                "divergences": self.divergences,
+                "learned_once": self.learned_once,
             }
         )
 
@@ -242,6 +265,7 @@ class RoundState:
         self.standing.load_dict(known["standing"])
         self.usual = {field: float(size) for field, size in known["usual"].items()}
         self.good, self.formed = int(known["good"]), int(known["formed"])
+        self.divergences, self.learned_once = int(known["divergences"]), bool(known["learned_once"])
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome:

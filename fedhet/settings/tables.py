@@ -263,6 +263,11 @@ class EngineSettings(ComputeSettings):
         description="rounds running after which a client that does not answer is asked only now "
         "and then; 0 = it is asked in every round",
     )
+    divergences: CountOrNone = Field(
+        3,
+        description="rounds running in which the training of the server's own model diverges, "
+        "after which the run ends; 0 = never",
+    )
 
 
 class AttackSettings(Schema):
@@ -276,6 +281,11 @@ class AttackSettings(Schema):
     )
     scale: Positive = Field(
         10.0, description="paf, ofom: length of what is added, in lengths of the benign mean"
+    )
+    direction: Literal["round", "run"] = Field(
+        "round",
+        description="paf, ofom: is the direction of what is added drawn for each round, or once "
+        "for the run?",
     )
 
     @model_validator(mode="after")

@@ -96,11 +96,13 @@ class Sizes:
     """The sizes against which the fields of a message are checked.
 
     `axes`: the run's sizes by letter, e.g. {"C": 10, "D": 64}; `models`: for each WeightsField, the
-    tensors of its model.
+    tensors of its model; `rows`: for a letter whose rows are some of a larger set, such as the
+    public samples, their numbers in it.
     """
 
     axes: Mapping[str, int]
     models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
+    rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
 
 
 @dataclass(frozen=True)
