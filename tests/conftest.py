@@ -11,15 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread
 PROCESSES = {
     "test_cli",
     "test_deploy",
-    "test_docker",
     "test_faults",
     "test_hosts",
     "test_outside",
-    "test_resume",
     "test_run",
     "test_slow",
 }
-"""Files whose tests start Ray, a deployment or whole runs, each of which wants the machine."""
+"""Files whose tests start Ray or a deployment, each of which wants the machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
