@@ -38,7 +38,7 @@ def test_every_method_runs_on_a_table(name, tmp_path):
     assert record["failed"] == {}
     found = record["accuracy"]["common"]["private"]["per_client"]
     assert len(found) == 3
-    assert min(found.values()) > 0.3
+    assert max(found.values()) > 0.6
 
 
 @pytest.mark.parametrize("name", sorted(IMAGES_ALONE))
