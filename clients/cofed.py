@@ -245,9 +245,9 @@ class Trials:
     ) -> None:
         client, recipe = self.client, self.client.recipe
         own = {"optimizer": candidate.optimizer, "lr": candidate.lr, "keep_optimizer": False}
-        settings = client.training.model_copy(update=own)
+        settings, device = client.training.model_copy(update=own), client.compute.device
         recipe.begin(self.round)
-        with seeded(client.run.seed, client.info.name, self.round, "search"):
+        with seeded(client.run.seed, client.info.name, self.round, "search", device=device):
             optimizing = recipe.optimization(settings, model.parameters())
             train_epochs(
                 data.x,

@@ -31,6 +31,8 @@ PACKAGES = ("strategies", "clients")
 """The packages that hold the halves of the built-in methods."""
 TABLE_POOL = "mlp,mlp2,mlp3"
 """The default pool of models where the data is a table."""
+TABLE_MODEL = "mlp"
+"""The same for a method whose clients must have one architecture."""
 TABLE_POOL_OF_ANY = "sk-tree,sk-svm,sk-gam,sk-mlp"
 """The same for a method whose models need no gradients: CoFED's four kinds, Section 5.7."""
 HALVES = {"HetStrategy": "strategies.base", "HetClient": "clients.base"}
@@ -68,7 +70,7 @@ class MethodSpec:
     default_model: str = ""
     """The default model of all clients; empty: the usual pool."""
     table_model: str = ""
-    """The default model of all clients where the data is a table; empty: the usual pool of one."""
+    """The default model of all clients where the data is a table; empty: as for other methods."""
     table_settings: Mapping[str, str] = field(default_factory=dict)
     """Defaults of the method's own settings where the data is a table, by name: its models."""
     any_model: bool = False
@@ -81,9 +83,10 @@ class MethodSpec:
 
     def pool(self, *, table: bool) -> str:
         """Return the default pool of models, for images or for a table."""
-        if table:
-            return self.table_model or (TABLE_POOL_OF_ANY if self.any_model else TABLE_POOL)
-        return self.default_model or RunSettings().models.pool
+        if not table:
+            return self.default_model or RunSettings().models.pool
+        usual = TABLE_POOL_OF_ANY if self.any_model else TABLE_POOL
+        return self.table_model or (TABLE_MODEL if self.one_model else usual)
 
 
 @dataclass(frozen=True)

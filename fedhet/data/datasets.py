@@ -55,7 +55,7 @@ def is_table(name: str) -> bool:
     Of `npz:DIR` the head of the first file says so; a file that cannot be read says nothing.
     """
     kind, _, folder = name.partition(":")
-    return kind in _TABLES or (kind == "npz" and has_rows(folder))
+    return kind in _TABLES or (kind == "npz" and folder != "" and has_rows(folder))
 
 
 def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
