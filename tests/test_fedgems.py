@@ -439,6 +439,20 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
     assert all(np.isfinite(value).all() for value in after.values()), "as a checkpoint must be"
 
 
+def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
+    """One step leaves the loss as it was before it, and logits beyond what clients accept."""
+    config = unstable(
+        lr="1000000.0,0.001,0.001,0.001,0.001", batch_size=64, **{"fedgems.server-epochs": 1}
+    )
+    server = Server(config, tmp_path / "run")
+    before, notices = all_of(server), notices_of(server)
+    play(server, 1)
+    assert server.strategy.state.record.method["diverged"] == 1
+    assert all(np.array_equal(before[name], value) for name, value in all_of(server).items())
+    loss = float(notices[-1].partition("the loss is ")[2].partition(")")[0])
+    assert math.isfinite(loss)
+
+
 def test_rounds_that_diverge_count_only_if_they_are_running(tmp_path):
     """Every second round diverges: the run goes on, also past a restored checkpoint."""
     server = Server(unstable(rounds=9, divergences=2, outlier_factor=0.0), tmp_path / "run")
