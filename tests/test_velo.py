@@ -318,7 +318,7 @@ def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.least-separation": 0.4}],
+    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.least-separation": 0.1}],
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_restored_server_goes_on_bit_for_bit(tmp_path, changes, stop):
@@ -450,7 +450,7 @@ def test_a_run_with_several_features_a_class(tmp_path):
     assert all(0 <= each.get("separation", 0) <= 1 for each in figures)
     kept = [each["features_kept"] for each in figures]
     assert kept == [kept[0], 2 * kept[0], 3 * kept[0]]
-    assert (tmp_path / "run" / "report.html").exists()
+    assert "separation" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_up_to_the_first_training_velo_is_felo(tmp_path):
