@@ -14,7 +14,7 @@ from fedhet.algorithms.search import Candidate, adjusted, best, grid
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
-from fedhet.training import Score, batches
+from fedhet.training import Optimization, Score, batches
 from fedhet.wire.knowledge import Knowledge
 
 TASKS = {
@@ -108,6 +108,23 @@ def plain_training(model, space, x, y, candidate, epochs, size, order):
     return model
 
 
+def same_weights(ours, expected):
+    ours = getattr(ours, "network", ours).state_dict()  # without its restriction to the classes
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_the_rate_falls_after_each_epoch_from_where_it_was():
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    sgd = torch.optim.SGD([{"params": weights[:1], "lr": 0.8}, {"params": weights[1:], "lr": 0.4}])
+    lower = Optimization(sgd, torch.amp.GradScaler("cpu", enabled=False)).decaying(0.5)
+    seen = []
+    for epoch in range(3):
+        lower(epoch)
+        seen.append([group["lr"] for group in sgd.param_groups])
+    assert seen == [[0.8, 0.4], [0.4, 0.2], [0.2, 0.1]]
+
+
 def by_hand(model, space, x, y):
     with torch.no_grad():
         logits = model.eval()(x)[:, space]
@@ -116,19 +133,20 @@ def by_hand(model, space, x, y):
     return right, -F.cross_entropy(logits, target).item()
 
 
-def candidates_by_hand():
+def candidates_by_hand(decays):
     return [
         Candidate(o, r * (10 if o == "sgd" else 1), d)
-        for o, r, d in product(("adam", "sgd"), (0.0001, 0.003), (1.0, 0.5))
+        for o, r, d in product(("adam", "sgd"), (0.0001, 0.003), decays)
     ]
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_what_is_found_is_what_plain_torch_finds(tmp_path, index):
+@pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
+def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
     from clients.cofed import Trials
 
-    client = opened(tmp_path, index=index, **GRID)
+    tried = {**GRID, "cofed.search-decays": ",".join(map(str, decays))}
+    client = opened(tmp_path, index=index, **tried)
     space = client.space.tolist()
     trials = Trials(client, 1)
     held = {row.numpy().tobytes() for row in trials.held.x}
@@ -146,7 +164,7 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index):
         c: by_hand(
             local(c, client.x[~mask], client.y[~mask]), space, client.x[mask], client.y[mask]
         )
-        for c in candidates_by_hand()
+        for c in candidates_by_hand(decays)
     }
     expected = max(scored, key=scored.get)
     assert len(set(scored.values())) > 4
@@ -161,10 +179,7 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index):
     assert client.training.optimizer == expected.optimizer
     # The final training has all of the data.
     whole = local(expected, client.x, client.y)
-    for name, tensor in whole.state_dict().items():
-        torch.testing.assert_close(
-            client.models["private"].state_dict()[name], tensor, rtol=1e-3, atol=1e-4
-        )
+    same_weights(client.models["private"], whole)
 
     labels = np.full(len(client.public), 5, np.uint8)
     labels[:30] = np.resize(space, 30)
@@ -179,6 +194,8 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index):
         changed = Candidate(expected.optimizer, expected.lr * factor, expected.decay)
         order = client.generator(2, "update")
         model = plain_training(start, space, x, y, changed, 3, 40, order)
+        trials = Trials(client, 2)
+        same_weights(trials._updated(trials._trained(expected), changed), model)
         updated[factor] = by_hand(model, space, client.x[mask], client.y[mask])
     assert facts["search.update"] == max(updated, key=updated.get)
     assert client.training.lr == pytest.approx(expected.lr * facts["search.update"])
