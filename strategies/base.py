@@ -22,7 +22,7 @@ from fedhet.config.methods import MethodSpec
 from fedhet.config.resolve import Config
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
-from fedhet.errors import DataError, DivergedError, StateError
+from fedhet.errors import DataError, StateError
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured
 from fedhet.seeding import numpy_rng
@@ -30,7 +30,7 @@ from fedhet.server.attacks import attack_of
 from fedhet.server.exchange import Exchange, Reply, in_proportion
 from fedhet.server.members import Member, Members
 from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_sizes
-from fedhet.server.round import RoundState, Selection
+from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.rules import rules_of
 from fedhet.server.standing import Standing
 from fedhet.settings.tables import EngineSettings
@@ -190,7 +190,7 @@ class HetStrategy(Strategy):
         accepted = []
         sent = self._replies(results, failures)
         replies = self._attack(
-            server_round, sent, state=self.state, check=self._check, sizes=self.sizes
+            server_round, sent, state=self.state, check=self._exchange.check, sizes=self.sizes
         )
         factor = self.run.engine.outlier_factor
         for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
@@ -200,7 +200,8 @@ class HetStrategy(Strategy):
         if self.state.settle([reply.client.name for reply in accepted]):
             self._go_back()
         elif accepted:
-            self._aggregate(server_round, accepted)
+            with learning(self.state, self.run):
+                self.state.figures(self.aggregate(server_round, accepted))
         return NOTHING, dict(self.state.record.method)
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -256,27 +257,6 @@ class HetStrategy(Strategy):
             self.load_state_dict(kept)
         self.state.went_back()
 
-    def _aggregate(self, round: int, replies: Sequence[Reply]) -> None:
-        """Let the method aggregate. Raises StateError if its training diverges again and again."""
-        try:
-            self.state.figures(self.aggregate(round, replies))
-        except DivergedError as error:
-            self.state.diverged(str(error), [reply.client.name for reply in replies])
-            self._refuse_standstill(round)
-        else:
-            self.state.learned()
-
-    def _refuse_standstill(self, round: int) -> None:
-        """Raise StateError if the server's training has diverged too often, or in every round."""
-        times, limit = self.state.divergences, self.run.engine.divergences
-        never = round == self.run.rounds and not self.state.learned_once
-        if never or 0 < limit <= times:
-            raise StateError(
-                f"the training of the server's model has diverged {times} rounds running, up to "
-                f"round {round} ('engine.divergences'); a smaller 'training.lr', or "
-                "'training.clip', may help"
-            )
-
     def _instructions(
         self, round: int, selection: Selection
     ) -> Iterator[tuple[NamedProxy, Parameters]]:
@@ -312,9 +292,6 @@ class HetStrategy(Strategy):
             client, number = self.members[name].info, self.state.record.round
             with self.state.dropping(name):
                 yield self._exchange.read(number, client, answers[name], self.sizes(client))
-
-    def _check(self, reply: Reply) -> None:
-        self._exchange.check(reply, self.sizes(reply.client))
 
     def _evaluates(self, round: int) -> bool:
         return round % self.run.evaluate_every == 0 or round == self.run.rounds

@@ -17,7 +17,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
-from fedhet.algorithms.selective import Targets, correct, fuse, fuse_all, split, taught_loss
+from fedhet.algorithms.selective import (
+    Targets,
+    correct,
+    fuse,
+    fuse_all,
+    split,
+    targets_of,
+    taught_loss,
+)
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.data import refuse_overlap
@@ -303,7 +311,7 @@ class FedGemsStrategy(HetStrategy):
         `counts` becomes the sizes of S1, S2 and S3.
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
-        taught = self._taught(self.parts, self.pool, fused)
+        taught = targets_of(self.parts, self.pool, fused)
         logits = torch.tensor(self.logits, device=self.compute.device)
         pool.keep(torch.arange(len(self.y), device=self.compute.device), logits, self.right)
 
@@ -327,19 +335,11 @@ class FedGemsStrategy(HetStrategy):
             parts = self._split(right, recalled.known)
             counts.add_(torch.stack([part.sum() for part in parts]))
             helped = Targets(fused.logits[rows], fused.known[rows])
-            taught = self._taught(parts, recalled, helped)
+            taught = targets_of(parts, recalled, helped)
             pool.keep(rows, logits.detach(), right)
             return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
 
         return loss_of
-
-    def _taught(
-        self, parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets
-    ) -> Targets:
-        """Return the targets of samples in S1 (none), S2 (`recalled`) and S3 (`fused`, if any)."""
-        first, second, _ = parts
-        taught = recalled.where(second, fused)
-        return Targets(taught.logits, taught.known & ~first)
 
     def _is_usable(self, loss: float, logits: Array) -> bool:
         """Tell whether the trained model is finite, and its logits are ones that may travel."""

@@ -18,6 +18,7 @@ from fedhet.algorithms.selective import (
     fuse_all,
     reliability,
     split,
+    targets_of,
     taught_loss,
 )
 
@@ -197,12 +198,14 @@ def test_a_copy_of_a_lesson_is_its_own():
     assert not lesson.logits.any()
 
 
-def test_of_two_lessons_each_sample_has_one():
-    one = Targets(torch.tensor([[1.0], [2], [3]]), torch.tensor([True, False, True]))
-    other = Targets(torch.tensor([[4.0], [5], [6]]), torch.tensor([False, True, True]))
-    both = one.where(torch.tensor([True, True, False]), other)
-    assert both.logits.flatten().tolist() == [1, 2, 6]
-    assert both.known.tolist() == [True, False, True]
+def test_each_part_has_its_own_lesson():
+    recalled = Targets(torch.arange(5.0)[:, None], torch.tensor([True, True, False, True, True]))
+    fused = Targets(-torch.arange(5.0)[:, None], torch.tensor([True, True, True, True, False]))
+    parts = ([True, False, False, False, False], [False, True, True, False, False])
+    first, second = (torch.tensor(part) for part in parts)
+    found = targets_of((first, second, ~first & ~second), recalled, fused)
+    assert found.known.tolist() == [False, True, False, True, False]
+    assert found.logits[found.known].flatten().tolist() == [1, -3]
 
 
 def reference_loss(logits, labels, teacher, taught, epsilon):

@@ -179,7 +179,7 @@ NEW_KEYS = {
     "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
     "training.patience", "training.clip", "training.augment", "training.keep-optimizer",
     "data.labelled-least", "data.max-bytes", "engine.samples-cap", "engine.outlier-factor",
-    "engine.refusals", "engine.silences",
+    "engine.refusals", "engine.silences", "engine.divergences", "attack.direction",
 }  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
@@ -443,6 +443,7 @@ def test_the_choices_are_found():
         "engine.channels-last",
         "engine.backend",
         "attack.kind",
+        "attack.direction",
     }
 
 

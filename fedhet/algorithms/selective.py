@@ -38,11 +38,6 @@ class Targets:
         """Return a copy that `keep` changes alone."""
         return Targets(self.logits.clone(), self.known.clone())
 
-    def where(self, chosen: Tensor, other: Targets) -> Targets:
-        """Return these targets for the samples in `chosen`, bool [N], and `other` for the rest."""
-        logits = torch.where(chosen.unsqueeze(1), self.logits, other.logits)
-        return Targets(logits, torch.where(chosen, self.known, other.known))
-
 
 def entropy(logits: Tensor) -> Tensor:
     """Return H(p), Eq. 3, of the predictions p = softmax(logits), [..., C] -> [...]."""
@@ -99,6 +94,16 @@ def split(
     first = right if self_training else torch.zeros_like(right)
     second = ~first & pooled if self_distillation else torch.zeros_like(right)
     return first, second, ~first & ~second
+
+
+def targets_of(parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets) -> Targets:
+    """Return the targets of samples in S1 (none), S2 (`recalled`, Eq. 2) and S3 (`fused`, Eq. 5).
+
+    A sample without a target of its part's has none.
+    """
+    _, second, third = parts
+    logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)
+    return Targets(logits, (second & recalled.known) | (third & fused.known))
 
 
 def taught_loss(

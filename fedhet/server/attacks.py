@@ -108,13 +108,13 @@ class Attack:
         round: int,
         replies: Iterable[Reply],
         state: RoundState,
-        check: Callable[[Reply], None],
+        check: Callable[[Reply, Sizes], None],
         sizes: Callable[[ClientInfo], Sizes],
     ) -> list[Reply]:
         """Return the replies, some poisoned; those that then violate the contract are dropped.
 
         `check` raises KnowledgeError for those. Only replies of clients that train are poisoned.
-        `sizes` returns those of a client's reply, of which the numbers of its rows are used.
+        `sizes` returns those of a client's reply.
         """
         honest = {reply.client.name: reply for reply in replies}
         targets = self.targets(round, state.selection.training)
@@ -125,7 +125,7 @@ class Attack:
         for name, reply in honest.items():
             with state.dropping(name):
                 poisoned = reply.saying(said[name])
-                check(poisoned)
+                check(poisoned, sizes(reply.client))
                 kept.append(poisoned)
         return kept
 

@@ -16,10 +16,18 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
+from fedhet.errors import (
+    DivergedError,
+    FedhetError,
+    KnowledgeError,
+    StateError,
+    one_line,
+    words_of,
+)
 from fedhet.runs.records import Accuracy, Measured, RoundRecord, relative, spread, summarise
 from fedhet.server.outliers import Sizes, medians
 from fedhet.server.standing import Outcome, Standing
+from fedhet.settings.tables import RunSettings
 
 
 @dataclass(frozen=True)
@@ -201,17 +209,18 @@ class RoundState:
         self.good = self.formed = self.record.round
         self._outcomes = {n: how for n, how in self._outcomes.items() if how == "silent"}
 
-    def diverged(self, fault: str, answered: Sequence[str]) -> None:
-        """Record that the server's training on the replies of these clients diverged.
+    def diverged(self, fault: str) -> None:
+        """Record that the server's training on the round's replies diverged.
 
         Nobody is blamed: which of the replies made it diverge, if any did, cannot be told.
         """
         self.divergences += 1
         self.figures({"diverged": 1.0})
+        clients = ", ".join(self.record.answered)
         self._notice(
             f"the training of the server's model diverged in round {self.record.round} ({fault}): "
-            f"its weights of before stand, and what it learned from {', '.join(answered)} in this "
-            "round is dropped"
+            f"its weights of before stand, and what it learned from {clients} in this round is "
+            "dropped"
         )
 
     def learned(self) -> None:
@@ -266,6 +275,28 @@ class RoundState:
         self.usual = {field: float(size) for field, size in known["usual"].items()}
         self.good, self.formed = int(known["good"]), int(known["formed"])
         self.divergences, self.learned_once = int(known["divergences"]), bool(known["learned_once"])
+
+
+@contextlib.contextmanager
+def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
+    """Record whether the server learns from the round's replies, or its training diverges.
+
+    The block does so if it raises DivergedError. Raises StateError if the training has diverged in
+    'engine.divergences' rounds running, or in every round that there was up to the last.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        state.diverged(str(error))
+        never = state.record.round == run.rounds and not state.learned_once
+        if never or 0 < run.engine.divergences <= state.divergences:
+            raise StateError(
+                f"the training of the server's model has diverged {state.divergences} rounds "
+                f"running, up to round {state.record.round} ('engine.divergences'); a smaller "
+                "'training.lr', or 'training.clip', may help"
+            ) from error
+    else:
+        state.learned()
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome:
