@@ -12,7 +12,7 @@ from typing import ClassVar
 from fedhet.algorithms.averaging import average_weights
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
-from fedhet.models import build
+from fedhet.models import HetModel, build
 from fedhet.models.parts import Part, arrays_of, shapes_of
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -59,12 +59,12 @@ class FedAvgStrategy(HetStrategy):
     def init(self) -> None:
         """Start from a new model."""
         task, own = self.task, self.settings
-        self.model = build(
+        model = build(
             task.model, task.shape, task.classes, seed=self.run.seed, feature_dim=own.width
         )
-        self._instruct_all({"weights": arrays_of(self.model, own.part), **self.beside_weights()})
+        self._instruct_all({"weights": arrays_of(model, own.part), **self.beside_weights(model)})
 
-    def beside_weights(self) -> dict[str, dict[str, Array]]:
+    def beside_weights(self, model: HetModel) -> dict[str, dict[str, Array]]:
         """Return other groups of tensors that are sent and averaged, as they are at the start."""
         return {}
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedhet.algorithms.local_models import LEAST_SCALE, START_SCALE
 from fedhet.arrays import Array
-from fedhet.models import trained_shapes
+from fedhet.models import HetModel, trained_shapes
 from fedhet.settings.schema import NonNegative
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -53,9 +53,9 @@ class PFedBayesStrategy(FedAvgStrategy):
         )
     )
 
-    def beside_weights(self) -> dict[str, dict[str, Array]]:
+    def beside_weights(self, model: HetModel) -> dict[str, dict[str, Array]]:
         """Return the standard deviations, all alike at the start."""
-        trained = self.model.named_parameters()
+        trained = model.named_parameters()
         return {
             "scale": {name: np.full(tuple(p.shape), START_SCALE, np.float32) for name, p in trained}
         }

@@ -31,11 +31,6 @@ PLAIN = {
 """Gradient descent on all data: what a round computes does not depend on any draw."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def federation(method, **changes):
     return small(method, **{"clients": 3, **changes})
 
@@ -233,8 +228,8 @@ def test_pfedbayes_trains_means_and_scales_near_the_servers(tmp_path):
     assert moved[5e-3]["weights"] < 0.8 * moved[0.0]["weights"]
 
 
-def test_pfedbayes_draws_its_weights_anew_for_each_batch(tmp_path, monkeypatch):
-    """One pass with scales of 0.5 differs from one with the means, and the seed decides it."""
+def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
+    """A step with scales of 0.5 differs from one with the means, and the seed decides it."""
     chosen = {**PLAIN, "training.local-epochs": 1}
     replies = []
     for number in range(2):
@@ -254,14 +249,13 @@ def test_pfedbayes_draws_its_weights_anew_for_each_batch(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", PARTS)
 def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
-    """A step of no size: what travels is the server's then, and the rest the client's own."""
+    """At the start of a round, what travels is the server's, and the rest the client's own."""
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
     asked = server.ask(2)
     sent = told(asked).group("weights")
     for proxy, _ in asked:
         client = client_of(proxy)
-        client.recipe._round = 2
         kept = {n: v.clone() for n, v in client.network.state_dict().items()}
         client._joined(client.network, sent)
         state = client.network.state_dict()
