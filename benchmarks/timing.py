@@ -6,23 +6,30 @@ import statistics
 import time
 from collections.abc import Callable
 
+Clock = Callable[[], float]
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return how long `work` takes, in seconds."""
-    started = time.perf_counter()
+
+def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Return how long `work` takes, in seconds of a clock."""
+    started = clock()
     work()
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def ratios(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> list[float]:
+def ratios(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    pairs: int,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
     """Return ours over theirs, pair by pair, after one warm-up of each; sorted."""
     ours(), theirs()
     found = []
     for pair in range(pairs):
         if pair % 2:
-            reference, own = seconds(theirs), seconds(ours)
+            reference, own = seconds(theirs, clock), seconds(ours, clock)
         else:
-            own, reference = seconds(ours), seconds(theirs)
+            own, reference = seconds(ours, clock), seconds(theirs, clock)
         found.append(own / reference)
     return sorted(found)
 
