@@ -6,8 +6,6 @@ Server Models via Selective Knowledge Fusion.
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -16,7 +14,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.algorithms.selective import (
     Targets,
     correct,
@@ -29,21 +26,12 @@ from fedhet.algorithms.selective import (
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.data import refuse_overlap
-from fedhet.devices import compute_for
-from fedhet.errors import DivergedError
-from fedhet.models import ModelName, build, load_weights, to_arrays
-from fedhet.seeding import seeded, torch_generator
+from fedhet.models import ModelName, build
+from fedhet.server.learner import Learner
 from fedhet.settings.schema import Count, MethodSettings, kebab
-from fedhet.training import (
-    LossOfBatch,
-    Optimization,
-    all_finite,
-    logits_of,
-    optimization,
-    train_epochs,
-)
-from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, TensorField
-from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.training import LossOfBatch
+from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from strategies.base import HetStrategy, Reply
 
@@ -139,29 +127,21 @@ class FedGemsStrategy(HetStrategy):
 
     def init(self) -> None:
         """Build the server's model; the pool of global logits starts empty."""
-        # The thread count affects floating-point sums: fix it, as on the clients.
-        torch.set_num_threads(self.run.engine.threads)
-        self.compute = compute_for(self.run.engine)
-        public = self.public_set(labelled=True)
+        public, task = self.public_set(labelled=True), self.task
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
-        self.x, self.y = self.compute.images(public.x), public.y.to(self.compute.device)
-        self.model = build(
-            self.settings.server_model, self.task.shape, self.task.classes, seed=self.run.seed
-        )
-        self.compute.place(self.model)
-        self.pool = Targets.none(len(self.y), self.task.classes, self.compute.device)
+        model = build(self.settings.server_model, task.shape, task.classes, seed=self.run.seed)
+        self.learner = Learner(model, self.run)
+        compute = self.learner.compute
+        self.x, self.y = compute.images(public.x), public.y.to(compute.device)
+        self.pool = Targets.none(len(self.y), task.classes, compute.device)
         """L_Global: each sample's logits from when it was last predicted correctly."""
-        self.logits = self._predict()
+        self.logits = self.learner.predict(self.x)
         """L_s, [N, C]: those of the self-evaluation before each round."""
         self.changed = np.zeros(len(self.y), np.int64)
         """The round after which each sample's logits last changed; 0: never sent."""
         self.held: dict[str, int] = {}
         """The round whose logits each client holds."""
-        self.plateau = Plateau()
-        """The error on the public set, which the schedule `plateau` follows."""
-        self.optimizer_state: dict[str, Tensor] = {}
-        """What the optimiser of the last round knew, if it is kept."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
@@ -171,7 +151,7 @@ class FedGemsStrategy(HetStrategy):
 
     def eval_models(self) -> dict[str, nn.Module]:
         """Return the server's model."""
-        return {"server": self.model}
+        return {"server": self.learner.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send L_s (line 17), or only its changes, and the samples to answer (line 11)."""
@@ -187,12 +167,8 @@ class FedGemsStrategy(HetStrategy):
             self.held |= {reply.client.name: version for reply in replies}
         answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
         fused = self._fused(torch.tensor(answers))
-        with seeded(self.run.seed, SERVER, round, device=self.compute.device):
-            counts, logits = self._train(round, fused)
-        before, self.logits = self.logits, logits
-        training = self.run.training
-        error = 1 - float((self.logits.argmax(1) == self.y.cpu().numpy()).mean())
-        self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
+        before = self.logits
+        counts, self.logits = self._train(round, fused)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         figures = self._figures(counts, fused)
         self._prepare()
@@ -202,13 +178,8 @@ class FedGemsStrategy(HetStrategy):
         """Return the model, the pool, its logits, and which round's logits each client holds."""
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
-        known = {name: tensor.cpu().numpy() for name, tensor in self.optimizer_state.items()}
-        # Before the first round that trains the least error is infinite, which no checkpoint holds.
-        plateau = {k: v for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
-            **grouped("model", to_arrays(self.model)),
-            **grouped("optimizer", known),
-            **grouped("plateau", {k: np.array(v) for k, v in plateau.items()}),
+            **self.learner.state_dict(),
             **grouped("pool", pool),
             **grouped("held", held),
             "logits": self.logits,
@@ -217,19 +188,16 @@ class FedGemsStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore what `state_dict` returned."""
-        load_weights(self.model, group(state, "model"))
+        self.learner.load_state_dict(state)
         pool = {k: torch.tensor(v) for k, v in group(state, "pool").items()}
-        self.pool = Targets(**{k: v.to(self.compute.device) for k, v in pool.items()})
+        self.pool = Targets(**{k: v.to(self.x.device) for k, v in pool.items()})
         self.held = {client: int(round) for client, round in group(state, "held").items()}
         self.logits, self.changed = state["logits"], state["changed"].copy()
-        kept = group(state, "optimizer")
-        self.optimizer_state = {k: torch.tensor(v).to(self.x.device) for k, v in kept.items()}
-        self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
         self._prepare()
 
     def _prepare(self) -> None:
         """Split the samples by the self-evaluation; choose those to ask clients about, S3."""
-        self.right = correct(torch.tensor(self.logits, device=self.compute.device), self.y)
+        self.right = correct(torch.tensor(self.logits, device=self.x.device), self.y)
         """The samples that the server predicts correctly, bool [N]."""
         self.parts = self._split(self.right, self.pool.known)
         """S1, S2 and S3, bool [N] each."""
@@ -278,33 +246,25 @@ class FedGemsStrategy(HetStrategy):
 
         Raises DivergedError with the model, the pool and the optimiser's state as they were.
         """
-        weights = copy.deepcopy(self.model.state_dict())
         pool = self.pool.copy()
-        counts = torch.zeros(3, device=self.compute.device)
+        counts = torch.zeros(3, device=self.x.device)
         by_batch = self.settings.split == "batch"
         lesson = self._lesson_by_batch if by_batch else self._lesson_by_round
-        loss_of = lesson(fused, pool, counts)
-        optimizing = self._optimization(round)
-        self.model.train()
-        loss = train_epochs(
+        logits = self.learner.train(
+            round,
             self.x,
-            torch.arange(len(self.y), device=self.compute.device),
-            loss_of,
-            optimizing,
+            torch.arange(len(self.y), device=self.x.device),
+            lesson(fused, pool, counts),
             epochs=self.settings.server_epochs,
-            batch_size=self.run.training.batch_size,
-            generator=torch_generator(self.run.seed, SERVER, round),
-            compute=self.compute,
             before_epoch=(lambda _: counts.zero_()) if by_batch else None,
+            error_of=self._error,
         )
-        logits = self._predict()
-        if not self._is_usable(loss, logits):
-            self.model.load_state_dict(weights)
-            raise DivergedError(f"the loss is {loss:.3g}")
         self.pool = pool
-        if self.run.training.keep_optimizer:
-            self.optimizer_state = optimizing.state(self.model)
         return counts.tolist(), logits
+
+    def _error(self, logits: Array) -> float:
+        """Return the share of the public samples on which logits [N, C] are wrong."""
+        return float((logits.argmax(1) != self.y.cpu().numpy()).mean())
 
     def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
         """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
@@ -313,12 +273,14 @@ class FedGemsStrategy(HetStrategy):
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
         taught = targets_of(self.parts, self.pool, fused)
-        logits = torch.tensor(self.logits, device=self.compute.device)
-        pool.keep(torch.arange(len(self.y), device=self.compute.device), logits, self.right)
+        logits = torch.tensor(self.logits, device=self.x.device)
+        pool.keep(torch.arange(len(self.y), device=self.x.device), logits, self.right)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             teacher, known = taught.logits[rows], taught.known[rows]
-            return taught_loss(self.model(x), self.y[rows], teacher, known, self.settings.epsilon)
+            return taught_loss(
+                self.learner.model(x), self.y[rows], teacher, known, self.settings.epsilon
+            )
 
         return loss_of
 
@@ -330,7 +292,7 @@ class FedGemsStrategy(HetStrategy):
         """
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            logits, labels = self.model(x).float(), self.y[rows]
+            logits, labels = self.learner.model(x).float(), self.y[rows]
             right = correct(logits, labels)
             recalled = Targets(pool.logits[rows], pool.known[rows])
             parts = self._split(right, recalled.known)
@@ -341,22 +303,6 @@ class FedGemsStrategy(HetStrategy):
             return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
 
         return loss_of
-
-    def _is_usable(self, loss: float, logits: Array) -> bool:
-        """Tell whether the trained model is finite, and its logits are ones that may travel."""
-        within = (np.abs(logits) <= MAX_MAGNITUDE).all()  # False for NaN
-        return math.isfinite(loss) and all_finite(self.model) and bool(within)
-
-    def _optimization(self, round: int) -> Optimization:
-        """Return an optimiser at the round's learning rate, with its kept state, if any."""
-        training, known = self.run.training, self.optimizer_state
-        factor = rate_factor(training, round, self.run.rounds)
-        if training.schedule == "plateau":
-            factor *= self.plateau.factor
-        now = training.model_copy(update={"lr": training.lr * factor})
-        made = optimization(self.model.parameters(), now, self.compute)
-        made.load_state(self.model, known)
-        return made
 
     def _figures(self, counts: Sequence[float], fused: Targets) -> dict[str, float]:
         """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""
@@ -369,6 +315,3 @@ class FedGemsStrategy(HetStrategy):
             "nobody_right": asked - float(fused.known.sum()),
             "upload_ratio": asked / len(self.y),
         }
-
-    def _predict(self) -> Array:
-        return logits_of(self.model, self.x, self.compute).cpu().numpy()

@@ -391,7 +391,7 @@ def gem_under(tmp_path, seed, **changes):
         server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
     x, y = server.strategy.common_test().x, server.strategy.common_test().y
     with torch.no_grad():
-        return (server.strategy.model.eval()(x).argmax(1) == y).float().mean().item()
+        return (server.strategy.learner.model.eval()(x).argmax(1) == y).float().mean().item()
 
 
 def test_an_attack_harms(tmp_path):

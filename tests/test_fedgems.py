@@ -248,7 +248,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     server = Server(config, tmp_path / "run")
     strategy, own = server.strategy, config.own.flat()
     public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
-    paper = PaperServer(strategy.model, public.x, public.y, strategy.run, own)
+    paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
         expected, instructed = paper.asked(), server.ask(number)
@@ -267,7 +267,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
         assert figures["asked"] == len(expected)
         seen |= {kind for kind, count in zip((1, 2, 3), counts, strict=True) if count}
         for name, tensor in paper.model.state_dict().items():
-            ours = strategy.model.state_dict()[name]
+            ours = strategy.learner.model.state_dict()[name]
             np.testing.assert_allclose(ours, tensor, rtol=2e-3, atol=2e-4)
         pool = strategy.pool
         assert pool.known.nonzero().flatten().tolist() == sorted(paper.l_global)
@@ -276,7 +276,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     assert seen == parts
     if chosen.get("schedule") == "plateau":
         factor = paper.optimizer.param_groups[0]["lr"] / config.run.training.lr
-        assert strategy.plateau.factor == pytest.approx(factor)
+        assert strategy.learner.plateau.factor == pytest.approx(factor)
         assert factor < 1
 
 
@@ -289,7 +289,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
         server = Server(fedgems(rounds=2, **changes), tmp_path / str(len(states)))
         for number in (1, 2):
             play(server, number)
-        states.append(server.strategy.model.state_dict())
+        states.append(server.strategy.learner.model.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=0)
 
@@ -478,17 +478,17 @@ def test_before_the_server_has_trained_it_has_nothing_to_say(tmp_path):
 
 def frozen_but_for(strategy, rows_of_round):
     """Let the server's logits change in a few rows a round alone."""
-    predict = strategy._predict
+    predict = strategy.learner.predict
 
-    def changed():
+    def changed(x):
         number = strategy.state.record.round
         if number == 1:
-            return predict()
+            return predict(x)
         logits = strategy.logits.copy()
-        logits[rows_of_round[number]] = predict()[rows_of_round[number]]
+        logits[rows_of_round[number]] = predict(x)[rows_of_round[number]]
         return logits
 
-    strategy._predict = changed
+    strategy.learner.predict = changed
 
 
 def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
@@ -690,7 +690,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     strategy = server.strategy
     common = common_test(DataSpec.of(strategy.run))
     with torch.no_grad():
-        right = strategy.model.eval()(common.x).argmax(1) == common.y
+        right = strategy.learner.model.eval()(common.x).argmax(1) == common.y
     found = strategy.state.record.accuracy["common"]["server"]
     assert found.per_client == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()

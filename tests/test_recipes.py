@@ -449,13 +449,13 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path):
     factors = []
     for number in (1, 2, 3):
         server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
-        factors.append(server.strategy.plateau.factor)
+        factors.append(server.strategy.learner.plateau.factor)
     assert factors == pytest.approx([1, 0.1, 0.01])
     state = server.strategy.state_dict()
-    names = {name for name, _ in server.strategy.model.named_parameters()}
+    names = {name for name, _ in server.strategy.learner.model.named_parameters()}
     kept = {key.removeprefix("optimizer/") for key in state if key.startswith("optimizer/")}
     assert kept == {f"{name}/momentum_buffer" for name in names}
-    rate = server.strategy._optimization(3).optimizer.param_groups[0]["lr"]
+    rate = server.strategy.learner._optimization(3).optimizer.param_groups[0]["lr"]
     assert rate == pytest.approx(1e-32, rel=1e-6, abs=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,17 +38,30 @@ class Learner:
         self.model, self.run = model, run
         self.compute = compute_for(run.engine)
         self.compute.place(model)
-        self._plateau = Plateau()
-        """The training loss, which the schedule `plateau` follows."""
+        self.plateau = Plateau()
+        """What the schedule `plateau` follows: the training loss, or an error of its own."""
         self._known: dict[str, Tensor] = {}
         """What the optimiser of the last round knew, if it is kept."""
 
+    def predict(self, x: Tensor) -> Array:
+        """Return the logits [N, C] of x [N, ...]."""
+        return logits_of(self.model, x, self.compute).cpu().numpy()
+
     def train(
-        self, round: int, x: Tensor, y: Tensor, loss_of: LossOfBatch, *, epochs: int
+        self,
+        round: int,
+        x: Tensor,
+        y: Tensor,
+        loss_of: LossOfBatch,
+        *,
+        epochs: int,
+        before_epoch: Callable[[int], object] | None = None,
+        error_of: Callable[[Array], float] | None = None,
     ) -> Array:
         """Train on x [N, ...] and y [N] as `train_epochs` does; return the logits [N, C] of x.
 
-        Raises DivergedError, with the model as it was, if it or its logits are of no more use.
+        The schedule `plateau` follows `error_of` these logits, or the training loss. Raises
+        DivergedError, with the model as it was, if it or its logits are of no more use.
         """
         before = copy.deepcopy(self.model.state_dict())
         optimizing, seed = self._optimization(round), self.run.seed
@@ -62,19 +76,20 @@ class Learner:
                 batch_size=self.run.training.batch_size,
                 generator=torch_generator(seed, SERVER, round),
                 compute=self.compute,
+                before_epoch=before_epoch,
             )
-        logits = logits_of(self.model, x, self.compute).cpu().numpy()
+        logits = self.predict(x)
         within = bool((np.abs(logits) <= MAX_MAGNITUDE).all())  # False for NaN
         if not (math.isfinite(loss) and all_finite(self.model) and within):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss is {loss:.3g}")
-        self._learned(optimizing, loss)
+        self._learned(optimizing, error_of(logits) if error_of else loss)
         return logits
 
     def state_dict(self) -> dict[str, Array]:
         """Return the model, and what the next round's optimiser needs."""
-        # Before the first round that trains the least loss is infinite, which no checkpoint holds.
-        plateau = {k: np.array(v) for k, v in vars(self._plateau).items() if math.isfinite(v)}
+        # Before the first round that trains the least error is infinite, which no checkpoint holds.
+        plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
         known = {name: tensor.cpu().numpy() for name, tensor in self._known.items()}
         return {
             **grouped("model", to_arrays(self.model)),
@@ -87,11 +102,11 @@ class Learner:
         load_weights(self.model, group(state, "model"))
         kept = group(state, "optimizer")
         self._known = {k: torch.tensor(v).to(self.compute.device) for k, v in kept.items()}
-        self._plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
+        self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
 
-    def _learned(self, optimizing: Optimization, loss: float) -> None:
+    def _learned(self, optimizing: Optimization, error: float) -> None:
         training = self.run.training
-        self._plateau = self._plateau.after(loss, patience=training.patience, decay=training.decay)
+        self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
         if training.keep_optimizer:
             self._known = optimizing.state(self.model)
 
@@ -100,7 +115,7 @@ class Learner:
         training = self.run.training
         factor = rate_factor(training, round, self.run.rounds)
         if training.schedule == "plateau":
-            factor *= self._plateau.factor
+            factor *= self.plateau.factor
         now = training.model_copy(update={"lr": training.lr * factor})
         made = optimization(self.model.parameters(), now, self.compute)
         made.load_state(self.model, self._known)
