@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 
@@ -18,6 +19,12 @@ PROCESSES = {
     "test_slow",
 }
 """Files whose tests start Ray or a deployment, each of which wants the machine."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Set what a test may have changed: on the number of threads depend sums, and time."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from flwr.common import FitIns, FitRes
@@ -64,9 +66,10 @@ def training(run: RunSettings, **changes: object) -> RunSettings:
     return run.model_copy(update={"training": run.training.model_copy(update=changes)})
 
 
-def run(config: Config, directory: Path, watchers=()) -> dict:
-    """Run a simulation; return its summary."""
-    simulation.simulate(config, directory, watchers)
+def run(config: Config, directory: Path, watchers=(), *, report: bool = False) -> dict:
+    """Run a simulation; return its summary. Drawing its report takes longer than a small run."""
+    with nullcontext() if report else patch.object(simulation.report, "write"):
+        simulation.simulate(config, directory, watchers)
     return json.loads((directory / "summary.json").read_text())
 
 

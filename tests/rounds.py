@@ -79,3 +79,24 @@ def fitted(client: HetClient, number: int, knowledge: Knowledge) -> Arrays:
     arrays, _, metrics = client.fit(encode(envelope, knowledge), {})
     assert "error" not in metrics, metrics
     return decode(arrays, "test")[1].tensors
+
+
+def restored_server_says_the_same(config: Config, directory: Path) -> None:
+    """Check that a new server with the state of another one says the same, and forgets alike."""
+    server, other = (Server(config, directory / name) for name in ("one", "two"))
+    learn(server, 1)
+    other.strategy.load_state_dict(server.strategy.state_dict())
+    assert same(told(other.ask(2)).tensors, told(server.ask(2)).tensors)
+    for each in (server, other):
+        each.strategy.forget("client-1")
+    assert same(told(other.ask(3)).tensors, told(server.ask(3)).tensors)
+
+
+def reopened_client_goes_on(config: Config, directory: Path, *told_it: Knowledge) -> None:
+    """Check that a client opened again before its last round ends that round as it did before."""
+    client = opened(config, directory)
+    for number, knowledge in enumerate(told_it, 1):
+        learned = fitted(client, number, knowledge)
+    again = opened(config, directory, before=len(told_it))
+    assert same(fitted(again, len(told_it), told_it[-1]), learned)
+    assert same(state_of(again.network), state_of(client.network))

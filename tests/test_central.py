@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, records, run, small, without_times
+from federation import Server, client_of, records, run, small
 from flwr.common import Context, RecordDict, parameters_to_ndarrays
+from interruption import cut_and_resumed
 from torch.nn import functional as F
 
 from fedhet import server_app
 from fedhet.client.cache import open_client
-from fedhet.config.resolve import resolve
 from fedhet.data import DataSpec, client_data, labelled_parts, public_set
 from fedhet.deployment.flower_cli import submit
 from fedhet.errors import DataError, SettingsError
@@ -29,11 +27,6 @@ OWN_SPACES = {
     "superclasses": "0+1,2+3,4+5,6+7+8+9",
     "label-space": "2-2",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def federation(**changes):
@@ -250,7 +243,7 @@ def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
 def test_a_run_learns_more_than_alone(tmp_path):
     chosen = {"clients": 3, "rounds": 4, "local_epochs": 2, "alpha": 0.3, "models": "mlp"}
     alone = run(small("local", **chosen), tmp_path / "local")["accuracy"]["common"]["private"]
-    summary = run(small("central", **chosen), tmp_path / "central")
+    summary = run(small("central", **chosen), tmp_path / "central", report=True)
     assert set(summary["accuracy"]["personal"]) == {"global"}
     assert set(summary["accuracy"]["common"]) == {"global", "server"}
     together = summary["accuracy"]["common"]["global"]
@@ -259,28 +252,9 @@ def test_a_run_learns_more_than_alone(tmp_path):
     assert (tmp_path / "central" / "report.html").exists()
 
 
-class CutError(Exception):
-    pass
-
-
-class Cut:
-    def __getattr__(self, name):
-        return lambda *_: None
-
-    def round_started(self, number, asked):
-        if number == 3:
-            raise CutError
-
-
 def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
     config = federation(rounds=4, **{"training.keep-optimizer": True})
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [Cut()])
-    again = resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True})
-    run(again, tmp_path / "cut")
-    one, two = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut"))
-    assert without_times(one) == without_times(two)
+    cut_and_resumed(config, tmp_path)
     first, second = last_model(tmp_path / "whole"), last_model(tmp_path / "cut")
     assert all(torch.equal(first[name], second[name]) for name in first)
 

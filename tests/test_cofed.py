@@ -38,11 +38,6 @@ TASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def cofed(**changes):
     return small("cofed", **{"rounds": 10, **TASKS, **changes})
 

@@ -6,7 +6,6 @@ counts or compares.
 
 import itertools
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -44,15 +43,6 @@ DEVICES = [
         "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     ),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small batches gain nothing from threads, and lose much where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # References

@@ -38,11 +38,6 @@ from strategies.velo import VeloSettings
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def made(seed=0, width=WIDTH, classes=CLASSES, latent=LATENT, hidden=HIDDEN):
     with seeded(seed, "test"):
         return Cvae(width, classes, latent, hidden)
@@ -358,7 +353,6 @@ def test_the_state_has_all_that_decoding_needs():
 @pytest.fixture(scope="module")
 def features_of_digits():
     """Features [N, 64] and classes [N] of digits in a small network that was trained on them."""
-    torch.set_num_threads(1)
     data = load(DataSpec(dataset="digits"))
     x, y = data.train.x, data.train.y
     model = models.build("cnn2", tuple(x.shape[1:]), 10, seed=0, feature_dim=64)

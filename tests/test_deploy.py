@@ -10,7 +10,6 @@ import time
 
 import psutil
 import pytest
-import torch
 from federation import run, small, without_times
 
 from fedhet.config.methods import find_method, method_names
@@ -95,7 +94,6 @@ METHODS = [m if m == ORDINARY else pytest.param(m, marks=pytest.mark.slow) for m
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", METHODS)
 def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
-    torch.set_num_threads(1)
     config = of_method(method)
     deployment = LocalDeployment(tmp_path / "deployment", nodes=3)
     deployment.prepare()

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, run, small, without_times
+from federation import Server, client_of, small
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from interruption import cut_and_resumed
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.config.resolve import resolve
 from fedhet.data import DataSpec, public_set
 from fedhet.errors import DivergedError, SettingsError
 from fedhet.models import build
 from fedhet.wire.knowledge import decode, encode
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def federation(**changes):
@@ -300,28 +294,9 @@ def test_a_label_space_of_its_own(tmp_path):
         assert (moved > 0).nonzero()[0].tolist() == client.space.tolist()
 
 
-class CutError(Exception):
-    pass
-
-
-class Cut:
-    def __getattr__(self, name):
-        return lambda *_: None
-
-    def round_started(self, number, asked):
-        if number == 3:
-            raise CutError
-
-
 def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
     config = federation(rounds=4, clients=3, fraction=0.67, alpha=1.0, models="mlp", local_epochs=3)
-    summary = run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [Cut()])
-    again = resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True})
-    run(again, tmp_path / "cut")
-    one, two = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut"))
-    assert without_times(one) == without_times(two)
+    summary = cut_and_resumed(config, tmp_path)
     common = summary["accuracy"]["common"]
     assert set(common) == {"private", "global"}
     assert common["global"]["mean"] > 0.4

@@ -22,11 +22,6 @@ from fedhet.wire.knowledge import Knowledge, decode, encode
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def fedgems(**changes):
     return small("fedgems", **{**FEW, **changes})
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from rounds import PLAIN, SPACES, fitted, opened, same, state_of
-from test_resume import CutError, CutOff, resumed, same_but_for_the_name
+from interruption import cut_and_resumed
+from rounds import PLAIN, SPACES, fitted, opened, reopened_client_goes_on, same, state_of
 from torch.nn import functional as F
 
-from fedhet import simulate as simulation
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.arrays import grouped
 from fedhet.errors import KnowledgeError
@@ -21,13 +20,6 @@ from fedhet.wire.knowledge import Knowledge
 
 WIDTH = 12
 FULL = {"fedgkt.temperature": 2.0, "fedgkt.alpha": 0.7, "fedgkt.server-epochs": 4}
-
-
-@pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
-    """One thread, no report."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 def gkt(**changes):
@@ -318,13 +310,9 @@ def test_a_teacher_of_other_rows_is_refused_by_the_client(tmp_path):
 
 def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path):
     config = gkt(**{"training.keep-optimizer": True})
-    client = opened(config, tmp_path)
-    given = np.random.default_rng(0).normal(size=(len(client.y), 10)).astype(np.float32)
-    fitted(client, 1, Knowledge())
-    learned = fitted(client, 2, Knowledge({"logits": given}))
-    again = opened(config, tmp_path, before=2)
-    assert same(fitted(again, 2, Knowledge({"logits": given})), learned)
-    assert same(state_of(again.network), state_of(client.network))
+    samples = len(opened(config, tmp_path).y)
+    given = np.random.default_rng(0).normal(size=(samples, 10)).astype(np.float32)
+    reopened_client_goes_on(config, tmp_path, Knowledge(), Knowledge({"logits": given}))
 
 
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
@@ -351,11 +339,7 @@ def test_a_restored_server_goes_on_as_if_it_had_not_been_stopped(tmp_path):
 
 def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path):
     config = gkt(rounds=3, fraction=0.67, models="mlp,cnn2", **KEEPING)
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [CutOff(3, "before")])
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    cut_and_resumed(config, tmp_path)
 
 
 def test_a_client_that_left_has_no_logits(tmp_path):

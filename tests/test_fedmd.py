@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from rounds import PLAIN, SPACES, clients, fitted, learn, opened, said, same, state_of, told
-from test_resume import CutError, CutOff, resumed, same_but_for_the_name
+from interruption import cut_and_resumed
+from rounds import (
+    PLAIN,
+    SPACES,
+    clients,
+    fitted,
+    learn,
+    opened,
+    reopened_client_goes_on,
+    said,
+    same,
+    state_of,
+    told,
+)
 
 from clients.fedmd import Consensus
-from fedhet import simulate as simulation
 from fedhet.errors import SettingsError
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge
@@ -18,13 +29,6 @@ from fedhet.wire.knowledge import Knowledge
 METHODS = ("fedmd", "ds-fl", "cronus")
 FIELD = {"fedmd": "logits", "ds-fl": "probabilities", "cronus": "probabilities"}
 LOSSES = ("mae", "mse", "cross-entropy")
-
-
-@pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
-    """One thread, no report."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 def md(method, **changes):
@@ -326,25 +330,16 @@ def test_ds_fls_restored_server_goes_on_as_if_it_had_not_been_stopped(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path, method):
     config = md(method, **{"training.keep-optimizer": True})
-    client = opened(config, tmp_path)
     asked = {"asked": np.arange(10, dtype=np.uint8)}
     agreed = np.random.default_rng(0).dirichlet([1.0] * 10, 10).astype(np.float32)
     second = Knowledge({FIELD[method]: agreed, "rows": asked["asked"], **asked})
-    fitted(client, 1, Knowledge(asked))
-    learned = fitted(client, 2, second)
-    again = opened(config, tmp_path, before=2)
-    assert same(fitted(again, 2, second), learned)
-    assert same(state_of(again.network), state_of(client.network))
+    reopened_client_goes_on(config, tmp_path, Knowledge(asked), second)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path, method):
     config = md(method, rounds=3, fraction=0.67, models="mlp,cnn2", own_sample=15, **KEEPING)
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [CutOff(3, "before")])
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    cut_and_resumed(config, tmp_path)
 
 
 @pytest.mark.parametrize("method", METHODS)

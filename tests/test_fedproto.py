@@ -6,22 +6,27 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, run, small
-from rounds import PLAIN, SPACES, clients, fitted, learn, opened, said, same, state_of, told
+from rounds import (
+    PLAIN,
+    SPACES,
+    clients,
+    fitted,
+    learn,
+    opened,
+    reopened_client_goes_on,
+    restored_server_says_the_same,
+    said,
+    same,
+    state_of,
+    told,
+)
 from torch import nn
 
-from fedhet import simulate as simulation
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.errors import SettingsError
 from fedhet.runs.records import Measured
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge
-
-
-@pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
-    """One thread, no report."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 def fedproto(**changes):
@@ -305,23 +310,11 @@ def test_nothing_but_prototypes_travels(tmp_path):
 
 
 def test_a_restored_server_says_the_same(tmp_path):
-    server, other = (Server(fedproto(), tmp_path / name) for name in ("one", "two"))
-    learn(server, 1)
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    assert same(told(other.ask(2)).tensors, told(server.ask(2)).tensors)
-    for each in (server, other):
-        each.strategy.forget("client-1")
-    assert same(told(other.ask(3)).tensors, told(server.ask(3)).tensors)
+    restored_server_says_the_same(fedproto(), tmp_path)
 
 
 def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path):
-    config, knowledge = fedproto(), drawn(0)
-    client = opened(config, tmp_path)
-    fitted(client, 1, knowledge)
-    learned = fitted(client, 2, knowledge)
-    again = opened(config, tmp_path, before=2)
-    assert same(fitted(again, 2, knowledge), learned)
-    assert same(state_of(again.network), state_of(client.network))
+    reopened_client_goes_on(fedproto(), tmp_path, drawn(0), drawn(0))
 
 
 def test_settings():

@@ -23,11 +23,6 @@ def fedtype(**changes):
     return small("fedtype", **{**CHANGES, **changes})
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def client(tmp_path):
     return opened(fedtype(), tmp_path)

@@ -18,11 +18,6 @@ from strategies.base import Reply
 from strategies.felo import FeloStrategy
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def opened(tmp_path, **changes):
     config = small(local_epochs=2, models="mlp", **changes)
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))

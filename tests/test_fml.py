@@ -8,17 +8,9 @@ import torch
 from federation import Server, client_of, run, small
 from rounds import PLAIN, SPACES, clients, fitted, learn, opened, said, same, state_of, told
 
-from fedhet import simulate as simulation
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.errors import SettingsError
 from fedhet.models import build
-
-
-@pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
-    """One thread, no report."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 def fml(**changes):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, run, small, without_times
+from federation import Server, client_of, small
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from interruption import cut_and_resumed
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,7 +22,6 @@ from fedhet.algorithms.submodels import (
     query_statistics,
     scaling,
 )
-from fedhet.config.resolve import resolve
 from fedhet.devices import CPU
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays
@@ -32,11 +31,6 @@ from fedhet.wire.knowledge import decode, encode
 SHAPE = (3, 32, 32)
 MODELS = ("mlp2", "cnn2", "cnn3-dropout", "resnet18")
 WIDTHS = (0.5, 0.0625)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def federation(**changes):
@@ -334,29 +328,10 @@ def test_a_label_space_of_its_own(tmp_path, mask):
         assert ("labels" in said(result).tensors) == mask
 
 
-class CutError(Exception):
-    pass
-
-
-class Cut:
-    def __getattr__(self, name):
-        return lambda *_: None
-
-    def round_started(self, number, asked):
-        if number == 3:
-            raise CutError
-
-
 def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
     chosen = {"rounds": 4, "clients": 3, "fraction": 0.67, "alpha": 1.0, "local_epochs": 3}
     config = federation(**chosen, **{"heterofl.levels": "a,b", "max-samples": 400})
-    summary = run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [Cut()])
-    again = resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True})
-    run(again, tmp_path / "cut")
-    one, two = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut"))
-    assert without_times(one) == without_times(two)
+    summary = cut_and_resumed(config, tmp_path)
     common = summary["accuracy"]["common"]
     assert set(common) == {"private", "global"}
     assert common["global"]["mean"] > 0.5

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from federation import Server, records, run, small
 from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
 
@@ -25,14 +24,9 @@ HOSTILE = "client-1"
 
 
 @pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
-    """One thread, no report, whose figures take longer than these runs, and no bound on numbers.
-
-    The contract's own bound has tests of its own, and would refuse these replies before all else.
-    """
-    torch.set_num_threads(1)
+def _unbounded(monkeypatch):
+    """No bound on numbers, which has tests of its own, and would refuse these replies first."""
     monkeypatch.setattr(contract, "MAX_MAGNITUDE", float("inf"))
-    monkeypatch.setattr(simulation.report, "write", lambda directory: None)
 
 
 class Huge(simulation.InlineProxy):
@@ -139,7 +133,6 @@ def without(tmp_path_factory):
         if method not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(simulation, "InlineProxy", Silent)
-                patch.setattr(simulation.report, "write", lambda directory: None)
                 summary = run(five(method), tmp_path_factory.mktemp(method) / "run")
             known[method] = accuracy_of(method, summary)
         return known[method]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -30,15 +29,6 @@ from strategies.fedtype import FedTypeSettings, proxy_sizes
 X = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 10
 NETS = ["mlp", "cnn2", "gems-resnet11"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small batches gain nothing from threads, and lose much where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def net(name="mlp", seed=0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,15 +23,6 @@ HEAVY = {"resnet101", "resnet152", "vgg13", "vgg16", "vgg19", "gems-resnet110"}
 LIGHT = [name for name in NAMES if name not in HEAVY]
 SAMPLE = ["mlp", "cnn2", "resnet9", "resnet10", "gems-resnet11", "mobilenet-v3-small"]
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small batches gain nothing from threads, and lose much where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def smallest(name: str) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
-from test_resume import CutError, CutOff, resumed, same_but_for_the_name
+from interruption import cut_and_resumed
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
@@ -25,11 +25,6 @@ from fedhet.seeding import torch_generator
 from fedhet.settings.deal import training_of
 from fedhet.settings.tables import TrainingSettings
 from fedhet.training import batches, cross_entropy_of, optimization
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def draws(seed=0):
@@ -432,11 +427,7 @@ RECIPES = {
 def test_a_resumed_run_knows_its_optimisers_and_its_plateau(tmp_path, method):
     changes = {"models": "mlp", "max_samples": 200, "lr": 0.03, "keep_optimizer": True}
     config = small(method, rounds=4, fraction=0.75, **changes, **RECIPES[method])
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [CutOff(3, "after")])
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    cut_and_resumed(config, tmp_path, moment="after")
     assert len(records(tmp_path / "cut")) == 4
 
 
@@ -570,7 +561,7 @@ def test_a_nodes_own_settings_go_before_the_runs():
 @pytest.mark.parametrize("method", ["local", "fedtype", "cofed"])
 def test_without_test_splits_the_common_set_judges(tmp_path, method):
     config = small(method, test_fraction=0.0, models="mlp", max_samples=200)
-    summary = run(config, tmp_path / "run")
+    summary = run(config, tmp_path / "run", report=True)
     assert set(summary["accuracy"]) == {"common"}
     assert summary["headline"] == "common"
     assert (tmp_path / "run" / "report.html").exists()

@@ -14,56 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import SMALL, each, records, run, small, without_times
+from federation import SMALL, each, run, small
+from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
 from fedhet.config.methods import method_names
-from fedhet.config.resolve import Config, resolve
+from fedhet.config.resolve import resolve
 from fedhet.errors import StateError
 from fedhet.settings.tables import RunSettings
 from fedhet.storage import Checkpoints, save
 
 PYTHON = [sys.executable, "-m", "fedhet"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
-class CutError(Exception):
-    """The server is gone."""
-
-
-class CutOff:
-    """Ends the run at some moment of some round, as a crash would."""
-
-    def __init__(self, round: int, moment: str) -> None:
-        self.round, self.moment = round, moment
-
-    def __getattr__(self, name):
-        return lambda *_: None
-
-    def round_started(self, number, asked):
-        if (number, self.moment) == (self.round, "before"):
-            raise CutError
-
-    def round_finished(self, record):
-        # The record is written, the checkpoint is not.
-        if (record.round, self.moment) == (self.round, "after"):
-            raise CutError
-
-
-def resumed(config: Config, directory: Path) -> Config:
-    return resolve({**config.flat(), "out": str(directory), "resume": True})
-
-
-def same_but_for_the_name(directory, other):
-    """Compare all that two runs left behind, except times."""
-    one, two = (json.loads((d / "summary.json").read_text()) for d in (directory, other))
-    assert without_times(one) == without_times(two)
-    for left, right in zip(records(directory), records(other), strict=True):
-        aside = {"seconds": None, "peak_memory_mb": None}
-        assert {**left, **aside} == {**right, **aside}
 
 
 @pytest.fixture(scope="module", params=["felo", "fedtype"])

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from federation import Server, records, run, small, without_times
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
@@ -16,11 +15,6 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.errors import DataError, SettingsError, StateError
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,6 @@ GRID = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def opened(directory, models_="mlp", index=0, **changes):
     config = small("cofed", **{**TASKS, "models": models_, "local-epochs": 3, **changes})
     node = read_node({"partition-id": index, "num-partitions": 4}, config.run, str(directory))

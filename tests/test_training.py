@@ -30,14 +30,6 @@ def often(examples):
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 

@@ -34,11 +34,6 @@ def um(**changes):
     return small("um-pfssl", **{"models": MODEL, "clients": 5, "rounds": 6, **changes, **own})
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def weights(seed):
     state = models.build(MODEL, (1, 8, 8), 10, seed=seed).state_dict()
     return {name: tensor.numpy() for name, tensor in state.items()}

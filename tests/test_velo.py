@@ -25,11 +25,6 @@ CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3,
 CHEAP |= {"velo.least-separation": 0.0}  # as printed: so short a training tells nothing apart
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def velo(**changes):
     return small("velo", **{**CHEAP, "velo.share-weights": False, **changes})
 
@@ -442,7 +437,7 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 def test_a_run_with_several_features_a_class(tmp_path):
     changes = {"rounds": 3, "velo.interval": 2, "velo.samples-per-class": 2}
     changes |= {"velo.least-separation": 0.9}
-    summary = run(small("velo", **(CHEAP | changes)), tmp_path / "run")
+    summary = run(small("velo", **(CHEAP | changes)), tmp_path / "run", report=True)
     figures = [record["method"] for record in records(tmp_path / "run")]
     assert [r["answered"] for r in records(tmp_path / "run")] == [list(summary["models"])] * 3
     assert ["cvae_loss" in each for each in figures] == [False, True, False]

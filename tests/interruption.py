@@ -1,0 +1,62 @@
+"""Runs that are cut off as by a crash, and then resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from federation import records, run, without_times
+
+from fedhet.config.resolve import Config, resolve
+
+
+class CutError(Exception):
+    """The server is gone."""
+
+
+class CutOff:
+    """Ends the run at some moment of some round, as a crash would."""
+
+    def __init__(self, round: int, moment: str) -> None:
+        self.round, self.moment = round, moment
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+    def round_started(self, number, asked):
+        if (number, self.moment) == (self.round, "before"):
+            raise CutError
+
+    def round_finished(self, record):
+        # The record is written, the checkpoint is not.
+        if (record.round, self.moment) == (self.round, "after"):
+            raise CutError
+
+
+def resumed(config: Config, directory: Path) -> Config:
+    return resolve({**config.flat(), "out": str(directory), "resume": True})
+
+
+def same_but_for_the_name(directory, other):
+    """Compare all that two runs left behind, except times."""
+    one, two = (json.loads((d / "summary.json").read_text()) for d in (directory, other))
+    assert without_times(one) == without_times(two)
+    for left, right in zip(records(directory), records(other), strict=True):
+        aside = {"seconds": None, "peak_memory_mb": None}
+        assert {**left, **aside} == {**right, **aside}
+
+
+def cut_and_resumed(
+    config: Config, directory: Path, round: int = 3, moment: str = "before"
+) -> dict[str, object]:
+    """Make a run, the same run cut off and resumed, and compare both; return the summary.
+
+    They are in the folders `whole` and `cut` of `directory`.
+    """
+    summary = run(config, directory / "whole")
+    with pytest.raises(CutError):
+        run(config, directory / "cut", [CutOff(round, moment)])
+    run(resumed(config, directory / "cut"), directory / "cut")
+    same_but_for_the_name(directory / "whole", directory / "cut")
+    return summary
