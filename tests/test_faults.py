@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -89,14 +90,14 @@ def training(deployment: LocalDeployment, index: int) -> psutil.Process:
     """Wait until a site's client process is at work; return it."""
 
     def at_work():
-        for process in psutil.Process(node.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
+        node = deployment.processes[site_name(index)]  # anew: it may be restarted meanwhile
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(node.pid).children(recursive=True):
                 alive = process.status() != psutil.STATUS_ZOMBIE
                 if alive and "clientapp" in process.name() and process.cpu_times().user > 5:
                     return process
         return None
 
-    node = deployment.processes[site_name(index)]
     return until(at_work)
 
 
@@ -107,7 +108,11 @@ def states(deployment: LocalDeployment, index: int) -> list[str]:
 
 def kill_node(deployment: LocalDeployment, index: int) -> None:
     """Kill -9 a node and all it has started, as a power cut would."""
-    node = deployment.processes.pop(site_name(index))
+    kill_tree(deployment.processes.pop(site_name(index)))
+
+
+def kill_tree(node: psutil.Popen) -> None:
+    """Kill -9 a node and all it has started; it ends as a container does with its first process."""
     for process in [*psutil.Process(node.pid).children(recursive=True), node]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -135,6 +140,25 @@ def taken_in(deployment: LocalDeployment, index: int) -> bool:
 
 def ended(node: psutil.Popen) -> bool:
     return node.poll() is not None
+
+
+@contextlib.contextmanager
+def restarted_at_once(deployment: LocalDeployment, index: int) -> Iterator[None]:
+    """Start a site's node whenever it has ended, as Docker and systemd do."""
+
+    def keep() -> None:
+        while not over.wait(0.5):
+            if ended(deployment.processes[site_name(index)]):
+                deployment.start_node(index)
+
+    over = threading.Event()
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
 
 
 def failed(record: dict) -> set[str]:
@@ -171,6 +195,26 @@ def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path)
     assert before == ["round-000001.safetensors"]
     assert states(deployment, 1)[-1] == "round-000005.safetensors"
     assert not any("left out" in line and "another task" in line for line in going.said)
+
+
+@pytest.mark.timeout(2700)
+def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment, tmp_path):
+    """Its new session is let in after up to 57 s, in which Flower need not see it gone."""
+    crashes, rounds = 10, 24
+    going = Run(deployment, tmp_path / "run", rounds=rounds, local_epochs=100, round_timeout=3600.0)
+    going.wait_for_round(2)
+    with restarted_at_once(deployment, 1):
+        for _ in range(crashes):
+            training(deployment, 1)
+            kill_tree(deployment.processes[site_name(1)])
+        found = going.end(2400.0)
+    usual = found[0]["seconds"]["total"]
+    waited = [record["seconds"]["total"] for record in found]
+    assert len(found) == rounds
+    assert max(waited) < 60 + 60 + 2 * usual, waited
+    assert sum(total > usual + 30 for total in waited) >= crashes / 2, "the crashes cost nothing?"
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
+    assert "client-1" in found[-1]["answered"]
 
 
 def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path):
