@@ -27,7 +27,7 @@ slow: install    ## the longer tests
 	$(BIN)/python -m pytest -m slow
 
 fuzz: install    ## a million damaged replies, each refused or within the contract
-	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest tests/test_fuzz.py
+	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest --timeout 0 tests/test_fuzz.py
 
 lint: install    ## ruff
 	$(BIN)/ruff check .
