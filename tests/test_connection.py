@@ -53,3 +53,21 @@ def test_a_refusal_comes_without_colours_and_frames(monkeypatch, tmp_path):
     with pytest.raises(FedhetError) as caught:
         Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
     assert str(caught.value) == "`flwr list` failed: Error Connection is unavailable. x"
+
+
+def test_a_server_that_has_just_started_is_tried_again(monkeypatch, tmp_path):
+    refusal = '{"success": false, "error-message": "Connection to the SuperLink is unavailable. P"}'
+    left = [refusal, refusal, '{"run-id": 7}']
+    clock = iter(range(100))
+
+    def answer(*words, **options):
+        return subprocess.CompletedProcess([], 0, left.pop(0), "")
+
+    monkeypatch.setattr(connection.subprocess, "run", answer)
+    monkeypatch.setattr(connection.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(connection.time, "monotonic", lambda: next(clock))
+    assert Connection(tmp_path, "h:1", Path("ca.crt")).flwr("run") == '{"run-id": 7}'
+    left = [refusal] * 50
+    with pytest.raises(FedhetError, match="SuperLink is unavailable"):
+        Connection(tmp_path, "h:1", Path("ca.crt")).flwr("run")
+    assert len(left) > 20, "it is not tried for ever"

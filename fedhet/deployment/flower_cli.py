@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ _FLOWERS_OWN = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
+_UNREACHABLE = "Connection to the SuperLink is unavailable"
+PATIENCE = 15.0
+"""Seconds in which a server that has just started may be out of reach."""
 _OURS = re.compile(r"fedhet\.errors\.\w+: ")
 
 
@@ -95,10 +99,14 @@ class Connection:
 
     def flwr(self, *words: object) -> str:
         """Return the output of Flower's command line. Raises FedhetError if it fails."""
-        command = [program("flwr"), *map(str, words)]
-        done = subprocess.run(
-            command, env=self.environment(), capture_output=True, text=True, check=False
-        )
+        command, end = [program("flwr"), *map(str, words)], time.monotonic() + PATIENCE
+        while True:
+            done = subprocess.run(
+                command, env=self.environment(), capture_output=True, text=True, check=False
+            )
+            if _UNREACHABLE not in done.stdout + done.stderr or time.monotonic() > end:
+                break
+            time.sleep(1.0)
         if done.returncode != 0 or '"success": false' in done.stdout:
             said = " ".join(_FRAME.sub(" ", _COLOUR.sub("", done.stdout + done.stderr)).split())
             raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {said[-500:]}")
