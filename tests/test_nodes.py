@@ -62,9 +62,6 @@ class Grid:
             elif number in numbers and self.answers(message):
                 yield self.reply(message, number)
 
-    def send_and_receive(self, messages):
-        return [self.reply(message) for message in messages]
-
     def reply(self, message, number=""):
         said = {**SAYS, "name": self.claims[message.metadata.dst_node_id]}
         if message.metadata.message_type == "train":
@@ -180,6 +177,17 @@ def test_a_node_that_restarts_while_it_owes_an_answer_is_asked_again(grid):
     assert second.metadata.message_type == first.metadata.message_type
     assert second.metadata.ttl < first.metadata.ttl == 3600
     assert compat.recorddict_to_fitins(second.content, True).parameters.tensors == [b"weights"]
+
+
+def test_a_node_that_restarts_while_it_describes_itself_is_asked_again(grid, joining):
+    members, manager, notices = joining
+    members._timeout = 3600.0
+    grid.add(1, claims="site-a")
+    grid.meanwhile = lambda grid: restarts(grid, 3)
+    grid.answers = lambda message: len(grid.sent) == 2
+    assert list(members.present(manager)) == ["site-a"]
+    assert not notices
+    assert grid.clock.now < 60, "seconds until it was asked again and has answered"
 
 
 def test_a_node_that_restarts_again_is_asked_again_each_time(grid):

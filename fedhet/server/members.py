@@ -196,7 +196,8 @@ class Members:
         """Return the client's description, or an error message if there is none to be used."""
         started = time.monotonic()
         try:
-            answer = proxy.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
+            asked = asked_again(proxy)
+            answer = asked.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             self._silent.pop(proxy.cid, None)
             if answer.status.code != Code.OK:
                 return f"node {proxy.cid} is left out: {one_line(answer.status.message)[:300]}"
