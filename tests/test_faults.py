@@ -206,7 +206,9 @@ def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment,
     with restarted_at_once(deployment, 1):
         for _ in range(crashes):
             training(deployment, 1)
+            done = going.rounds_done()
             kill_tree(deployment.processes[site_name(1)])
+            until(lambda done=done: going.rounds_done() > done)  # a crash a round
         found = going.end(2400.0)
     usual = found[0]["seconds"]["total"]
     waited = [record["seconds"]["total"] for record in found]
