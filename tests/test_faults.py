@@ -147,7 +147,7 @@ def restarted_at_once(deployment: LocalDeployment, index: int) -> Iterator[None]
     """Start a site's node whenever it has ended, as Docker and systemd do."""
 
     def keep() -> None:
-        while not over.wait(0.5):
+        while not over.wait(3.0):
             if ended(deployment.processes[site_name(index)]):
                 deployment.start_node(index)
 
