@@ -149,7 +149,7 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
     if kind in _BY_FOLDER:
         place, read = _BY_FOLDER[kind]
         if not folder:
-            raise SettingsError(f"data.dataset = {name!r}: give the place, as in {kind}:{place}")
+            raise SettingsError(f"data.dataset = {name!r}: give the folder, as in {kind}:{place}")
         return lambda spec: read(folder, spec)
     close = nearest(name, [*_BY_NAME, *_BY_FOLDER])
     allowed = ", ".join(dataset_names())

@@ -124,8 +124,8 @@ def site_data(
     rows = find_rows(root, "train")
     if sum([(root / "train.npz").exists(), (root / "train").is_dir(), rows is not None]) != 1:
         raise DataError(
-            f"{root}: must hold one of train.npz, train/<class>/<images or .txt> and, of texts, "
-            "train.csv, .tsv or .jsonl (and test likewise)"
+            f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
+            "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
     is_text = rows is not None or _holds_texts(root / "train", spec)
     if rows is not None:
