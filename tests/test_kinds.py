@@ -87,7 +87,9 @@ def test_models_of_texts_word_by_word():
                     for at in range(len(text))
                 ]
                 parts.append(F.relu(torch.stack(each)).amax(0))
-            close(head["text-cnn"](torch.cat(parts)), model("text-cnn")(row[None])[0])
+            close(
+                head["text-cnn"](torch.stack(parts, 1).flatten()), model("text-cnn")(row[None])[0]
+            )
             for name in ("text-gru", "text-lstm"):
                 layer, v = model(name).extractor.layer, vectors_of(name, text)
                 close(head[name](layer(v)[0].amax(0)), model(name)(row[None])[0])
@@ -98,6 +100,24 @@ def test_models_of_texts_word_by_word():
 
 def close(left, right):
     assert torch.allclose(left, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in [*TEXTS, *SIGNALS] if MODELS[name].narrows])
+def test_a_narrow_model_is_the_leading_part_of_the_whole_one(name):
+    """Where all else is zero, both give the same logits (HeteroFL averages such parts)."""
+    shape = TEXT if name in TEXTS else (2, 32)
+    whole, part = (models.build(n, shape, 3, seed=0).eval() for n in (name, f"{name}-x0.5"))
+    state = whole.state_dict()
+    with torch.no_grad():
+        for key, small in part.state_dict().items():
+            if not small.ndim or "running" in key:
+                continue
+            leading = tuple(map(slice, small.shape))
+            small.copy_(state[key][leading])
+            state[key].zero_()
+            state[key][leading] = small
+        x = tokens([3, 24, 7], 24) if name in TEXTS else torch.randn(3, *shape)
+        close(whole(x), part(x))
 
 
 @pytest.mark.parametrize("name", SIGNALS)

@@ -329,7 +329,9 @@ def test_token_changes_keep_words_and_order():
         away = [abs(before.index(token) - place) for place, token in enumerate(after) if token]
         assert max(away) <= REACH
     assert (places != x).any()
-    assert strong_tokens(torch.ones(5, 1, dtype=torch.int64), torch.Generator()).tolist() == [[1]] * 5
+    assert (
+        strong_tokens(torch.ones(5, 1, dtype=torch.int64), torch.Generator()).tolist() == [[1]] * 5
+    )
 
 
 def test_a_signal_file_reads_as_it_is(tmp_path):

@@ -25,6 +25,8 @@ TXT = (".txt",)
 def read_texts(place: str, spec: DataSpec) -> Dataset:
     """Read PATH, as above. `Dataset.groups` is set if `data.by` names a column."""
     path = Path(place).expanduser()
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
     train = path if path.is_file() else find_rows(path, "train")
     if train is None:
         return _read_tree(path, spec)

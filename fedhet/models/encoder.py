@@ -98,11 +98,13 @@ def _loaded(name: str) -> nn.Module:
     """Return the encoder with its pretrained weights, from safetensors; no code is loaded."""
     try:
         from transformers import AutoModel
+        from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise ModelError(
             f"encoder {name!r}: needs the package 'transformers': pip install 'fedhet[encoders]'"
         ) from None
     folder = encoder_folder(name)
+    disable_progress_bar()
     try:
         network: nn.Module = AutoModel.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, use_safetensors=True

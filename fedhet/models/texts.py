@@ -102,7 +102,8 @@ class TextCnn(nn.Module):
         for size, conv in zip(KERNELS, self.convs, strict=True):
             after = F.pad(across, (0, size - 1))  # each place sees itself and those after it
             found.append(max_of(F.relu(conv(after)).transpose(1, 2), present))
-        features: Tensor = self.dropout(torch.cat(found, 1))
+        # Filter by filter, so that a narrower model's features are the first of a wider one's.
+        features: Tensor = self.dropout(torch.stack(found, 2).flatten(1))
         return features
 
 
