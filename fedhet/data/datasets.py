@@ -69,9 +69,9 @@ def is_table(name: str) -> bool:
 
 
 def kind(table: DataSettings) -> Kind:
-    """Return the kind of a run's samples, as `data.kind` or the name of the dataset says."""
-    if table.kind != "auto":
-        return table.kind
+    """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
+    if table.sample_kind != "auto":
+        return table.sample_kind
     named = table.dataset.partition(":")[0]
     if named in ("text", "signal"):
         return "text" if named == "text" else "signal"

@@ -155,7 +155,7 @@ def site_data(
 
 
 def _holds_texts(train: Path, spec: DataSpec) -> bool:
-    """Tell whether a site's tree holds texts: as `data.kind` says, or some .txt file in it."""
+    """Tell whether a site's tree holds texts: as `data.sample-kind` says, or some .txt file in it."""
     return train.is_dir() and (kind(spec) == "text" or any(train.glob("*/*.txt")))
 
 
@@ -222,9 +222,9 @@ def _site_files(
     if UNLABELLED in names:
         raise DataError(
             f"{root / 'classes.txt'}: {UNLABELLED!r} cannot name a class: "
-            "the folder of that name is for samples without one"
+            "the folder of that name is for images without one"
         )
-    refuse_unlabelled(root / "test", "test samples need a class")
+    refuse_unlabelled(root / "test", "test images need a class")
     if is_text:
         there = (root / "test").is_dir()
         test = read_folder(root / "test", names, spec) if there else None

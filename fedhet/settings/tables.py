@@ -46,7 +46,7 @@ class DataSettings(Schema):
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
         "imagefolder:DIR, npz:DIR, text:PATH or signal:DIR",
     )
-    kind: Literal["auto", "image", "table", "text", "signal"] = Field(
+    sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
         "auto",
         description="what a sample is; auto = as 'dataset' says; for sites with folders of their "
         "own, of which 'dataset' says nothing",
