@@ -68,15 +68,16 @@ def vectors_of(name, x):
 
 
 def test_models_of_texts_word_by_word():
-    """Each text alone, without its padding, by loops over its words."""
+    """A batch, against each text alone, without its padding, by loops over its words."""
     x = tokens([1, 4, 9], 24, seed=3)
     with torch.no_grad():
-        for row in x:
-            text = row[row > 0]
+        batch = {name: model(name)(x) for name in TEXTS}
+        for place, row in enumerate(x):
+            text, found = row[row > 0], {name: batch[name][place] for name in TEXTS}
             head = {n: model(n).classifier for n in TEXTS}
             v = vectors_of("text-bag", text)
             features = F.relu(model("text-bag").extractor.hidden(v.sum(0) / len(text)))
-            close(head["text-bag"](features), model("text-bag")(row[None])[0])
+            close(head["text-bag"](features), found["text-bag"])
             v = vectors_of("text-cnn", text)
             parts = []
             for conv in model("text-cnn").extractor.convs:
@@ -87,15 +88,13 @@ def test_models_of_texts_word_by_word():
                     for at in range(len(text))
                 ]
                 parts.append(F.relu(torch.stack(each)).amax(0))
-            close(
-                head["text-cnn"](torch.stack(parts, 1).flatten()), model("text-cnn")(row[None])[0]
-            )
+            close(head["text-cnn"](torch.stack(parts, 1).flatten()), found["text-cnn"])
             for name in ("text-gru", "text-lstm"):
                 layer, v = model(name).extractor.layer, vectors_of(name, text)
-                close(head[name](layer(v)[0].amax(0)), model(name)(row[None])[0])
+                close(head[name](layer(v)[0].amax(0)), found[name])
             extractor, v = model("text-transformer").extractor, vectors_of("text-transformer", text)
             states = extractor.layers((v + extractor.places[: len(text)])[None])[0]
-            close(head["text-transformer"](states.mean(0)), model("text-transformer")(row[None])[0])
+            close(head["text-transformer"](states.mean(0)), found["text-transformer"])
 
 
 def close(left, right):

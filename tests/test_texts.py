@@ -99,7 +99,7 @@ def test_a_column_says_who_is_a_client(tmp_path):
     assert len(kept.groups) == 10
     named = {by_hand(r[0], 8192, 128)[0]: r[2] for r in ROWS}
     assert [named[int(x[0])] for x in kept.train.x] == [["ann", "bob"][g] for g in kept.groups]
-    with pytest.raises(DataError, match="must be at most 1; so many of the 2 that data.by"):
+    with pytest.raises(DataError, match=r"must be at most 1; so many of the 2 that data\.by"):
         partition(spec(path, by="who", min_samples=10))
     with pytest.raises(SettingsError, match="digits has no column of that kind"):
         load(DataSpec(by="who"))
@@ -135,7 +135,7 @@ def test_a_bad_file_is_one_line(tmp_path, name, content, fault):
 def test_what_is_too_large_is_refused_before_it_is_unpacked(tmp_path):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"text,label\n" + b" " * 5_000_000))
-    with pytest.raises(DataError, match="'data.max-bytes' allows 100000"):
+    with pytest.raises(DataError, match=r"'data\.max-bytes' allows 100000"):
         load(spec(path, max_bytes=100_000))
     small = write(tmp_path / "b.csv")
     with pytest.raises(DataError, match="takes 655360 bytes once it is read"):

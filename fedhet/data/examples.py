@@ -59,7 +59,7 @@ def write_signals(folder: Path) -> None:
         rng = numpy_rng(0, "example", "signal", part)
         y, site = rng.integers(len(FORMS), size=count), rng.integers(OWNERS, size=count)
         x = np.stack([_signal(rng, int(kind), int(own)) for kind, own in zip(y, site, strict=True)])
-        np.savez_compressed(folder / f"{part}.npz", x=x.astype(np.float32), y=y, **{BY: site})
+        np.savez_compressed(folder / f"{part}.npz", x=x.astype(np.float32), y=y, site=site)
 
 
 WRITERS: Mapping[str, Callable[[Path], None]] = MappingProxyType(
