@@ -155,7 +155,7 @@ def site_data(
 
 
 def _holds_texts(train: Path, spec: DataSpec) -> bool:
-    """Tell whether a site's tree holds texts: as `data.sample-kind` says, or some .txt file in it."""
+    """Tell whether a site's tree holds texts, as `data.sample-kind` or some .txt file says."""
     return train.is_dir() and (kind(spec) == "text" or any(train.glob("*/*.txt")))
 
 
