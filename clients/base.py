@@ -186,7 +186,7 @@ class HetClient(NumPyClient):
     ) -> None:
         """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
 
-        `augment` changes the images: as `training.augment` says, or as a function does. Unset it
+        `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
         where the targets belong to the unchanged images. The client's own samples: `train_own`.
         """
         own, change = self.training, self.recipe.augmentation(augment)

@@ -22,7 +22,7 @@ from fedhet.settings.tables import TrainingSettings
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
 Augment = Callable[[Tensor], Tensor]
-"""Images [N, C, H, W] of a batch -> randomly changed ones."""
+"""Images [N, C, H, W] or tokens [N, L] of a batch -> randomly changed ones."""
 
 
 def cross_entropy_of(model: nn.Module) -> LossOfBatch:

@@ -59,6 +59,8 @@ class DsFlStrategy(FedMdStrategy):
         paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
         settings=DsFlSettings,
         table_settings={"server_model": "mlp"},
+        text_settings={"server_model": "text-cnn"},
+        signal_settings={"server_model": "signal-cnn2"},
     )
     settings: DsFlSettings
     exchanged: ClassVar[Scores] = "probabilities"

@@ -96,6 +96,8 @@ class FedGemsStrategy(HetStrategy):
         settings=FedGemsSettings,
         needs_public=True,
         table_settings={"server_model": "mlp3"},
+        text_settings={"server_model": "text-transformer"},
+        signal_settings={"server_model": "signal-resnet"},
     )
     settings: FedGemsSettings
     sends = Contract(

@@ -141,6 +141,8 @@ class FedTypeStrategy(HetStrategy):
         sizes=proxy_sizes,
         kinds=("private", "proxy", "global"),
         table_settings={"proxy": "mlp"},
+        text_settings={"proxy": "text-cnn"},
+        signal_settings={"proxy": "signal-cnn2"},
         semi=False,
     )
     settings: FedTypeSettings

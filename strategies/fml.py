@@ -52,6 +52,8 @@ class FmlStrategy(FedAvgStrategy):
         default_model="",
         table_model="",
         table_settings={"meme": "mlp"},
+        text_settings={"meme": "text-cnn"},
+        signal_settings={"meme": "signal-cnn2"},
     )
     settings: FmlSettings
     sends = Contract((WeightsField("weights", "the averaged meme, from which clients start"),))

@@ -83,6 +83,8 @@ class HeteroFlStrategy(HetStrategy):
         semi=False,  # its batch norms have no statistics to predict with until training is over
         default_model="cnn2",
         table_model="mlp",
+        text_model="text-cnn",
+        signal_model="signal-cnn2",
     )
     settings: HeteroFlSettings
     sends = Contract((WeightsField("weights", "the client's part of the global weights"),))
@@ -93,7 +95,7 @@ class HeteroFlStrategy(HetStrategy):
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
         if others or not is_registered(narrow_name(name, WIDTHS["e"])):
-            rule = "one model, which must come in several widths: mlp, cnn2, resnet18 or their like"
+            rule = "one model, which must come in several widths: mlp, cnn2, text-cnn or their like"
             raise refused("models.pool", self.run.models.pool, rule)
         model = build(self.model, task.shape, task.classes, seed=self.run.seed)
         self._keep(arrays_of(model, self.settings.part))

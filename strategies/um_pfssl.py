@@ -104,6 +104,8 @@ class UmPfsslStrategy(HetStrategy):
         one_model=True,
         default_model="cnn2-dropout",
         table_model="mlp-dropout",
+        text_model="text-cnn-dropout",
+        signal_model="signal-cnn2-dropout",
         large_messages=True,
     )
     settings: UmPfsslSettings

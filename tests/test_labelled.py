@@ -127,7 +127,7 @@ def test_methods_of_labelled_samples_leave_them_aside_and_say_so(site, caplog):
         assert (len(client.unlabelled), client.info.samples) == (0, 12)
     found[0].get_properties({})
     assert caplog.messages == [
-        "site-a: 6 images without a class are left aside: local learns from labelled ones alone"
+        "site-a: 6 samples without a class are left aside: local learns from labelled ones alone"
     ]
 
 

@@ -72,9 +72,9 @@ def test_the_pool_is_the_methods():
 
 def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
     spec = find_method("um-pfssl").spec
-    assert replace(spec, table_model="").pool(table=True) == "mlp"
-    assert replace(spec, table_model="", any_model=True).pool(table=True) == "mlp"
-    assert replace(spec, one_model=False, table_model="").pool(table=True) == "mlp,mlp2,mlp3"
+    assert replace(spec, table_model="").pool("table") == "mlp"
+    assert replace(spec, table_model="", any_model=True).pool("table") == "mlp"
+    assert replace(spec, one_model=False, table_model="").pool("table") == "mlp,mlp2,mlp3"
 
 
 def test_a_methods_own_models_are_for_tables_too():
@@ -124,6 +124,6 @@ def test_the_commands_say_which_models():
         return " ".join(CliRunner().invoke(app, words).output.replace("\u2502", " ").split())
 
     said = shown("methods", "fedtype")
-    assert "where the data is a table, mlp,mlp2,mlp3, and fedtype.proxy = mlp." in said
-    assert f"where the data is a table, {SCIKIT}." in shown("methods", "cofed")
+    assert "where the data is a table, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
+    assert f"where the data is a table, {SCIKIT};" in shown("methods", "cofed")
     assert "the pool is one for tables where the data is a table" in shown("run", "--help")

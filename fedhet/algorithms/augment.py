@@ -1,4 +1,4 @@
-"""Random changes to training images, an own draw for each image.
+"""Random changes to training images, an own draw for each image; those to texts by name.
 
 Images [N, C, H, W] are float32, scaled to [-1, 1]. All draws come from a CPU generator that the
 caller seeds. RandAugment is Cubuk et al., RandAugment: Practical Automated Data Augmentation with a
@@ -16,7 +16,9 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as V
 
+from fedhet.algorithms.token_changes import changed_tokens
 from fedhet.errors import DataError
+from fedhet.kinds import described, kind_of
 
 Operation = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor, Generator], Tensor]
@@ -29,12 +31,18 @@ IN_A_ROW = 2
 
 
 def augmentation(name: str, shape: tuple[int, ...]) -> Change | None:
-    """Return the change that `training.augment` names, for images of `shape`; None for "none".
+    """Return the change that `training.augment` names, for samples of `shape`; None for "none".
 
-    Raises DataError if the samples are not images with one or three channels.
+    Raises DataError if the samples are not images with one or three channels; of "tokens", texts.
     """
     if name == "none":
         return None
+    if name == "tokens":
+        if kind_of(shape) != "text":
+            raise DataError(
+                f"'training.augment' = {name!r} changes texts, the samples have {described(shape)}"
+            )
+        return changed_tokens
     check_images(shape, f"'training.augment' = {name!r} changes")
     return CHANGES[name]
 
@@ -42,7 +50,7 @@ def augmentation(name: str, shape: tuple[int, ...]) -> Change | None:
 def check_images(shape: tuple[int, ...], what: str) -> None:
     """Raise DataError, beginning with `what`, unless samples are images [1 or 3, H, W]."""
     if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(f"{what} images [1 or 3, H, W], the samples have shape {list(shape)}")
+        raise DataError(f"{what} images [1 or 3, H, W], the samples have {described(shape)}")
 
 
 def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
@@ -132,7 +140,7 @@ CHANGES: Mapping[str, Change] = MappingProxyType(
         "randaugment": in_order(flip, shift, rand_augment),
     }
 )
-"""What `training.augment` may name, but for none."""
+"""What `training.augment` may name for images, but for none."""
 
 
 def _with_sign(sign: int) -> list[Operation]:

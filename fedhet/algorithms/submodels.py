@@ -22,6 +22,9 @@ from fedhet.arrays import Array, Shapes
 from fedhet.devices import Compute
 from fedhet.training import batches, evaluating
 
+SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
+"""The layers that the scaler follows."""
+
 
 def fits(shapes: Shapes, whole: Shapes) -> bool:
     """Tell whether tensors of `shapes` are leading parts of tensors of the shapes `whole`."""
@@ -96,12 +99,12 @@ def masked(logits: Tensor, absent: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def scaling(module: nn.Module, rate: float) -> Iterator[None]:
-    """Divide the outputs of linear and convolutional layers in `module` by `rate`: the scaler.
+    """Divide the outputs of the SCALED layers in `module` by `rate`: the scaler.
 
     It makes up, while a narrow sub-model trains, for what its outputs lack against the global
     model's. Outside of the block, as in evaluation, nothing is divided.
     """
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    layers = [part for part in module.modules() if isinstance(part, SCALED)]
     hooks = [layer.register_forward_hook(lambda _, x, out: out / rate) for layer in layers]
     try:
         yield

@@ -8,6 +8,7 @@ import typer
 
 from fedhet import __version__
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
+from fedhet.cli.example import example_command
 from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
 from fedhet.cli.run import run_command, sweep_command
@@ -42,6 +43,7 @@ app.command("models")(models_command)
 app.command("presets")(presets_command)
 app.command("settings")(settings_command)
 app.command("partition")(partition_command)
+app.command("example-data")(example_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -60,7 +60,8 @@ def models_command() -> None:
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
     console.print(_table("model", "family", "what it is", "source", rows=rows))
     console.print(
-        "A model of your own: a name with a colon, `package.module:function`; see the README."
+        "A model of your own: a name with a colon, `package.module:function`; see the README. A "
+        "pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
     )
 
 

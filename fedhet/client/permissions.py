@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedhet.client.node import NodeSettings
 from fedhet.config.methods import method_names
+from fedhet.encoders import is_encoder
 from fedhet.errors import SettingsError
 from fedhet.settings.schema import Scalar, build
 from fedhet.settings.tables import RunSettings
@@ -52,7 +53,8 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
         yield METHOD, method
     for setting, value in settings.items():
         if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
-            yield from ((setting, n.strip()) for n in value.split(",") if _IMPORTED.fullmatch(n))
+            names = (n.strip() for n in value.split(",") if _IMPORTED.fullmatch(n))
+            yield from ((setting, name) for name in names if not is_encoder(name))
 
 
 def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:

@@ -62,7 +62,7 @@ class ClientSamples:
         """Log the number of unlabelled samples that the method does not use, if any."""
         if self.left_aside:
             LOG.warning(
-                "%s: %d images without a class are left aside: %s learns from labelled ones alone",
+                "%s: %d samples without a class are left aside: %s learns from labelled ones alone",
                 self.info.name,
                 self.left_aside,
                 method,

@@ -19,7 +19,7 @@ from fedhet.settings.tables import TrainingSettings
 from fedhet.training import LossOfBatch, batches, evaluating
 
 Predict = Callable[[Tensor], Tensor]
-"""Images x [N, ...] -> logits [N, C] of the model that learns, in the mode that it is in."""
+"""Samples x [N, ...] -> logits [N, C] of the model that learns, in the mode that it is in."""
 LEAST_BATCH = 2
 """Samples that training needs: batch normalisation has no statistics of a single one."""
 LEAST_LABELLED = 8
@@ -42,8 +42,12 @@ class FixMatch:
         compute: Compute,
         draws: Generator,
     ) -> None:
-        """`model` is put into evaluation mode for pseudo-labels. Raises DataError for no images."""
-        check_shape(tuple(unlabelled.x.shape[1:]))
+        """`model` is put into evaluation mode for pseudo-labels.
+
+        Raises DataError for samples that cannot be augmented.
+        """
+        if unlabelled.x.is_floating_point():  # no texts
+            check_shape(tuple(unlabelled.x.shape[1:]))
         self._unlabelled, self._model, self._settings = unlabelled, model, settings
         self._compute, self._draws = compute, draws
         every = len(labelled) + len(unlabelled)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from fedhet.errors import SettingsError, nearest
+from fedhet.kinds import Kind
 from fedhet.settings.schema import MethodSettings
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Sizes
@@ -35,6 +36,14 @@ TABLE_MODEL = "mlp"
 """The same for a method whose clients must have one architecture."""
 TABLE_POOL_OF_ANY = "sk-tree,sk-svm,sk-gam,sk-mlp"
 """The same for a method whose models need no gradients: CoFED's four kinds, Section 5.7."""
+TEXT_POOL = "text-bag,text-cnn,text-gru,text-lstm,text-transformer"
+"""The default pool of models of texts."""
+TEXT_MODEL = "text-cnn"
+"""The same for a method whose clients must have one architecture."""
+SIGNAL_POOL = "signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp"
+"""The default pool of models of signals."""
+SIGNAL_MODEL = "signal-cnn2"
+"""The same for a method whose clients must have one architecture."""
 HALVES = {"HetStrategy": "strategies.base", "HetClient": "clients.base"}
 """The base class of each half, and its module."""
 
@@ -73,6 +82,14 @@ class MethodSpec:
     """The default model of all clients where the data is a table; empty: as for other methods."""
     table_settings: Mapping[str, str] = field(default_factory=dict)
     """Defaults of the method's own settings where the data is a table, by name: its models."""
+    text_model: str = ""
+    """As `table_model`, where the data is text."""
+    text_settings: Mapping[str, str] = field(default_factory=dict)
+    """As `table_settings`, where the data is text."""
+    signal_model: str = ""
+    """As `table_model`, where the data is signals."""
+    signal_settings: Mapping[str, str] = field(default_factory=dict)
+    """As `table_settings`, where the data is signals."""
     any_model: bool = False
     """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
     large_messages: bool = False
@@ -83,12 +100,26 @@ class MethodSpec:
     simulation_only: bool = False
     """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
 
-    def pool(self, *, table: bool) -> str:
-        """Return the default pool of models, for images or for a table."""
-        if not table:
+    def pool(self, kind: Kind) -> str:
+        """Return the default pool of models for a kind of data."""
+        if kind == "image":
             return self.default_model or RunSettings().models.pool
-        usual = TABLE_POOL_OF_ANY if self.any_model else TABLE_POOL
-        return self.table_model or (TABLE_MODEL if self.one_model else usual)
+        own, model, pool = {
+            "table": (self.table_model, TABLE_MODEL, TABLE_POOL),
+            "text": (self.text_model, TEXT_MODEL, TEXT_POOL),
+            "signal": (self.signal_model, SIGNAL_MODEL, SIGNAL_POOL),
+        }[kind]
+        usual = TABLE_POOL_OF_ANY if kind == "table" and self.any_model else pool
+        return own or (model if self.one_model else usual)
+
+    def own_models(self, kind: Kind) -> Mapping[str, str]:
+        """Return the defaults of the method's own settings that name models, for a kind of data."""
+        own = {
+            "table": self.table_settings,
+            "text": self.text_settings,
+            "signal": self.signal_settings,
+        }
+        return own.get(kind, {})
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fedhet.config.methods import Method, find_method, shipped_names
 from fedhet.config.sources import defaults_toml
+from fedhet.kinds import Kind
 from fedhet.settings.schema import kebab, takes
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Contract
@@ -54,15 +55,16 @@ def _method(method: Method) -> str:
 
 
 def default_models(method: Method) -> str:
-    """Return the method's default models in a sentence: those for images, and those for a table."""
-    spec = method.spec
-    of_table = [spec.pool(table=True)]
-    own = {f"{method.table}.{kebab(name)}": model for name, model in spec.table_settings.items()}
-    of_table += [f"{name} = {model}" for name, model in own.items()]
-    return (
-        f"Models, if none are given: {spec.pool(table=False)}; where the data is a table, "
-        f"{', and '.join(of_table)}."
-    )
+    """Return the method's default models in a sentence, by the kind of data."""
+    others: list[tuple[str, Kind]] = [("a table", "table"), ("text", "text"), ("signals", "signal")]
+    parts = [f"where the data is {words}, {_models(method, kind)}" for words, kind in others]
+    return f"Models, if none are given: {'; '.join([method.spec.pool('image'), *parts])}."
+
+
+def _models(method: Method, kind: Kind) -> str:
+    own = method.spec.own_models(kind)
+    named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
+    return ", and ".join([method.spec.pool(kind), *named])
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:

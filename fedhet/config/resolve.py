@@ -97,16 +97,14 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
         data_table["labelled_alpha"] = LABELLED_ALPHA
     changes["data"] = run.data.model_copy(update=data_table)
     if run.models.pool == default.models.pool:
-        pool = spec.pool(table=data.is_table(run.data.dataset))
+        pool = spec.pool(data.kind(run.data))
         changes["models"] = run.models.model_copy(update={"pool": pool})
     return run.model_copy(update=changes)
 
 
 def _completed_own(own: MethodSettings, run: RunSettings, method: Method) -> MethodSettings:
-    """Fill in the method's default models where the data is a table, as `_completed` does."""
-    default, found = type(own)(), method.spec.table_settings
-    if not found or not data.is_table(run.data.dataset):
-        return own
+    """Fill in the method's default models for the kind of data, as `_completed` does."""
+    default, found = type(own)(), method.spec.own_models(data.kind(run.data))
     unset = {k: v for k, v in found.items() if getattr(own, k) == getattr(default, k)}
     return own.model_copy(update=unset)
 
@@ -173,12 +171,12 @@ def _check_names(config: Config) -> None:
 
 
 def _check_semi(run: RunSettings, method: Method) -> None:
-    """Raise SettingsError unless clients can learn from unlabelled images by FixMatch."""
+    """Raise SettingsError unless clients can learn from unlabelled samples by FixMatch."""
     if not method.spec.semi:
         rule = f"none with {method.name}, which has a way of its own to train"
         raise refused("training.semi", run.training.semi, rule)
-    if data.is_table(run.data.dataset):
-        rule = f"images with 'training.semi' = '{run.training.semi}', which augments them"
+    if data.kind(run.data) in ("table", "signal"):
+        rule = f"images or texts with 'training.semi' = '{run.training.semi}', which augments them"
         raise refused("data.dataset", run.data.dataset, rule)
     if run.training.augment != "none":
         rule = f"none with 'training.semi' = '{run.training.semi}', which augments by its own rules"

@@ -1,6 +1,6 @@
 """Data: datasets by name, their partition among clients, and a site's own data folder."""
 
-from fedhet.data.datasets import common_test, dataset_names, is_table, load
+from fedhet.data.datasets import common_test, dataset_names, is_table, kind, load
 from fedhet.data.labelled import joined, labelled_parts, pooled_parts, split_labels
 from fedhet.data.partition import client_name, label_counts, label_space, partition
 from fedhet.data.public import GENERATED, MADE_HERE, UNUSED, public_set, refuse_overlap
@@ -10,6 +10,6 @@ from fedhet.data.spec import UNKNOWN, Dataset, DataSpec, Split, scaled
 __all__ = [
     "GENERATED", "MADE_HERE", "UNKNOWN", "UNUSED", "ClientData", "DataSpec", "Dataset", "Split",
     "client_data", "client_name", "common_test", "dataset_names", "is_table", "joined",
-    "label_counts", "label_space", "labelled_parts", "load", "partition", "pooled_parts",
+    "kind", "label_counts", "label_space", "labelled_parts", "load", "partition", "pooled_parts",
     "public_set", "refuse_overlap", "scaled", "site_data", "split_labels", "validate",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
+from fedhet.data.spec import Dataset, DataSpec, Index, Split, refuse_more
 from fedhet.errors import DataError, SettingsError
 
 MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
@@ -20,19 +20,46 @@ _READ_AS = {"x.npy": 4, "y.npy": 8}  # bytes a value, as float32 and int64
 _ALLOWED_X = (
     "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
 )
+_ALLOWED_SIGNALS = "of signals x must be [N, channels, time] or [N, time], finite numbers"
 
 
-def read_npz(path: Path, spec: DataSpec) -> Split:
+def read_npz(path: Path, spec: DataSpec, *, signal: bool = False) -> Split:
     """Read a file's arrays x and y. [N, H, W] gets a channel; all but uint8 becomes float32.
 
-    Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
+    Of signals, [N, C, T], [N, T] gets a channel, and everything becomes float32. Raises DataError
+    for any fault of the file, and if it takes more than `data.max-bytes`.
     """
     x, y = _arrays(path, spec)
     labels = _labels(y, path)
-    samples = _samples(x, path)
+    samples = _signals(x, path) if signal else _samples(x, path)
     if len(samples) != len(labels):
         raise DataError(f"{path}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples), torch.from_numpy(labels))
+
+
+def read_owners(path: Path, name: str, spec: DataSpec) -> Index:
+    """Return whose each of a file's samples is, as places [N] among the sorted owners.
+
+    Raises DataError unless the array `name` holds a whole number or a word for each.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if f"{name}.npy" not in archive.namelist():
+                keys = ", ".join(key.removesuffix(".npy") for key in archive.namelist())
+                raise DataError(f"{path}: has no array {name!r} (data.by), only {keys}")
+            refuse_more(_array_bytes(archive, f"{name}.npy", path), spec, path)
+        with np.load(path, allow_pickle=False) as file:
+            owners, samples = file[name], len(file["y"])
+    except DataError:
+        raise
+    except Exception as error:  # as in `_arrays`
+        raise _unreadable(path, error) from error
+    if owners.shape != (samples,) or owners.dtype.kind not in "iuU":
+        raise DataError(
+            f"{path}: {name} must be whole numbers or words [{samples}], is {owners.dtype} "
+            f"{list(owners.shape)}"
+        )
+    return np.unique(owners, return_inverse=True)[1].astype(np.int64)
 
 
 def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
@@ -45,7 +72,7 @@ def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
             raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
 
 
-def read_clients(folder: str, spec: DataSpec) -> Dataset:
+def read_clients(folder: str, spec: DataSpec, *, signal: bool = False) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if present, DIR/common.npz as one dataset.
 
     Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
@@ -57,8 +84,10 @@ def read_clients(folder: str, spec: DataSpec) -> Dataset:
         )
     root = Path(folder).expanduser()
     files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
-    splits = _read_all(files, spec)
-    common = read_npz(root / "common.npz", spec) if (root / "common.npz").exists() else None
+    splits = _read_all(files, spec, signal=signal)
+    common = None
+    if (root / "common.npz").exists():
+        common = read_npz(root / "common.npz", spec, signal=signal)
     every = [*zip(files, splits, strict=True)]
     every += [(root / "common.npz", common)] if common is not None else []
     for path, split in every:
@@ -90,7 +119,7 @@ def _count(root: Path) -> int:
     names = {part: {path.name for path in (root / part).glob("*.npz")} for part in _PARTS}
     for part, found in names.items():
         if not found:
-            raise DataError(f"npz:{root}: no .npz files in {root / part} (expected 0.npz, ...)")
+            raise DataError(f"{root}: no .npz files in {root / part} (expected 0.npz, ...)")
     clients = len(names["train"])
     expected = {f"{k}.npz" for k in range(clients)}
     for part, found in names.items():
@@ -104,11 +133,11 @@ def _count(root: Path) -> int:
     return clients
 
 
-def _read_all(files: list[Path], spec: DataSpec) -> list[Split]:
+def _read_all(files: list[Path], spec: DataSpec, *, signal: bool) -> list[Split]:
     """Read files that together may take `data.max-bytes`."""
     splits: list[Split] = []
     for path in files:
-        splits.append(read_npz(path, spec))
+        splits.append(read_npz(path, spec, signal=signal))
         refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, path.parents[1])
     return splits
 
@@ -124,8 +153,11 @@ def _arrays(path: Path, spec: DataSpec) -> tuple[npt.NDArray[Any], npt.NDArray[A
     except DataError:
         raise
     except Exception as error:  # zipfile, zlib, lzma, tokenize and numpy have each their own
-        fault = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path}: not a readable .npz file ({fault})") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: not a readable .npz file ({type(error).__name__}: {error})")
 
 
 def _unpacked(path: Path) -> int:
@@ -156,7 +188,7 @@ def _array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
         if file.tell() + size != archive.getinfo(member).file_size:
             claim = f"claims {dtype} {list(shape)}, which is not what it holds"
             raise DataError(f"{path}: {member} {claim}")
-    read = 1 if member == "x.npy" and dtype == np.uint8 else _READ_AS[member]
+    read = 1 if member == "x.npy" and dtype == np.uint8 else _READ_AS.get(member, 8)
     return max(size, read * math.prod(shape))
 
 
@@ -174,11 +206,26 @@ def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
     shape = list(x.shape)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
         raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")
-    with np.errstate(over="ignore"):  # overflow is refused below
-        samples = np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32))
-    if not np.isfinite(samples).all():
-        raise DataError(f"{path}: x holds NaN or infinite values; {_ALLOWED_X}")
+    samples = x if x.dtype == np.uint8 else _finite(x, path, _ALLOWED_X)
+    samples = np.ascontiguousarray(samples)
     return samples[:, None] if samples.ndim == 3 else samples
+
+
+def _signals(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
+    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T]."""
+    shape = list(x.shape)
+    if x.ndim not in (2, 3) or x.dtype.kind not in "iuf" or min(shape[1:]) < 1:
+        raise DataError(f"{path}: {_ALLOWED_SIGNALS}; it is {x.dtype} {shape}")
+    samples = _finite(x, path, _ALLOWED_SIGNALS)
+    return samples[:, None] if samples.ndim == 2 else samples
+
+
+def _finite(x: npt.NDArray[Any], path: Path, allowed: str) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # overflow is refused below
+        samples = np.ascontiguousarray(x.astype(np.float32))
+    if not np.isfinite(samples).all():
+        raise DataError(f"{path}: x holds NaN or infinite values; {allowed}")
+    return samples
 
 
 def _channels_last(shape: list[int]) -> bool:

@@ -14,11 +14,15 @@ import torch
 
 from fedhet.data.arrays import has_rows, read_clients
 from fedhet.data.folder import read_tree
+from fedhet.data.signals import read_signals
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
 from fedhet.data.superclass import joined
 from fedhet.data.tables import read_adult, read_breast_cancer
+from fedhet.data.texts import read_texts
 from fedhet.errors import DataError, SettingsError, nearest
+from fedhet.kinds import Kind
 from fedhet.seeding import numpy_rng
+from fedhet.settings.tables import DataSettings
 
 LOCK = threading.RLock()  # clients in one process load from several threads; load only once
 _FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
@@ -40,6 +44,12 @@ _READ = (
     "max_test_samples",
     "public_fraction",
     "superclasses",
+    "by",
+    "text_column",
+    "label_column",
+    "tokenizer",
+    "vocabulary",
+    "max_tokens",
 )
 """The settings that determine what is read; those of the partition do not change the dataset."""
 
@@ -56,6 +66,16 @@ def is_table(name: str) -> bool:
     """
     kind, _, folder = name.partition(":")
     return kind in _TABLES or (kind == "npz" and folder != "" and has_rows(folder))
+
+
+def kind(table: DataSettings) -> Kind:
+    """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
+    if table.sample_kind != "auto":
+        return table.sample_kind
+    named = table.dataset.partition(":")[0]
+    if named in ("text", "signal"):
+        return "text" if named == "text" else "signal"
+    return "table" if is_table(table.dataset) else "image"
 
 
 def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
@@ -84,8 +104,14 @@ def common_test(spec: DataSpec) -> Split | None:
 @global_random_kept()
 def _load(spec: DataSpec) -> Dataset:
     dataset = _reader(spec.dataset)(spec)
-    rng = numpy_rng(spec.seed, "max-samples")
-    dataset = replace(dataset, train=dataset.train.subset(spec.max_samples, rng))
+    if spec.by and dataset.groups is None:
+        raise SettingsError(
+            f"data.by = {spec.by!r}: {spec.dataset} has no column of that kind; it takes a "
+            "text:FILE, or signal:DIR with train.npz"
+        )
+    if spec.max_samples:
+        rng = numpy_rng(spec.seed, "max-samples")
+        dataset = dataset.keeping(dataset.train.rows(spec.max_samples, rng))
     if spec.superclasses:
         dataset = joined(dataset, spec.superclasses)
     dataset = _keep_public(dataset, spec)
@@ -108,13 +134,7 @@ def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
     count = max(1, round(spec.public_fraction * len(labels)))
     public = stratified(labels, count, numpy_rng(spec.seed, "public"))
     owned = np.setdiff1d(np.arange(len(labels)), public)
-    kinds = dataset.subclasses
-    return replace(
-        dataset,
-        train=dataset.train.take(owned),
-        public=dataset.train.take(public),
-        subclasses=kinds[owned] if kinds is not None else None,
-    )
+    return replace(dataset.keeping(owned), public=dataset.train.take(public))
 
 
 @lru_cache(maxsize=2)
@@ -192,4 +212,6 @@ _BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
     "adult": ("DIR", read_adult),
     "imagefolder": ("PATH", read_tree),
     "npz": ("DIR", read_clients),
+    "text": ("PATH", read_texts),
+    "signal": ("DIR", read_signals),
 }

@@ -79,7 +79,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
     folders = (entry.name for entry in os.scandir(root) if entry.is_dir())
     classes = tuple(sorted(name for name in folders if name != UNLABELLED))
     if not classes:
-        raise DataError(f"{root}: has no folders; expected one folder of images for each class")
+        raise DataError(f"{root}: has no folders; expected one folder of files for each class")
     for name in classes:
         if not name.isprintable():  # nor are bytes that are no UTF-8, which Python escapes
             raise DataError(
@@ -88,10 +88,13 @@ def class_folders(root: Path) -> tuple[str, ...]:
     return classes
 
 
-def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """List the image files of `root`'s class folders: their paths, and their labels [N].
+def listing(
+    root: Path, classes: Sequence[str], endings: tuple[str, ...] = ()
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """List the files of `root`'s class folders: their paths, and their labels [N].
 
-    A folder that is not a class or has no image is an error; a class without a folder is not.
+    Files are images or, with `endings`, those whose name has one. A folder that is not a class or
+    has no such file is an error; a class without a folder is not.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
@@ -103,7 +106,7 @@ def listing(root: Path, classes: Sequence[str]) -> tuple[list[str], npt.NDArray[
     labels = {name: label for label, name in enumerate(classes) if name in found}
     refuse_links_back(root, found)
     try:
-        pairs = make_dataset(str(root), labels, extensions=IMG_EXTENSIONS)
+        pairs = make_dataset(str(root), labels, extensions=endings or IMG_EXTENSIONS)
     except FileNotFoundError as error:
         raise DataError(f"{root}: {error}") from error
     return [path for path, _ in pairs], np.array([label for _, label in pairs], dtype=np.int64)
@@ -129,14 +132,15 @@ def refuse_links_back(root: Path, folders: Sequence[str]) -> None:
                 )
 
 
-def unlabelled_files(root: Path) -> list[str]:
-    """List the image files of `root`'s folder UNLABELLED, sorted; empty if there is none."""
+def unlabelled_files(root: Path, endings: tuple[str, ...] = ()) -> list[str]:
+    """List the files of `root`'s folder UNLABELLED, sorted, as `listing` does; empty if none."""
     if not (root / UNLABELLED).is_dir():
         return []
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     refuse_links_back(root, [*class_folders(root), UNLABELLED])
-    found = make_dataset(str(root), {UNLABELLED: 0}, extensions=IMG_EXTENSIONS, allow_empty=True)
+    kinds = endings or IMG_EXTENSIONS
+    found = make_dataset(str(root), {UNLABELLED: 0}, extensions=kinds, allow_empty=True)
     return [path for path, _ in found]
 
 

@@ -38,7 +38,7 @@ def partition(spec: DataSpec) -> tuple[Index, ...]:
 
 def label_space(spec: DataSpec, index: int) -> tuple[int, ...]:
     """Return the label space of client `index`, ascending: all classes, or those it drew."""
-    if spec.partition == "superclasses" and load(spec).parts is None:
+    if spec.partition == "superclasses" and not _is_natural(spec):
         with _LOCK:
             return _deal(spec).spaces[index]
     return tuple(range(len(load(spec).classes)))
@@ -88,6 +88,8 @@ def _partition(spec: DataSpec) -> tuple[Index, ...]:
     dataset = load(spec)
     if dataset.parts is not None:
         return _given(spec, dataset.parts)
+    if dataset.groups is not None:
+        return _by_group(spec, dataset.groups)
     if spec.partition == "superclasses":
         return _deal(spec).rows
     labels = dataset.train.y.numpy()
@@ -139,6 +141,25 @@ def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, .
         )
     ends = np.cumsum([sum(part) for part in parts])
     return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
+
+
+def _is_natural(spec: DataSpec) -> bool:
+    """Tell whether the data itself says which client a sample is of."""
+    dataset = load(spec)
+    return dataset.parts is not None or dataset.groups is not None
+
+
+def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:
+    """Return the rows of those persons or sites with the most samples, in the order of names."""
+    counts = np.bincount(groups)
+    largest = np.argsort(-counts, kind="stable")
+    enough = int((counts >= spec.min_samples).sum())
+    if spec.clients > enough:
+        raise DataError(
+            f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
+            f"that data.by = {spec.by!r} tells apart have data.min-samples = {spec.min_samples}"
+        )
+    return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 
 
 def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:

@@ -11,7 +11,9 @@ import numpy as np
 from fedhet.data.datasets import LOCK, load
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.data.tables import generated
+from fedhet.data.texts import generated_texts
 from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import described, kind_of
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
@@ -38,8 +40,8 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
         dataset = _public(spec)
     if dataset.shape != shape:
         raise DataError(
-            f"data.public-dataset {dataset.name!r}: samples have shape {list(dataset.shape)}, "
-            f"the clients' {list(shape)}"
+            f"data.public-dataset {dataset.name!r}: samples have {described(dataset.shape)}, "
+            f"the clients' {described(shape)}"
         )
     if classes not in (None, len(dataset.classes)):
         raise DataError(
@@ -72,7 +74,13 @@ def _public(spec: DataSpec) -> Dataset:
     """Return a dataset whose `train` is the public set, scaled."""
     if spec.public_dataset == GENERATED:
         dataset = load(spec)
-        rows = generated(dataset, spec.public_samples, spec.seed)
+        if spec.public_samples < 1:
+            raise SettingsError(
+                f"data.public-samples = 0: must be at least 1 with data.public-dataset = "
+                f"{GENERATED!r}"
+            )
+        make = generated_texts if kind_of(dataset.shape) == "text" else generated
+        rows = make(dataset, spec.public_samples, spec.seed)
         return replace(dataset, train=rows, test=None, subclasses=None)
     if spec.public_dataset == UNUSED:
         return _unused(spec)
@@ -113,12 +121,18 @@ def _unused(spec: DataSpec) -> Dataset:
 
 def _of_public(spec: DataSpec) -> DataSpec:
     """Return a spec of the dataset that `public-dataset` names."""
-    whole = spec.public_dataset.startswith("npz:")  # files are read whole, subsampled later
+    # Files are read whole, subsampled later.
+    whole = spec.public_dataset.startswith(("npz:", "signal:"))
     return DataSpec(
         dataset=spec.public_dataset,
         data_dir=spec.data_dir,
         download=spec.download,
         image_size=spec.image_size,
+        text_column=spec.text_column,
+        label_column=spec.label_column,
+        tokenizer=spec.tokenizer,
+        vocabulary=spec.vocabulary,
+        max_tokens=spec.max_tokens,
         max_bytes=spec.max_bytes,
         max_samples=0 if whole else spec.public_samples,
         seed=spec.seed,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fedhet.data.arrays import read_npz, same_kind
-from fedhet.data.datasets import common_test, load
+from fedhet.data.datasets import common_test, kind, load
 from fedhet.data.folder import (
     UNLABELLED,
     class_folders,
@@ -20,15 +20,18 @@ from fedhet.data.folder import (
 )
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
-from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept
+from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept, shape_of
+from fedhet.data.texts import TXT, find_rows, read_files, read_folder, site_rows
+from fedhet.data.tokens import vocabulary_of
 from fedhet.errors import DataError
+from fedhet.kinds import Shape
 
 _KEPT_CLIENTS = 32  # decoded clients cached per process
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's data, ready for models: x float32, images in [-1, 1].
+    """A client's data, ready for models: x float32, images in [-1, 1]; or tokens, int64.
 
     `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
     the rows of the common test set, if any, in the client's label space. `space` is that label
@@ -45,11 +48,13 @@ class ClientData:
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
     left_aside: int = 0
     """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
+    vocabulary: int = 0
+    """For texts: the tokens are below it."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, [C, H, W] or [F]."""
-        return tuple(self.train.x.shape[1:])
+    def shape(self) -> Shape:
+        """The shape of one sample, as `fedhet.kinds` has it."""
+        return shape_of(self.train.x, self.vocabulary)
 
 
 @lru_cache(maxsize=_KEPT_CLIENTS)
@@ -62,7 +67,9 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     common = _within_space(common_test(spec), space, len(dataset.classes))
     if not len(test) and common is None:
         raise _no_test(name, spec)
-    return ClientData(name, train, test, common, dataset.classes, space)
+    return ClientData(
+        name, train, test, common, dataset.classes, space, vocabulary=dataset.vocabulary
+    )
 
 
 def _no_test(owner: str, spec: DataSpec) -> DataError:
@@ -99,10 +106,11 @@ def site_data(
 ) -> ClientData:
     """Return the data of a site, from its own folder.
 
-    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images. Without a
-    test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name per line)
-    lists the run's classes in order; image folders need it only if they lack some of the classes.
-    Images without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
+    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images; for texts
+    FOLDER/train.csv and test.csv (as `fedhet.data.texts` reads them), or .txt files by class.
+    Without a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name
+    per line) lists the run's classes in order; it is needed only if a site lacks some of them.
+    Samples without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
@@ -113,16 +121,21 @@ def site_data(
             f"'models.num-classes' is {classes}"
         )
     names = _classes_file(root, classes)
-    if (root / "train.npz").exists() == (root / "train").is_dir():
+    rows = find_rows(root, "train")
+    if sum([(root / "train.npz").exists(), (root / "train").is_dir(), rows is not None]) != 1:
         raise DataError(
-            f"{root}: must hold either train.npz or train/<class>/<images> (and test likewise)"
+            f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
+            "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
-    if (root / "train").is_dir():
+    is_text = rows is not None or _holds_texts(root / "train", spec)
+    if rows is not None:
+        train, test, names = site_rows(rows, names, classes, spec)
+    elif (root / "train").is_dir():
         names = names or _folder_names(root / "train", classes)
-        train, test = _site_images(root, names, spec)
+        train, test = _site_files(root, names, spec, is_text)
     else:
         train, test = _site_arrays(root, classes, spec)
-    rest, left_aside = _without_labels(root, train, spec, unlabelled)
+    rest, left_aside = _without_labels(root, train, spec, unlabelled, is_text)
     if test is None:
         if not spec.test_fraction:
             raise _no_test(f"{root}", spec)
@@ -136,27 +149,35 @@ def site_data(
     names = names or tuple(map(str, range(classes)))
     # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    return ClientData(name, train.scaled(), test.scaled(), None, names, space, rest, left_aside)
+    size = vocabulary_of(spec) if is_text else 0
+    own = (train.scaled(), test.scaled())
+    return ClientData(name, *own, None, names, space, rest, left_aside, size)
+
+
+def _holds_texts(train: Path, spec: DataSpec) -> bool:
+    """Tell whether a site's tree holds texts, as `data.sample-kind` or some .txt file says."""
+    return train.is_dir() and (kind(spec) == "text" or any(train.glob("*/*.txt")))
 
 
 def _without_labels(
-    root: Path, train: Split, spec: DataSpec, wanted: bool
+    root: Path, train: Split, spec: DataSpec, wanted: bool, is_text: bool
 ) -> tuple[Split | None, int]:
-    """Return a site's unlabelled images, if any, and the number of those that are not used.
+    """Return a site's unlabelled samples, if any, and the number of those that are not used.
 
-    They are decoded in the form of the training images, and scaled. Raises DataError if the folder
-    is needed and holds no images.
+    Images are decoded in the form of the training images, and scaled. Raises DataError if the
+    folder is needed and holds no samples.
     """
     refuse_unlabelled(root, f"it lies beside the class folders, in {root / 'train'}")
     folder = root / "train" / UNLABELLED
     if not folder.is_dir():
         return None, 0
-    files = unlabelled_files(root / "train")
+    files = unlabelled_files(root / "train", TXT if is_text else ())
     if not wanted:
         return train.take(torch.arange(0)).scaled(), len(files)
     if not files:
-        raise DataError(f"{folder}: has no images; remove it, and labels of others are hidden")
-    x = decode(files, spec, like=tuple(train.x.shape[1:]))
+        what = ".txt files" if is_text else "images"
+        raise DataError(f"{folder}: has no {what}; remove it, and labels of others are hidden")
+    x = read_files(files, spec) if is_text else decode(files, spec, like=_form(train))
     return Split(x, torch.full((len(x),), UNKNOWN)).scaled(), 0
 
 
@@ -191,19 +212,29 @@ def _folder_names(train: Path, classes: int) -> tuple[str, ...]:
     return names
 
 
-def _site_images(root: Path, names: tuple[str, ...], spec: DataSpec) -> tuple[Split, Split | None]:
+def _form(images: Split) -> tuple[int, ...]:
+    return tuple(images.x.shape[1:])
+
+
+def _site_files(
+    root: Path, names: tuple[str, ...], spec: DataSpec, is_text: bool
+) -> tuple[Split, Split | None]:
     if UNLABELLED in names:
         raise DataError(
             f"{root / 'classes.txt'}: {UNLABELLED!r} cannot name a class: "
             "the folder of that name is for images without one"
         )
     refuse_unlabelled(root / "test", "test images need a class")
+    if is_text:
+        there = (root / "test").is_dir()
+        test = read_folder(root / "test", names, spec) if there else None
+        return read_folder(root / "train", names, spec), test
     files, labels = listing(root / "train", names)
     train = Split(decode(files, spec), torch.from_numpy(labels))
     if not (root / "test").is_dir():
         return train, None
     files, labels = listing(root / "test", names)
-    x = decode(files, spec, like=tuple(train.x.shape[1:]))
+    x = decode(files, spec, like=_form(train))
     return train, Split(x, torch.from_numpy(labels))
 
 
@@ -219,7 +250,7 @@ def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split
 
 def _within(path: Path, classes: int, spec: DataSpec) -> Split:
     """Read a file, with labels among the run's classes."""
-    split = read_npz(path, spec)
+    split = read_npz(path, spec, signal=kind(spec) == "signal")
     if len(split) and int(split.y.max()) >= classes:
         raise DataError(
             f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedhet.errors import DataError
+from fedhet.kinds import Shape, text_shape
 from fedhet.settings.schema import Count, CountOrNone
 from fedhet.settings.tables import DataSettings, RunSettings
 
@@ -24,7 +25,10 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled samples: `x` [N, *shape] uint8 (images as stored) or float32, `y` [N] int64."""
+    """Labelled samples: `x` [N, ...] and `y` [N] int64.
+
+    `x` is uint8 (images as stored) or float32, [N, *shape]; or int64 tokens [N, L].
+    """
 
     x: Tensor
     y: Tensor
@@ -40,9 +44,13 @@ class Split:
 
     def subset(self, size: int, rng: np.random.Generator) -> Split:
         """Return `size` rows, stratified by class; all if `size` is 0 or not smaller than N."""
-        if not 0 < size < len(self):
-            return self
-        return self.take(stratified(self.y.numpy(), size, rng))
+        return self.take(self.rows(size, rng)) if 0 < size < len(self) else self
+
+    def rows(self, size: int, rng: np.random.Generator) -> Index:
+        """Return the row numbers of `subset`."""
+        if 0 < size < len(self):
+            return stratified(self.y.numpy(), size, rng)
+        return np.arange(len(self))
 
     def scaled(self) -> Split:
         """Return the split with `x` as models expect it (see `scaled`)."""
@@ -68,11 +76,32 @@ class Dataset:
     """For tables: the number of features of each column, in order; (): one each."""
     subclasses: Index | None = None
     """The training set's original labels [N], if `superclasses` replaced them."""
+    vocabulary: int = 0
+    """For texts: the tokens are below it."""
+    groups: Index | None = None
+    """The number [N] of the person or site that each training sample is of, if `data.by` says so;
+    numbers are in the order of the names."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, [C, H, W] or [F]."""
-        return tuple(self.train.x.shape[1:])
+    def shape(self) -> Shape:
+        """The shape of one sample, as `fedhet.kinds` has it."""
+        return shape_of(self.train.x, self.vocabulary)
+
+    def keeping(self, rows: Index) -> Dataset:
+        """Return the dataset with these rows of its training set."""
+        kinds, groups = self.subclasses, self.groups
+        return replace(
+            self,
+            train=self.train.take(rows),
+            subclasses=kinds[rows] if kinds is not None else None,
+            groups=groups[rows] if groups is not None else None,
+        )
+
+
+def shape_of(x: Tensor, vocabulary: int) -> Shape:
+    """Return the shape of one of the samples x [N, ...]; `vocabulary` is 0 unless it is text."""
+    size = tuple(x.shape[1:])
+    return text_shape(size[0], vocabulary) if vocabulary else size
 
 
 class DataSpec(DataSettings):
@@ -111,7 +140,7 @@ def refuse_more(size: int, spec: DataSettings, where: object) -> None:
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, float32 is kept."""
+    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 

@@ -8,7 +8,6 @@ one column.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import zlib
 from collections.abc import Sequence
@@ -19,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more, stratified
+from fedhet.data.rows import read_bounded
+from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import described, kind_of
 from fedhet.seeding import numpy_rng
 
 _FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
@@ -77,16 +78,12 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
     CoFED, Section 5.7: "randomly generated with valid values". The rule is that of the authors'
     published script: each column's values are in an order of its own, so that columns are
     independent, and no row's value is drawn twice before all are. The labels have no meaning.
-    Raises SettingsError for images, and for a size of 0.
+    Raises SettingsError for images and signals.
     """
-    if len(dataset.shape) != 1:
+    if kind_of(dataset.shape) != "table":
         raise SettingsError(
-            "data.public-dataset = 'generated' is for tables, whose samples have shape [F]; those "
-            f"of {dataset.name!r} have {list(dataset.shape)}"
-        )
-    if size < 1:
-        raise SettingsError(
-            "data.public-samples = 0: must be at least 1 with data.public-dataset = 'generated'"
+            "data.public-dataset = 'generated' is for tables and texts; samples "
+            f"of {dataset.name!r} have {described(dataset.shape)}"
         )
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
     columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
@@ -118,9 +115,7 @@ def _file(root: Path, name: str) -> Path | None:
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Return the rows of one file as text [N, 15]; '?' is treated as a category."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = _read_bounded(file, spec, path)
-        text = io.StringIO(content.decode("utf-8"), newline="")
+        text = io.StringIO(read_bounded(path, spec).decode("utf-8"), newline="")
         lines = list(csv.reader(text, skipinitialspace=True))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise DataError(f"{path}: not a readable table ({error})") from error
@@ -139,15 +134,6 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
     table: Rows = np.array(rows, dtype=np.str_)
     table[:, -1] = np.char.rstrip(table[:, -1], ".")
     return table
-
-
-def _read_bounded(file: gzip.GzipFile | io.BufferedReader, spec: DataSpec, path: Path) -> bytes:
-    """Read a file in small pieces. Raises DataError if it has more than `data.max-bytes`."""
-    content = bytearray()
-    while piece := file.read(2**20):
-        content += piece
-        refuse_more(len(content), spec, path)
-    return bytes(content)
 
 
 def _openml_rows(root: Path) -> Rows:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fedhet.kinds import Shape, kind_of
+
 
 class HetModel(nn.Sequential):
     """An extractor [N, *shape] -> [N, D] followed by a classifier [N, D] -> [N, C]."""
@@ -45,16 +47,24 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
 def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
 
-    On torch's default device: inside `torch.device("meta")` nothing is computed.
+    On torch's default device: inside `torch.device("meta")` nothing is computed. A model of texts
+    needs a device that computes, as it looks at their lengths.
     """
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:
         with torch.no_grad():
-            return tuple(module(torch.zeros(2, *shape)).shape)
+            return tuple(module(blank(2, tuple(shape))).shape)
     finally:
         for part, mode in training.items():
             part.training = mode
+
+
+def blank(count: int, shape: Shape) -> Tensor:
+    """Return `count` samples of `shape`: zeros, or texts of one token."""
+    if kind_of(shape) == "text":
+        return torch.ones(count, 1, dtype=torch.int64)
+    return torch.zeros(count, *shape)
 
 
 class Within(nn.Module):

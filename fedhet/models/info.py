@@ -11,16 +11,21 @@ from functools import partial
 from torch import nn
 
 from fedhet.errors import ModelError
+from fedhet.kinds import Kind, Shape, kind_of
 
-Shape = tuple[int, ...]
-"""One sample's shape: an image [C, H, W] or a flat vector [F]."""
+_WANTS = {
+    "text": "texts (text:PATH)",
+    "signal": "signals [C, T] (signal:DIR)",
+    "table": "rows [F] of a table",
+}
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """A registered model: `extractor(shape)` builds [N, *shape] -> [N, D], D its native width.
 
-    `min_side` is the minimum image side; None: any shape is accepted, also flat vectors.
+    `min_side` is the minimum side of an image, or steps of time of a signal; None: any shape is
+    accepted, also flat vectors. `takes` is the kind of the samples, if it is no image.
     """
 
     name: str
@@ -32,16 +37,27 @@ class ModelInfo:
     """(shape) -> the extractor; with `narrows`, also (shape, width=...)."""
     narrows: bool = False
     """Whether the model comes in other widths, by names such as cnn2-x0.5 (`narrowed`)."""
+    takes: Kind | None = None
+    """The one kind of samples that the model takes; None: images or, without `min_side`, any."""
 
     def check(self, shape: Shape) -> None:
         """Raise ModelError, with the allowed shapes, if samples of this shape do not fit."""
-        if self.min_side is None:
+        if kind_of(shape) == "text" and self.takes != "text":
+            allowed = "takes numbers, not texts; text-cnn and others that `fedhet models` lists do"
+            raise ModelError(f"model '{self.name}' {allowed}")
+        least = self.min_side or 1
+        if self.takes is not None:
+            fits, allowed = kind_of(shape) == self.takes, _WANTS[self.takes]
+            if self.takes == "signal":
+                fits, allowed = fits and shape[1] >= least, f"{allowed} of {least} steps or more"
+        elif self.min_side is None:
             fits, allowed = len(shape) > 0, "samples of any shape"
         else:
             fits = len(shape) == 3 and min(shape[1:]) >= self.min_side
             allowed = f"images [C, H, W] of side {self.min_side} or more"
-        if not fits or min(shape) < 1:
-            hint = "" if self.min_side is None else "; 'mlp' takes any shape"
+        if not fits or min(shape[1:] if self.takes == "text" else shape) < 1:
+            anything = self.min_side is None and self.takes is None
+            hint = "" if anything or kind_of(shape) == "text" else "; 'mlp' takes any shape"
             raise ModelError(f"model '{self.name}' takes {allowed}, not shape {shape}{hint}")
 
 

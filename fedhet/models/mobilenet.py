@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedhet.models.info import ModelInfo, Shape
+from fedhet.kinds import Shape
+from fedhet.models.info import ModelInfo
 from fedhet.models.stem import he_init, is_small
 
 # Table 1 of the paper: the output channels and stride of each depthwise separable convolution.

@@ -13,15 +13,16 @@ from typing import Any
 
 from torch import nn
 
+from fedhet.encoders import is_encoder
 from fedhet.errors import ModelError, nearest
+from fedhet.kinds import Shape
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.info import Shape
 
 
 def is_own(name: str) -> bool:
-    """Tell whether `name` is an import path rather than a registered name."""
-    return ":" in name
+    """Tell whether `name` is an import path rather than a registered name or an encoder's."""
+    return ":" in name and not is_encoder(name)
 
 
 def find_own(name: str) -> Callable[..., Any]:

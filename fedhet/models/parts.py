@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhet.arrays import Array, Shapes
+from fedhet.kinds import Shape
 from fedhet.models.het import HetModel
-from fedhet.models.info import Shape
 from fedhet.models.registry import build, shapes
 from fedhet.models.weights import to_arrays
 

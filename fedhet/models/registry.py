@@ -10,11 +10,14 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator
 
+from fedhet.encoders import is_encoder
 from fedhet.errors import ModelError, SettingsError, nearest
-from fedhet.models import mobilenet, resnet, small, vision
+from fedhet.kinds import Shape, kind_of
+from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
+from fedhet.models.encoder import assemble_encoder, check_encoder
 from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.info import DrawnInfo, ModelInfo, Shape, base_and_width, narrowed
+from fedhet.models.info import DrawnInfo, ModelInfo, base_and_width, narrowed
 from fedhet.models.own import (
     assemble_own,
     find_own,
@@ -25,8 +28,12 @@ from fedhet.models.own import (
 )
 from fedhet.seeding import derive, numpy_rng, seeded
 
-MODELS = MappingProxyType(
-    {info.name: info for info in (*small.MODELS, *resnet.MODELS, *mobilenet.MODELS, *vision.MODELS)}
+MODELS: Mapping[str, ModelInfo] = MappingProxyType(
+    {
+        info.name: info
+        for family in (small, resnet, mobilenet, vision, transformer, signals, texts)
+        for info in family.MODELS
+    }
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
@@ -80,6 +87,8 @@ def check_name(name: str) -> None:
     """Raise ModelError if `name` is neither registered nor an importable function."""
     if is_own(name):
         find_own(name)
+    elif is_encoder(name):
+        check_encoder(name)
     elif name not in WITHOUT_GRADIENTS:
         find(name)
 
@@ -94,6 +103,8 @@ def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
             info.check(tuple(shape))
         return
     if any_model and _is_classical(name, tuple(shape), classes):
+        if name in WITHOUT_GRADIENTS and kind_of(shape) == "text":
+            raise ModelError(f"model '{name}' takes numbers, not texts")
         return
     shapes(name, shape, classes)
 
@@ -149,7 +160,8 @@ def trained_shapes(name: str, shape: Shape, classes: int) -> Mapping[str, tuple[
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None
 ) -> dict[str, tuple[Shape, str]]:
-    with seeded(0, "shapes", name), torch.device("cpu" if is_own(name) else "meta"):
+    computes = is_own(name) or is_encoder(name)
+    with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
         state = _assemble(name, shape, classes, feature_dim).state_dict()
     return {
         key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -162,6 +174,8 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
         raise ModelError(f"model '{name}': classes is {classes}; it must be 1 or more")
     if feature_dim is not None and feature_dim < 1:
         raise ModelError(f"model '{name}': feature_dim is {feature_dim}; it must be 1 or more")
+    if is_encoder(name):
+        return assemble_encoder(name, shape, classes, feature_dim)
     if is_own(name):
         return assemble_own(name, shape, classes, feature_dim)
     info = find(name)
@@ -171,8 +185,9 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Return D of a registered extractor, from a pass on the meta device."""
-    with seeded(0, "width", name), torch.device("meta"):
+    """Return D of a registered extractor, from a pass on the meta device; of texts, a real one."""
+    device = "cpu" if kind_of(shape) == "text" else "meta"
+    with seeded(0, "width", name), torch.device(device):
         return output_shape(find(name).extractor(shape), shape)[1]
 
 

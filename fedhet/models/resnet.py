@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fedhet.models.info import ModelInfo, Shape, share_of
+from fedhet.kinds import Shape
+from fedhet.models.info import ModelInfo, share_of
 from fedhet.models.stem import first_conv, he_init, is_small
 
 # Blocks in each of the four stages. Felo names ResNet-10, 14, 18, 22 and 26 "from the PyTorch

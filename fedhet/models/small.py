@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from fedhet.kinds import Shape
 from fedhet.models.dropout import Dropout
-from fedhet.models.info import DrawnInfo, ModelInfo, Shape, share_of
+from fedhet.models.info import DrawnInfo, ModelInfo, share_of
 from fedhet.seeding import numpy_rng
 
 

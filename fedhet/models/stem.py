@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedhet.models.info import Shape
+from fedhet.kinds import Shape
 
 SMALL_SIDE = 64
 

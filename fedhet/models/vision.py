@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from fedhet.models.info import ModelInfo, Shape
+from fedhet.kinds import Shape
+from fedhet.models.info import ModelInfo
 from fedhet.models.stem import first_conv, he_init, is_small, unstride
 
 

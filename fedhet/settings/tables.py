@@ -26,6 +26,8 @@ from fedhet.settings.schema import (
     Side,
     Span,
     SpanOrAll,
+    Tokens,
+    Vocabulary,
     entries,
     is_dealt,
     is_machine,
@@ -42,12 +44,23 @@ class DataSettings(Schema):
     dataset: str = Field(
         "digits",
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR or npz:DIR",
+        "imagefolder:DIR, npz:DIR, text:PATH or signal:DIR",
+    )
+    sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
+        "auto",
+        description="what a sample is; auto = as 'dataset' says; for sites with folders of their "
+        "own, of which 'dataset' says nothing",
     )
     data_dir: str = machine("data", "where torchvision's datasets lie")
     download: bool = machine(False, "may a missing dataset be downloaded?")
     partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
         "dirichlet", description="how the training set is dealt to the clients"
+    )
+    by: str = Field(
+        "",
+        description="text:FILE, or signal:DIR with train.npz: the column (array) that says whose a "
+        "sample is; each client is one person or site, those with the most samples first; "
+        "empty = as 'partition' says",
     )
     alpha: Positive = Field(0.5, description="Dirichlet's concentration; smaller is more skewed")
     shards: Count = Field(2, description="shards a client, for partition = shards")
@@ -74,9 +87,26 @@ class DataSettings(Schema):
     image_size: Side = Field(
         0, description="side to which an image folder is resized; 0 = as it is"
     )
+    text_column: str = Field(
+        "text",
+        description="the column of the text, or several, comma-separated; numbers from 1 where the "
+        "file has no header",
+    )
+    label_column: str = Field(
+        "label", description="the column of the class; a number where the file has no header"
+    )
+    tokenizer: str = Field(
+        "words",
+        description="words, each a number by its hash; or the folder in $FEDHET_ENCODERS with the "
+        "tokenizer.json of an encoder",
+    )
+    vocabulary: Vocabulary = Field(
+        8192, description="tokenizer = words: numbers that words may have; the same at every site"
+    )
+    max_tokens: Tokens = Field(128, description="tokens of a text that are read; the rest is cut")
     max_bytes: Bytes = machine(
         2 * 2**30,
-        "most bytes that the arrays, the decoded images or the table of one dataset may take; more "
+        "most bytes that the arrays, images, texts or the table of one dataset may take; more "
         "is refused before it is read",
     )
     max_samples: CountOrNone = Field(
@@ -125,8 +155,8 @@ class ModelSettings(Schema):
     pool: str = Field(
         "cnn2,cnn3,mlp,gems-resnet11,resnet10",
         description="models, comma-separated, as `fedhet models` lists them; left at this default, "
-        "the pool is one for tables where the data is a table, and a method's own where all its "
-        "clients must have one model: `fedhet methods NAME` says which",
+        "the pool is one for tables where the data is a table (texts, signals: likewise), and a "
+        "method's own where all its clients must have one model: `fedhet methods NAME` says which",
     )
     deal: Literal["cycle", "shuffle"] = Field(
         "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
@@ -180,18 +210,19 @@ class TrainingSettings(Schema):
     clip: NonNegative = Field(
         0.0, description="greatest norm of a step's gradient, which is scaled down to it; 0 = any"
     )
-    augment: Literal["none", "crop", "flip", "crop-flip", "randaugment"] = Field(
+    augment: Literal["none", "crop", "flip", "crop-flip", "randaugment", "tokens"] = Field(
         "none",
         description="random changes to each training image: shifted by up to an eighth with black "
-        "borders, mirrored, both, or both and two operations of RandAugment",
+        "borders, mirrored, both, or both and two operations of RandAugment; to each training "
+        "text: tokens left out and swapped",
     )
     keep_optimizer: bool = Field(
         False, description="keep the optimiser's state over rounds, with the private models"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
-        description="learn from unlabelled images too: those that the model is sure of when they "
-        "are changed a little are learned changed a lot (FixMatch)",
+        description="learn from unlabelled images or texts too: those that the model is sure of "
+        "when they are changed a little are learned changed a lot (FixMatch)",
     )
     semi_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="likelihood from which a prediction becomes a pseudo-label"

@@ -20,6 +20,7 @@ MAX_VALUES = 2**28
 """Values in one sample."""
 MAX_SAMPLES = 10**9
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
+_TEXT = re.compile(r"0,[0-9]{1,5},[0-9]{1,5}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
 _MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
@@ -35,7 +36,7 @@ class ClientInfo:
     """Number of training samples."""
     classes: int
     shape: tuple[int, ...]
-    """The shape of one sample."""
+    """The shape of one sample, as `fedhet.kinds` has it."""
     order: str = ""
     """A digest of the classes' names in their order (`order_of`)."""
     training: str = ""
@@ -100,11 +101,17 @@ def _shape(sender: str, text: object) -> tuple[int, ...]:
     if not isinstance(text, str) or not _SHAPE.fullmatch(text):
         fault = f"is {shown(text)}, must be 1 to 4 sizes like '3,32,32'"
         raise KnowledgeError(sender, "shape", fault)
-    shape = tuple(_whole(sender, "shape", int(side), 1, MAX_SIDE) for side in text.split(","))
+    if _TEXT.fullmatch(text):
+        return 0, *_sides(sender, text.removeprefix("0,"))
+    shape = _sides(sender, text)
     if math.prod(shape) > MAX_VALUES:
         fault = f"is {text}, one sample must have at most {MAX_VALUES} values"
         raise KnowledgeError(sender, "shape", fault)
     return shape
+
+
+def _sides(sender: str, text: str) -> tuple[int, ...]:
+    return tuple(_whole(sender, "shape", int(side), 1, MAX_SIDE) for side in text.split(","))
 
 
 def capped(infos: Iterable[ClientInfo], most: float) -> dict[str, int]:

@@ -1,0 +1,37 @@
+"""Signals [N, channels, time] in .npz files: a file for each client, or one to partition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedhet.data.arrays import read_clients, read_npz, read_owners, same_kind
+from fedhet.data.spec import Dataset, DataSpec
+from fedhet.errors import SettingsError
+
+
+def read_signals(folder: str, spec: DataSpec) -> Dataset:
+    """Read DIR/train.npz and, if there is one, DIR/test.npz; or a file a client, as `npz:DIR` has.
+
+    `Dataset.groups` is set if `data.by` names an array of train.npz.
+    """
+    root = Path(folder).expanduser()
+    path = root / "train.npz"
+    if not path.exists():
+        if spec.by:
+            raise SettingsError(
+                f"data.by = {spec.by!r}: takes {path}, and {root} holds a file for each client"
+            )
+        return read_clients(folder, spec, signal=True)
+    train = read_npz(path, spec, signal=True)
+    test = None
+    if (root / "test.npz").exists():
+        test = read_npz(root / "test.npz", spec, signal=True)
+        same_kind(train, test, "train.npz", root / "test.npz")
+    highest = max(int(split.y.max()) for split in (train, test) if split is not None and len(split))
+    return Dataset(
+        spec.dataset,
+        train,
+        test,
+        tuple(map(str, range(highest + 1))),
+        groups=read_owners(path, spec.by, spec) if spec.by else None,
+    )

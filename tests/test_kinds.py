@@ -1,0 +1,229 @@
+"""Models of texts, signals and tables against slow ones, and every method on texts and signals."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, records
+from torch.nn import functional as F
+
+from fedhet import models
+from fedhet.config.methods import find_method, method_names
+from fedhet.config.resolve import check, resolve
+from fedhet.errors import KnowledgeError, ModelError, SettingsError
+from fedhet.kinds import kind_of, text_shape
+from fedhet.models.registry import MODELS
+from fedhet.wire.identity import ClientInfo, read_properties
+
+TEXT = text_shape(24, 50)
+TEXTS = [name for name, info in MODELS.items() if info.takes == "text"]
+SIGNALS = [name for name, info in MODELS.items() if info.takes == "signal"]
+
+
+def tokens(lengths, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, length in zip(x, lengths, strict=True):
+        row[:length] = torch.randint(1, 50, (length,), generator=generator)
+    return x
+
+
+@cache
+def model(name):
+    return models.build(name, TEXT, 3, seed=0).eval()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_logits_do_not_depend_on_padding(name):
+    short = tokens([1, 5, 7, 12], 12)
+    long = F.pad(short, (0, 12))
+    with torch.no_grad():
+        found = model(name)(short)
+        assert torch.equal(model(name)(long), found)  # cut to the longest: not a bit differs
+        for row, logits in zip(long, found, strict=True):  # alone, and cut to its own length
+            assert torch.allclose(model(name)(row[None]), logits[None], atol=1e-5)
+        # What the vector of padding is does not matter.
+        embedding = model(name).get_submodule("extractor.tokens.embedding").weight
+        kept = embedding[0].clone()
+        embedding[0] = 9.0
+        assert torch.equal(model(name)(long), found)
+        embedding[0] = kept
+        assert model(name)(torch.zeros(2, 24, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_padding_gets_no_gradient_and_every_weight_gets_one(name):
+    made = models.build(name, TEXT, 3, seed=1).train()
+    F.cross_entropy(made(tokens([9, 12, 24, 6], 24)), torch.tensor([0, 1, 2, 0])).backward()
+    for part, parameter in made.named_parameters():
+        assert parameter.grad is not None, part
+        assert parameter.grad.abs().sum() > 0, part
+        if part.endswith("embedding.weight"):
+            assert parameter.grad[0].abs().sum() == 0
+
+
+def vectors_of(name, x):
+    return model(name).get_submodule("extractor.tokens.embedding").weight[x]
+
+
+def test_models_of_texts_word_by_word():
+    """A batch, against each text alone, without its padding, by loops over its words."""
+    x = tokens([1, 4, 9], 24, seed=3)
+    with torch.no_grad():
+        batch = {name: model(name)(x) for name in TEXTS}
+        for place, row in enumerate(x):
+            text, found = row[row > 0], {name: batch[name][place] for name in TEXTS}
+            head = {n: model(n).classifier for n in TEXTS}
+            v = vectors_of("text-bag", text)
+            features = F.relu(model("text-bag").extractor.hidden(v.sum(0) / len(text)))
+            close(head["text-bag"](features), found["text-bag"])
+            v = vectors_of("text-cnn", text)
+            parts = []
+            for conv in model("text-cnn").extractor.convs:
+                size = conv.kernel_size[0]
+                v_after = torch.cat([v, torch.zeros(size - 1, v.shape[1])])
+                each = [
+                    torch.einsum("oik,ki->o", conv.weight, v_after[at : at + size]) + conv.bias
+                    for at in range(len(text))
+                ]
+                parts.append(F.relu(torch.stack(each)).amax(0))
+            close(head["text-cnn"](torch.stack(parts, 1).flatten()), found["text-cnn"])
+            for name in ("text-gru", "text-lstm"):
+                layer, v = model(name).extractor.layer, vectors_of(name, text)
+                close(head[name](layer(v)[0].amax(0)), found[name])
+            extractor, v = model("text-transformer").extractor, vectors_of("text-transformer", text)
+            states = extractor.layers((v + extractor.places[: len(text)])[None])[0]
+            close(head["text-transformer"](states.mean(0)), found["text-transformer"])
+
+
+def close(left, right):
+    assert torch.allclose(left, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in [*TEXTS, *SIGNALS] if MODELS[name].narrows])
+def test_a_narrow_model_is_the_leading_part_of_the_whole_one(name):
+    """Where all else is zero, both give the same logits (HeteroFL averages such parts)."""
+    shape = TEXT if name in TEXTS else (2, 32)
+    whole, part = (models.build(n, shape, 3, seed=0).eval() for n in (name, f"{name}-x0.5"))
+    state = whole.state_dict()
+    with torch.no_grad():
+        for key, small in part.state_dict().items():
+            if not small.ndim or "running" in key:
+                continue
+            leading = tuple(map(slice, small.shape))
+            small.copy_(state[key][leading])
+            state[key].zero_()
+            state[key][leading] = small
+        x = tokens([3, 24, 7], 24) if name in TEXTS else torch.randn(3, *shape)
+        close(whole(x), part(x))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 33), (9, 128)])
+def test_models_of_signals_take_any_channels_and_time(name, shape):
+    made = models.build(name, shape, 4, seed=0, feature_dim=10)
+    features, logits = made.features_and_logits(torch.randn(5, *shape))
+    assert (features.shape, logits.shape) == ((5, 10), (5, 4))
+
+
+def test_what_a_model_does_not_take_it_says():
+    for name, shape, fault in (
+        ("text-cnn", (3, 8, 8), "takes texts"),
+        ("signal-gru", (5,), "takes signals"),
+        ("signal-cnn2", (2, 4), "of 8 steps or more"),
+        ("ft-transformer", (3, 8), "takes rows"),
+        ("mlp", TEXT, "takes numbers, not texts"),
+        ("resnet10", (2, 64), "takes images"),
+    ):
+        with pytest.raises(ModelError, match=fault):
+            models.build(name, shape, 3, seed=0)
+
+
+def test_ft_transformer_column_by_column():
+    made = models.build("ft-transformer", (4,), 2, seed=0).eval()
+    row, extractor = torch.tensor([0.5, -2.0, 0.0, 1.5]), made.extractor
+    columns = [row[c] * extractor.weight[c] + extractor.bias[c] for c in range(4)]
+    states = extractor.layers(torch.stack([extractor.row[0], *columns])[None])[0]
+    close(made.classifier(states[0]), made(row[None])[0])
+
+
+def test_a_text_is_described_and_read_back():
+    info = ClientInfo("a", "text-bag", 5, 2, TEXT)
+    assert kind_of(TEXT) == "text"
+    assert read_properties(info.properties(), "node").shape == TEXT
+    for odd in ("0,24", "0,0,50", "0,24,0", "0,24,70000", "0,1,1,1", "3,0,8"):
+        with pytest.raises(KnowledgeError, match="shape"):
+            read_properties({**info.properties(), "shape": odd}, "node")
+
+
+# Every method on texts and on signals.
+
+SMALL = {
+    "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
+    "velo": {"velo.epochs": 1},
+    "fedgkt": {"fedgkt.server-epochs": 1},
+}
+ORDINARY = {("felo", "text"), ("fedtype", "text"), ("felo", "signal")}
+
+
+def make(kind, root):
+    """Write a dataset of 3 classes that a model can tell apart, for 3 clients."""
+    rng = np.random.default_rng(0)
+    y = np.arange(120) % 3
+    if kind == "signal":
+        x = np.sin(np.arange(16) * (y[:, None] + 1)) + rng.normal(0, 0.1, (120, 16))
+        np.savez(root / "train.npz", x=x[:, None], y=y)
+        np.savez(root / "test.npz", x=x[:30, None], y=y[:30])
+        return
+    for part, count in (("train", 120), ("test", 30)):
+        lines = [f"word{label} word{label} a{rng.integers(9)},c{label}" for label in y[:count]]
+        (root / f"{part}.csv").write_text("\n".join(["text,label", *lines]))
+
+
+def settings(kind, root):
+    return {
+        "data.dataset": f"{kind}:{root}",
+        "data.vocabulary": 64,
+        "data.max-tokens": 8,
+        "data.partition": "iid",
+        "clients": 3,
+        "training.local-epochs": 1,
+        "engine.backend": "inline",
+    }
+
+
+def every_method():
+    for name in method_names():
+        for kind in ("text", "signal"):
+            marks = [] if (name, kind) in ORDINARY else [pytest.mark.slow]
+            yield pytest.param(name, kind, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "kind"), list(every_method()))
+def test_every_method_runs(name, kind, tmp_path):
+    make(kind, tmp_path)
+    known = {k: v for k, v in SMALL.get(name, {}).items() if k in find_method(name).settings()}
+    config = resolve({"method": name, **settings(kind, tmp_path), **known})
+    check(config)
+    server = Server(config, tmp_path / "run")
+    for number in (1, 2):
+        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.close(number)
+    record = records(tmp_path / "run")[-1]
+    assert record["failed"] == {}
+    found = record["accuracy"]["common"][find_method(name).spec.kinds[0]]["per_client"]
+    assert len(found) == 3
+    assert all(0 <= accuracy <= 1 for accuracy in found.values())
+
+
+def test_fixmatch_learns_from_texts_and_refuses_signals(tmp_path):
+    make("text", tmp_path)
+    semi = {"method": "fedavg", "training.semi": "fixmatch"}
+    config = resolve({**settings("text", tmp_path), **semi, "training.semi-threshold": 0.2})
+    server = Server(config, tmp_path / "run")
+    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.close(1)
+    assert records(tmp_path / "run")[-1]["method"]["pseudo_labels"] > 0
+    with pytest.raises(SettingsError, match=r"takes images or texts with 'training\.semi'"):
+        resolve({**settings("signal", tmp_path), **semi})

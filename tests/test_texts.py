@@ -1,0 +1,377 @@
+"""Texts: reading, tokens, clients by column, a site's own folder, and what is refused."""
+
+import csv
+import gzip
+import hashlib
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fedhet.client.node import read_node
+from fedhet.config.resolve import check, resolve
+from fedhet.data import DataSpec, client_data, load, partition, public_set, site_data
+from fedhet.data.examples import OWNERS, TOPICS, write_example
+from fedhet.data.tokens import tokenized, words
+from fedhet.errors import DataError, SettingsError
+from fedhet.seeding import numpy_rng
+
+ROWS = [
+    ("The cat, sat!", "pets", "ann"),
+    ("a dog\nbarked", "pets", "bob"),
+    ("stocks fell", "money", "ann"),
+    ('banks "rose"', "money", "bob"),
+    ("Ünïcode straße", "money", "ann"),
+] * 4
+
+
+def write(path, rows=ROWS, header=("text", "label", "who")):
+    opened = gzip.open if path.suffix == ".gz" else open
+    name = path.name.removesuffix(".gz")
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        if name.endswith(".jsonl"):
+            file.writelines(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows)
+        elif name.endswith(".tsv"):
+            lines = [header, *rows] if header else rows
+            file.writelines("\t".join(line) + "\n" for line in lines)
+        else:
+            csv.writer(file).writerows([header, *rows] if header else rows)
+    return path
+
+
+def spec(place, **changes):
+    return DataSpec(**{"dataset": f"text:{place}", "clients": 2, "min_samples": 2, **changes})
+
+
+def by_hand(text, vocabulary, length):
+    """The tokens of a text, word by word, of what the module's docstring promises."""
+    found = re.findall(r"\w+|[^\w\s]", text.casefold()) or [""]
+    digests = [hashlib.blake2b(word.encode(), digest_size=8).digest() for word in found]
+    tokens = [1 + int.from_bytes(each, "big") % (vocabulary - 1) for each in digests][:length]
+    return tokens + [0] * (length - len(tokens))
+
+
+def test_tokens_are_hashes_of_words_and_end_in_padding():
+    texts = [row[0] for row in ROWS[:5]] + ["", "one " * 20]
+    found = tokenized(texts, spec("x", vocabulary=1000, max_tokens=8), "x")
+    assert found.dtype == torch.int64
+    assert found.tolist() == [by_hand(text, 1000, 8) for text in texts]
+    assert (found[:, 0] > 0).all()  # no text is empty
+    assert words("Ａ ﬁne ＣＡＴ") == ["a", "fine", "cat"]  # compatible forms are one
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "jsonl", "jsonl.gz"])
+def test_every_kind_of_file_reads_the_same(tmp_path, ending):
+    data = load(spec(write(tmp_path / f"all.{ending}"), max_tokens=6))
+    assert data.classes == ("money", "pets")
+    assert data.train.y.tolist() == [1, 1, 0, 0, 0] * 4
+    assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ROWS]
+    assert data.shape == (0, 6, 8192)
+    assert data.test is None
+
+
+def test_in_tsv_quotes_mean_nothing(tmp_path):
+    rows = [('say "a', "x"), ('"b', "y")]
+    data = load(spec(write(tmp_path / "all.tsv", rows, ("text", "label")), max_tokens=6))
+    assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in rows]
+
+
+def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
+    rows = [("10", "a", "b"), ("9", "c", "d"), ("2", "e", "f")]
+    path = write(tmp_path / "all.csv", rows, None)
+    data = load(spec(path, text_column="2, 3", label_column="1", max_tokens=4))
+    assert data.classes == ("2", "9", "10")
+    assert data.train.y.tolist() == [2, 1, 0]
+    assert data.train.x[0].tolist() == by_hand("a b", 8192, 4)
+
+
+def test_a_column_says_who_is_a_client(tmp_path):
+    path = write(tmp_path / "all.csv")
+    found = partition(spec(path, by="who"))
+    assert [rows.tolist() for rows in found] == [
+        [row for row in range(20) if ROWS[row][2] == name] for name in ("ann", "bob")
+    ]
+    (largest,) = partition(spec(path, by="who", clients=1))  # the one with the most
+    assert len(largest) == 12
+    kept = load(spec(path, by="who", max_samples=10))
+    assert len(kept.groups) == 10
+    named = {by_hand(r[0], 8192, 128)[0]: r[2] for r in ROWS}
+    assert [named[int(x[0])] for x in kept.train.x] == [["ann", "bob"][g] for g in kept.groups]
+    with pytest.raises(DataError, match=r"must be at most 1; so many of the 2 that data\.by"):
+        partition(spec(path, by="who", min_samples=10))
+    with pytest.raises(SettingsError, match="digits has no column of that kind"):
+        load(DataSpec(by="who"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.csv", "text,label\nx,1\ny\n", "row 2 has 1 columns, the first has 2"),
+        ("a.csv", "txt,label\nx,1\n", "has no column 'text', only 'txt', 'label'; did you mean"),
+        ("a.csv", "text,label\nx,\n", "row 1 has no label in the column 'label'"),
+        ("a.csv", "text,label\n", "holds no rows"),
+        ("a.csv", "", "holds no rows"),
+        ("a.csv", b"text,label\n\xff,1\n", "not a readable file of texts"),
+        ("a.csv.gz", b"no archive", "not a readable file of texts"),
+        ("a.jsonl", '{"text": "x", "label": "1"}\n{\n', "line 2 is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is not an object"),
+        ("a.jsonl", '{"text": null, "label": 1}', "row 1 has NoneType, not text, in the column"),
+        ("a.jsonl", '{"texts": "x", "label": 1}', "row 1 has no column 'text'; did you mean"),
+        ("a.txt", "x", "must end in one of .csv, .csv.gz, .tsv"),
+        ("a.csv", 'text,label\n"x\x07",\x07\n', "the label '.x07' is not printable"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, name, content, fault):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=fault) as error:
+        load(spec(path))
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_too_large_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"text,label\n" + b" " * 5_000_000))
+    with pytest.raises(DataError, match=r"'data\.max-bytes' allows 100000"):
+        load(spec(path, max_bytes=100_000))
+    small = write(tmp_path / "b.csv")
+    with pytest.raises(DataError, match="takes 655360 bytes once it is read"):
+        load(spec(small, max_bytes=100_000, max_tokens=4096))  # 20 texts of 8 bytes a token
+
+
+def tree(root, rows=ROWS, part="train"):
+    for number, (text, label, _) in enumerate(rows):
+        (root / part / label).mkdir(parents=True, exist_ok=True)
+        (root / part / label / f"{number:03}.txt").write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_tree_reads_as_a_file_does(tmp_path):
+    tree(tree(tmp_path), ROWS[:5], "test")
+    data = load(spec(tmp_path, max_tokens=6))
+    ordered = [row for label in ("money", "pets") for row in ROWS if row[1] == label]
+    assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ordered]
+    assert (len(data.test), data.classes) == (5, ("money", "pets"))
+    with pytest.raises(SettingsError, match=r"a tree of \.txt files has no columns"):
+        load(spec(tmp_path, by="who"))
+    (tmp_path / "train" / "pets" / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"bad.txt: not a readable text in UTF-8"):
+        load(spec(tmp_path, max_tokens=7))
+
+
+def samples(data):
+    splits = (data.train, data.test)
+    return sorted([*x, y] for s in splits for x, y in zip(s.x.tolist(), s.y.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["csv", "tree"])
+def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
+    """A deployed node with a folder of its own, against a client of the same rows."""
+    rows = [(text, label, who) for text, label, who in ROWS if who == "ann"]
+    site = tmp_path / "site"
+    site.mkdir()
+    ordered = [row for label in ("money", "pets") for row in rows if row[1] == label]
+    write(site / "train.csv", ordered) if layout == "csv" else tree(site, rows)
+    whole = write(tmp_path / "all.csv", [*ordered, *(row for row in ROWS if row[2] == "bob")])
+    run = resolve(
+        {
+            "method": "felo",
+            "clients": 2,
+            "data.dataset": f"text:{whole}",
+            "data.by": "who",
+            "data.min-samples": 2,
+            "models.num-classes": 2,
+        }
+    )
+    simulated = client_data(DataSpec.of(run.run), 0)
+    node = read_node({"data": str(site), "name": simulated.name}, run.run, str(tmp_path / "state"))
+    own = node.load_data(run)
+    # Which of the rows are its test split is drawn by the name, which has the folder in it.
+    assert samples(own) == samples(simulated)
+    assert len(own.test) == len(simulated.test)
+    assert (own.shape, own.classes, own.space) == (
+        simulated.shape,
+        simulated.classes,
+        simulated.space,
+    )
+
+
+def test_a_sites_labels_are_the_runs(tmp_path):
+    write(tmp_path / "train.csv", [("x", "pets", ""), ("y", "pets", ""), ("z", "pets", "")])
+
+    def site(**changes):
+        changes = {"test_fraction": 0.34, **changes}
+        return site_data(str(tmp_path), spec=spec("x", **changes), classes=2, name="site-a")
+
+    with pytest.raises(DataError, match=r"has 1 different labels, the run has 2 classes; name all"):
+        site()
+    (tmp_path / "classes.txt").write_text("money\npets\n")
+    assert site(vocabulary=99).train.y.tolist() == [1, 1]
+    (tmp_path / "classes.txt").write_text("money\npet\n")
+    with pytest.raises(DataError, match="row 1 has the label 'pets', not a class; did you mean"):
+        site(vocabulary=98)
+    (tmp_path / "classes.txt").unlink()
+    write(tmp_path / "train.csv", [("x", "1", ""), ("y", "1", ""), ("z", "0", "")])
+    found = site(vocabulary=97)
+    assert sorted([*found.train.y.tolist(), *found.test.y.tolist()]) == [0, 1, 1]
+    (tmp_path / "train.tsv").write_text("text\tlabel\n")
+    with pytest.raises(DataError, match=r"holds train\.csv and train\.tsv, one is allowed"):
+        site(vocabulary=96)
+
+
+def test_a_sites_texts_without_a_class(tmp_path):
+    tree(tmp_path)
+    (tmp_path / "train" / "unlabelled").mkdir()
+    (tmp_path / "train" / "unlabelled" / "a.txt").write_text("a bird")
+    for wanted in (True, False):
+        found = site_data(
+            str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabelled=wanted
+        )
+        assert len(found.unlabelled) == wanted
+        assert found.left_aside == (not wanted)
+    assert found.shape == (0, 128, 8192)
+
+
+def test_generated_texts_are_words_of_the_training_set(tmp_path):
+    whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
+    data = load(whole)
+    x = public_set(whole, data.shape, None).x
+    assert x.shape == (300, 128)
+    own = data.train.x
+    assert set(x.unique().tolist()) <= set(own.unique().tolist())
+    lengths = (x != 0).sum(1)
+    assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
+    assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
+    with pytest.raises(SettingsError, match=r"public-samples = 0: must be at least 1"):
+        public_set(whole.but(public_samples=0), data.shape, None)
+
+
+def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
+    place = write(tmp_path / "a.csv")
+    public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
+    with pytest.raises(DataError, match="texts of up to 128 tokens below 500, the clients' texts"):
+        public_set(public, (0, 128, 8192), None)
+
+
+@pytest.mark.parametrize("kind", ["text", "signal"])
+def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
+    write_example(kind, tmp_path / "a")
+    whole = DataSpec(dataset=f"{kind}:{tmp_path / 'a'}", by="site", clients=OWNERS)
+    data = load(whole)
+    assert (len(data.train), len(data.test), len(data.classes)) == (1200, 300, len(TOPICS))
+    assert sum(map(len, partition(whole))) == 1200
+    with pytest.raises(DataError, match="is not empty"):
+        write_example(kind, tmp_path / "a")
+    write_example(kind, tmp_path / "b")
+    again = load(whole.but(dataset=f"{kind}:{tmp_path / 'b'}"))
+    assert torch.equal(data.train.x, again.train.x)
+
+
+def test_the_default_models_are_those_of_the_kind(tmp_path):
+    place = write(tmp_path / "a.csv")
+
+    def of(**changes):
+        return resolve({"data.dataset": f"text:{place}", **changes})
+
+    pool = "text-bag,text-cnn,text-gru,text-lstm,text-transformer"
+    assert of().run.models.pool == pool
+    assert of(method="cofed").run.models.pool == pool
+    assert of(method="fedavg").run.models.pool == "text-cnn"
+    assert of(method="um-pfssl").run.models.pool == "text-cnn-dropout"
+    assert of(method="fedtype").own.proxy == "text-cnn"
+    assert of(method="fedgems").own.server_model == "text-transformer"
+    signals = resolve({"method": "fedgems", "data.sample-kind": "signal"})  # of sites' own folders
+    assert signals.own.server_model == "signal-resnet"
+    assert signals.run.models.pool == "signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp"
+    assert resolve(of().flat()) == of()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"models.pool": "cnn2"}, "model 'cnn2' takes numbers, not texts"),
+        ({"method": "local", "models.pool": "sk-tree"}, "model 'sk-tree' takes numbers, not texts"),
+        ({"training.augment": "crop"}, "changes images .* the samples have texts of up to"),
+    ],
+)
+def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
+    place = write(tmp_path / "a.csv")
+    config = resolve(
+        {"data.dataset": f"text:{place}", "clients": 2, "data.min-samples": 2, **changes}
+    )
+    with pytest.raises(Exception, match=fault) as error:
+        check(config)
+    assert "\n" not in str(error.value)
+
+
+def test_token_changes_keep_words_and_order():
+    from fedhet.algorithms.token_changes import REACH, left_out, moved, strong_tokens
+
+    rng = numpy_rng(0, "tokens")
+    lengths = rng.integers(1, 40, 200)
+    x = torch.zeros(200, 40, dtype=torch.int64)
+    for row, length in zip(x, lengths, strict=True):
+        row[:length] = torch.from_numpy(1 + rng.permutation(length))  # each token once
+    kept = left_out(x, torch.Generator().manual_seed(1), 0.3)
+    for before, after in zip(x.tolist(), kept.tolist(), strict=True):
+        stayed = [token for token in after if token]
+        assert stayed == [token for token in before if token in set(stayed)]  # in order
+        assert after[len(stayed) :] == [0] * (40 - len(stayed))
+        assert stayed
+    share = 1 - (kept != 0).sum() / (x != 0).sum()
+    assert 0.25 < share < 0.35
+    places = moved(x, torch.Generator().manual_seed(2))
+    for before, after in zip(x.tolist(), places.tolist(), strict=True):
+        assert sorted(before) == sorted(after)
+        away = [abs(before.index(token) - place) for place, token in enumerate(after) if token]
+        assert max(away) <= REACH
+    assert (places != x).any()
+    single = torch.ones(5, 1, dtype=torch.int64)
+    assert torch.equal(strong_tokens(single, torch.Generator()), single)
+
+
+def test_a_signal_file_reads_as_it_is(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 2, 16)), np.arange(30) % 3
+    np.savez(tmp_path / "train.npz", x=x, y=y, who=np.array(["b", "a", "b"] * 10))
+    whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2, by="who")
+    data = load(whole)
+    assert data.shape == (2, 16)
+    assert np.array_equal(data.train.x.numpy(), x.astype(np.float32))
+    assert [len(rows) for rows in partition(whole)] == [10, 20]
+    np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
+    assert load(whole.but(by="", max_bytes=10**6)).shape == (1, 16)
+    with pytest.raises(DataError, match="has no array 'who'"):
+        load(whole.but(max_bytes=10**6))
+    np.savez(tmp_path / "train.npz", x=x, y=y, who=np.zeros((30, 2)))
+    with pytest.raises(DataError, match="who must be whole numbers or words"):
+        load(whole.but(max_bytes=10**7))
+    np.savez(tmp_path / "train.npz", x=x[..., None], y=y)
+    with pytest.raises(DataError, match="of signals x must be"):
+        load(whole.but(by="", max_bytes=10**7))
+    np.savez(tmp_path / "train.npz", x=np.where(x > 2, np.nan, x), y=y)
+    with pytest.raises(DataError, match="NaN or infinite"):
+        load(whole.but(by="", max_bytes=10**8))
+
+
+def test_signals_of_clients_and_of_a_site(tmp_path):
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        for client in range(2):
+            x, y = rng.normal(size=(8, 1, 16)), np.arange(8) % 2
+            np.savez(tmp_path / part / f"{client}.npz", x=x, y=y)
+    whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2)
+    assert client_data(whole, 1).shape == (1, 16)
+    with pytest.raises(SettingsError, match="holds a file for each client"):
+        load(whole.but(by="who"))
+    site = tmp_path / "site"
+    site.mkdir()
+    for part in ("train", "test"):
+        (site / f"{part}.npz").write_bytes((tmp_path / part / "1.npz").read_bytes())
+    own = site_data(str(site), spec=DataSpec(sample_kind="signal"), classes=2, name="client-1")
+    assert torch.equal(own.train.x, client_data(whole, 1).train.x)
+    assert own.shape == (1, 16)  # and not an image of one channel
