@@ -1,4 +1,8 @@
-"""The command line: `fedhet run METHOD`, and commands that list, compare and show."""
+"""The command line: `fedhet run METHOD`, and commands that list, compare and show.
+
+A command imports PyTorch, Flower and matplotlib, which takes seconds, in its body: after a first
+check of its settings, and only if it needs them. Help, lists and mistakes are thus shown at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from fedhet import __version__
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
 from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
-from fedhet.cli.run import run_command, sweep_command
+from fedhet.cli.run import run_command, sweep_command, table_command
 from fedhet.cli.show import (
     methods_command,
     models_command,
@@ -18,7 +22,6 @@ from fedhet.cli.show import (
     presets_command,
     settings_command,
 )
-from fedhet.cli.table import table_command
 from fedhet.errors import FedhetError
 
 app = typer.Typer(

@@ -21,10 +21,10 @@ MOST_NOTICES = 6
 
 
 class LineDisplay(Watcher):
-    """One plain line per event: for logs and pipes."""
+    """One plain line per event: for logs and pipes. Each begins with the label, if there is one."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, label: str = "") -> None:
+        self._console, self._label = console, f"{label}: " if label else ""
         self._headline = "common"
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
@@ -52,13 +52,14 @@ class LineDisplay(Watcher):
         self._print(f"{plural(summary.rounds, 'round')} in {summary.seconds.total:.1f} s")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(self._label + text, highlight=False, markup=False, soft_wrap=True)
 
 
 class LiveDisplay(Watcher):
     """A live display of the rounds, and of every client's model, state and accuracy."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, label: str = "") -> None:
+        self._label = f"{label}: " if label else ""
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -88,7 +89,7 @@ class LiveDisplay(Watcher):
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """Start the table of clients."""
-        self._title = f"{title(config, models)} -> {directory}"
+        self._title = f"{self._label}{title(config, models)} -> {directory}"
         self._protocol = config.method.spec.headline
         self._models = dict(models)
         self._state = {name: Text("waiting", style="dim") for name in models}
