@@ -14,6 +14,7 @@ import pytest
 from fedhet.config.declared import declarations_json, declared, declared_by
 from fedhet.config.methods import find_method, shipped_names
 from fedhet.config.values import read_values
+from fedhet.data import DataSpec, load
 from fedhet.errors import SettingsError
 from fedhet.settings.portable import from_data, to_data
 from fedhet.settings.schema import build, takes
@@ -146,3 +147,22 @@ def test_a_method_that_the_file_lacks_is_imported(monkeypatch):
         assert declared("local") == found
     finally:
         declared.cache_clear()
+
+
+def test_the_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    dataset = load(DataSpec(dataset="digits"))
+    assert dataset.test is not None
+    ours = {
+        (label, tuple(((image + 1) * 8).flatten().tolist()))
+        for split in (dataset.train, dataset.test)
+        for image, label in zip(split.x.numpy(), split.y.tolist(), strict=True)
+    }
+    expected = {
+        (int(label), tuple(row)) for row, label in zip(theirs.data, theirs.target, strict=True)
+    }
+    assert ours == expected
+    assert len(dataset.train) + len(dataset.test) == 1797
+    assert dataset.classes == tuple(map(str, theirs.target_names))

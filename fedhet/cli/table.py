@@ -40,7 +40,6 @@ from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
 from fedhet.simulate import simulate
 
-
 GOES_ON = "the same command goes on with the table"
 
 

@@ -1,15 +1,20 @@
-"""What the commands `run` and `sweep` do: train on this machine, and show the results."""
+"""What the commands `run` and `sweep` do: train on this machine, and show the results.
+
+What draws the results is imported after the training, which need not wait for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedhet import report
+import psutil
+
 from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.options import console, say
-from fedhet.cli.shown import show_comparison, show_run
 from fedhet.cli.sweep import folder_name
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import StateError
@@ -19,11 +24,17 @@ from fedhet.runs.units import setting
 from fedhet.server_app import run_directory
 from fedhet.simulate import simulate
 
+if TYPE_CHECKING:
+    from fedhet import report
+
 
 def train_one(values: Mapping[str, object]) -> None:
     """Make one run, and show it."""
     config = resolve(values)
-    show_run(_run(config, run_directory(config)))
+    run = _run(config, run_directory(config), begun=_process_begun())
+    from fedhet.cli.shown import show_run
+
+    show_run(run)
 
 
 def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
@@ -36,8 +47,13 @@ def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
         resolve({**values, "seed": seed, "out": str(directory)})
         for seed, directory in zip(seeds, runs, strict=True)
     ]
+    begun: float | None = _process_begun()
     for config, directory in zip(configs, runs, strict=True):
-        _run(config, directory)
+        _run(config, directory, begun=begun)
+        begun = None  # the next begins when this one has ended
+    from fedhet import report
+    from fedhet.cli.shown import show_comparison
+
     show_comparison(report.compare(runs), parent)
 
 
@@ -68,6 +84,8 @@ def train_sweep(
     }
     for directory, (label, config) in configs.items():
         _run(config, directory.resolve(), label)
+    from fedhet import report
+
     found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
     figure = report.write_sweep(found, out, figures)
     console.print(report.sweep_table(found, figures))
@@ -80,9 +98,16 @@ def _label(name: str, chosen: Mapping[str, object], seeds: Sequence[int]) -> str
     return f"{value}, seed {chosen['seed']}" if len(seeds) > 1 else value
 
 
-def _run(config: Config, directory: Path, label: str = "") -> report.Run:
+def _process_begun() -> float:
+    """Return when this process was started, by `time.perf_counter`."""
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def _run(
+    config: Config, directory: Path, label: str = "", begun: float | None = None
+) -> report.Run:
     with _display(label) as display, ending_at_once(lambda: _how_to_go_on(directory)):
-        return simulate(config, directory, [display])
+        return simulate(config, directory, [display], begun=begun)
 
 
 def _how_to_go_on(directory: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -49,7 +51,7 @@ class LineDisplay(Watcher):
 
     def run_finished(self, summary: Summary) -> None:
         """Print the run's duration."""
-        self._print(f"{plural(summary.rounds, 'round')} in {summary.seconds.total:.1f} s")
+        self._print(duration(summary))
 
     def _print(self, text: str) -> None:
         self._console.print(self._label + text, highlight=False, markup=False, soft_wrap=True)
@@ -60,6 +62,7 @@ class LiveDisplay(Watcher):
 
     def __init__(self, console: Console, label: str = "") -> None:
         self._label = f"{label}: " if label else ""
+        self._console = console
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -122,6 +125,10 @@ class LiveDisplay(Watcher):
         """Show a notice under the table."""
         self._notices = [*self._notices, text][-MOST_NOTICES:]
 
+    def run_finished(self, summary: Summary) -> None:
+        """Print the run's duration above the table."""
+        self._console.print(f"{self._label}{duration(summary)}", highlight=False, markup=False)
+
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._title, style="bold"), self._bar]
         if self._models:
@@ -162,6 +169,16 @@ def title(config: Config, models: Mapping[str, str]) -> str:
         f"seed {config.run.seed}",
     ]
     return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
+
+
+def duration(summary: Summary) -> str:
+    """Return how long a run took, with its start and its rounds apart."""
+    seconds = summary.seconds
+    text = f"{plural(summary.rounds, 'round')} in {seconds.total:.1f} s"
+    rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
+    if math.isnan(seconds.start) or not rounds:
+        return text
+    return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s a round"
 
 
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
