@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import typer
+from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
+from fedhet.cli import completion
 from fedhet.cli.options import console, with_settings
 from fedhet.config.declared import declared, declared_methods
 from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, setting_rows
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
 from fedhet.config.values import read_values
+from fedhet.settings.schema import Schema, table_of
 from fedhet.settings.tables import RunSettings
 
 
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One method, in full.", autocompletion=completion.methods)
+    ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
     if name is not None:
@@ -36,7 +42,7 @@ def _show_method(name: str) -> None:
     console.print(f"[bold]{method.name}[/]: {escape(method.title)}\n{escape(method.paper)}")
     console.print(method.models, markup=False)
     if method.settings():
-        console.print(_table(*SETTING_COLUMNS, rows=setting_rows(method.settings())))
+        console.print(_settings(method.settings()))
     for title, fields in (
         ("the server sends", method.server_sends),
         ("a client sends", method.client_sends),
@@ -58,7 +64,9 @@ def models_command() -> None:
 
 
 def presets_command(
-    name: Annotated[str | None, typer.Argument(help="One preset, in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One preset, in full.", autocompletion=completion.presets)
+    ] = None,
 ) -> None:
     """List the presets, or the settings of one."""
     if name is not None:
@@ -77,8 +85,25 @@ def settings_command(
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(_table(*SETTING_COLUMNS, rows=setting_rows(RunSettings.fields())))
+    for table, words in _sections().items():
+        found = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
+        title = f"[{table}] {words}" if table else words
+        console.print(title, style="bold", markup=False, highlight=False)
+        console.print(_settings(found), "")
     console.print("A method's own: `fedhet methods NAME`.")
+
+
+def _sections() -> dict[str, str]:
+    """Return the tables of settings that every run has, each with a line on what is in it."""
+    named = {"": inspect.getdoc(RunSettings)}
+    for name, info in RunSettings.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
+            named[name] = inspect.getdoc(info.annotation)
+    return {name: (line or "").splitlines()[0] for name, line in named.items()}
+
+
+def _settings(settings: Mapping[str, FieldInfo]) -> Table:
+    return _table(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
 
 
 @with_settings("preset", "config", "dataset", "clients", "set_")

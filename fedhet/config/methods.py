@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, nearest, where_looked
 from fedhet.settings.schema import MethodSettings
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Sizes
@@ -167,6 +167,7 @@ def _imported(name: str, path: str) -> ModuleType:
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
+            f"{where_looked(error, path)}"
         ) from error
 
 

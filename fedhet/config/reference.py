@@ -58,10 +58,12 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
     return _table(SETTING_COLUMNS, rows)
 
 
-def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
-    """Return each setting's name, default, allowed values and description."""
+def setting_rows(
+    settings: Mapping[str, FieldInfo], *, brief: bool = False
+) -> list[tuple[str, str, str, str]]:
+    """Return each setting's name, default, allowed values (see `allowed`) and description."""
     return [
-        (name, _literal(info.default), takes(info), info.description or "")
+        (name, _literal(info.default), takes(info, brief=brief), info.description or "")
         for name, info in settings.items()
     ]
 

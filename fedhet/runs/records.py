@@ -130,7 +130,7 @@ class Seconds(BaseModel):
 
 
 class RunSeconds(Seconds):
-    """Seconds of a whole run; `total` begins before the first round, at the start of the command."""
+    """Seconds of a whole run; `total` begins before the first round, with the command."""
 
     start: Number = NAN
     """Of `total`, those before the first round; of a resumed run, before its next round."""
