@@ -68,6 +68,13 @@ def words_of(error: BaseException) -> str:
     return one_line(" ".join((wrapped[1] if wrapped else text).split()))
 
 
+def where_looked(error: BaseException, path: str) -> str:
+    """Return where a module `path` that is not found has to be; "" if the error is another."""
+    if not isinstance(error, ModuleNotFoundError) or error.name not in (path, path.split(".")[0]):
+        return ""
+    return "; its folder must be in PYTHONPATH, as in `PYTHONPATH=. fedhet run …`"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the existing name closest to `name`, or ""."""
     close = closest(name, names)

@@ -52,10 +52,15 @@ class FederationServer(Server):
 
 
 def components(
-    config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher]
+    config: Config,
+    directory: Path,
+    *,
+    workers: int,
+    watchers: Iterable[Watcher],
+    begun: float | None = None,
 ) -> ServerAppComponents:
-    """Return the components of Flower's ServerApp."""
-    log = RunLog(config, directory, workers=workers, watchers=watchers)
+    """Return the components of Flower's ServerApp. `begun`: as of `RunLog`."""
+    log = RunLog(config, directory, workers=workers, watchers=watchers, begun=begun)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     return ServerAppComponents(server=FederationServer(config, log), config=rounds)
 

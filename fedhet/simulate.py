@@ -10,16 +10,17 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server import Server, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet import data, report
+from fedhet import data
 from fedhet.client.cache import open_client
 from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
@@ -30,19 +31,32 @@ from fedhet.server_app import components
 from fedhet.settings.schema import refused
 from fedhet.storage import replacing
 
+if TYPE_CHECKING:
+    from fedhet import report
 
-def simulate(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> report.Run:
+
+def simulate(
+    config: Config,
+    directory: Path,
+    watchers: Iterable[Watcher] = (),
+    *,
+    begun: float | None = None,
+) -> report.Run:
     """Run `config` to its end, write its report into `directory`, and return the run.
 
-    Raises FedhetError before any training if this machine cannot run it.
+    `begun` is when the command began, by `time.perf_counter`; None: now. Raises FedhetError before
+    any training if this machine cannot run it.
     """
+    begun = time.perf_counter() if begun is None else begun
     check(config)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
     workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
-    parts = components(config, directory, workers=workers, watchers=watchers)
+    parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
     _write_partition(config, directory)
     with _logging_to(directory / "flower.log"):
         run_it(config, directory, parts)
+    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
+
     return report.write(directory)
 
 

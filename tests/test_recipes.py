@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
-from fedhet.algorithms import augment
+from fedhet.algorithms import augment, randaugment
 from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
@@ -224,13 +224,13 @@ def test_the_operations_are_those_of_torchvisions_randaugment(number, shape):
     theirs = v2.RandAugment()._apply_image_or_video_transform(
         x, name, -magnitude if number >= 14 else magnitude, v2.InterpolationMode.NEAREST, {}
     )
-    torch.testing.assert_close(augment.OPERATIONS[number](x), theirs)
+    torch.testing.assert_close(randaugment.OPERATIONS[number](x), theirs)
 
 
 def test_each_image_draws_two_operations(monkeypatch):
     """With operations that mark images by powers of 30, the two can be read off."""
     marks = [lambda x, n=n: x * 30 + n for n in range(23)]
-    monkeypatch.setattr(augment, "OPERATIONS", marks)
+    monkeypatch.setattr(randaugment, "OPERATIONS", marks)
     codes = augment.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
     read = ((codes.double() + 1) / 2).round().long()
     for place in (read % 30, read // 30):

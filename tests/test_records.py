@@ -17,6 +17,7 @@ from fedhet.runs.files import (
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
+    RunSeconds,
     Score,
     Seconds,
     Summary,
@@ -182,8 +183,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     summary = Summary(
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
         headline="common", accuracy=with_tails([record]), history=[PastRound.of(record)],
-        bytes_up=10, bytes_down=20, seconds=Seconds(total=2.00049).rounded(), peak_memory_mb=12.5,
-        versions={"torch": "2"},
+        bytes_up=10, bytes_down=20, seconds=RunSeconds(total=2.00049, start=0.5).rounded(),
+        peak_memory_mb=12.5, versions={"torch": "2"},
     )  # fmt: skip
     brief = {
         "round": 3, "accuracy": {"common": {"private": 0.5}}, "bytes_up": 10, "bytes_down": 20,
@@ -194,8 +195,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
         "models": {"a": "mlp"}, "headline": "common",
         "accuracy": {"common": {"private": {**SCORE, "tail": 0.5}}},
         "history": [brief], "bytes_up": 10, "bytes_down": 20,
-        "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0}, "peak_memory_mb": 12.5,
-        "versions": {"torch": "2"},
+        "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0, "start": 0.5},
+        "peak_memory_mb": 12.5, "versions": {"torch": "2"},
     }  # fmt: skip
     with_ratios = summary.model_copy(update={"relative": record.relative})
     path = tmp_path / "summary.json"

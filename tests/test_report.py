@@ -26,6 +26,7 @@ from fedhet.report import (
     write_figures,
     write_report,
 )
+from fedhet.report.tables import comparison_cells
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method"}
@@ -269,12 +270,34 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
         "client-1 2 2–3 timed out",
         "classes_covered 5",
         "felo.alpha 1",
-        "fedhet run felo --config config.toml",
+        f"fedhet run felo --config {path}/config.toml",
         "flwr 1.39.0",
     ):
         assert words in page.text, words
     assert_self_contained(page)
     assert page.tags.count("svg") >= len(FIGURES)
+
+
+def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
+    """Five rounds of 2 s each, and 3 s before the first; a run of an earlier version lacks it."""
+    old, new = make(tmp_path / "old", seed=1), make(tmp_path / "new", method="velo")
+    summary = json.loads((new / "summary.json").read_text())
+    summary["seconds"] |= {"total": 13.0, "start": 3.0}
+    (new / "summary.json").write_text(json.dumps(summary))
+    assert "wall time 13.0 s 3.00 s to start, 2.00 s a round" in Page(write_report(new)).text
+    page = Page(write_report(old)).text
+    assert "wall time 10.0 s 2.00 s a round" in page
+    assert "to start" not in page
+    groups = {group.method: group for group in compare([old, new]).groups}
+    assert groups["velo"].total("start").mean == pytest.approx(3.0)
+    assert math.isnan(groups["felo"].total("start").mean)
+    found = comparison_cells(compare([old, new]))
+    rows = {row[0].text: [cell.text for cell in row] for row in found.rows}
+    assert list(found.headers[-3:]) == ["time", "start", "a round"]
+    assert {name: row[-3:] for name, row in rows.items()} == {
+        "felo": ["10.0 s", "—", "2.00 s"],
+        "velo": ["13.0 s", "3.00 s", "2.00 s"],
+    }
 
 
 def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:

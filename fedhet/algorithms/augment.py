@@ -1,8 +1,7 @@
 """Random changes to training images, an own draw for each image; those to texts by name.
 
 Images [N, C, H, W] are float32, scaled to [-1, 1]. All draws come from a CPU generator that the
-caller seeds. RandAugment is Cubuk et al., RandAugment: Practical Automated Data Augmentation with a
-Reduced Search Space, 2020; its operations and their ranges are torchvision's.
+caller seeds.
 """
 
 from __future__ import annotations
@@ -14,18 +13,14 @@ from types import MappingProxyType
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
-from torchvision.transforms.v2 import functional as V
 
 from fedhet.algorithms.token_changes import changed_tokens
 from fedhet.errors import DataError
 from fedhet.kinds import described, kind_of
 
-Operation = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor, Generator], Tensor]
 """(images [N, C, H, W], generator) -> the changed images, of the same shape."""
 BLACK = -1.0
-STRENGTH = 1 / 3
-"""RandAugment's magnitude: 10 of its scale of 30."""
 IN_A_ROW = 2
 """How many operations RandAugment applies to an image."""
 
@@ -76,25 +71,14 @@ def flip(x: Tensor, generator: Generator) -> Tensor:
 def rand_augment(x: Tensor, generator: Generator) -> Tensor:
     """Apply two operations of RandAugment to each image, one after the other.
 
-    Images that drew the same operation are changed together, as torchvision's functions take one
-    magnitude a call.
+    Its operations are torchvision's, which is imported only here: it takes as long as PyTorch.
     """
+    from fedhet.algorithms.randaugment import operated
+
     bright = (x + 1) / 2
     for _ in range(IN_A_ROW):
-        drawn = _drawn_operations(len(x), generator)
-        changed = bright.clone()
-        for number in sorted(set(drawn.tolist())):
-            rows = (drawn == number).nonzero().flatten().to(x.device)
-            changed[rows] = OPERATIONS[number](bright[rows])
-        bright = changed
+        bright = operated(bright, generator)
     return bright * 2 - 1
-
-
-def _drawn_operations(count: int, generator: Generator) -> Tensor:
-    """Return the place in OPERATIONS of the operation for each of `count` images, [count]."""
-    kind = torch.randint(KINDS, (count,), generator=generator)
-    negative = torch.rand(count, generator=generator) < 0.5
-    return torch.where(negative & (kind < len(WITH_SIGN)), kind + KINDS, kind)
 
 
 def erase(x: Tensor, generator: Generator) -> Tensor:
@@ -141,42 +125,3 @@ CHANGES: Mapping[str, Change] = MappingProxyType(
     }
 )
 """What `training.augment` may name for images, but for none."""
-
-
-def _with_sign(sign: int) -> list[Operation]:
-    """Return the operations that have a direction, in one of both."""
-    part = sign * STRENGTH
-    factor, degrees = 1 + 0.9 * part, math.degrees(math.atan(0.3 * part))
-    return [
-        lambda x: _affine(x, shear=(degrees, 0.0)),
-        lambda x: _affine(x, shear=(0.0, degrees)),
-        lambda x: _affine(x, move=(int(150 / 331 * x.shape[3] * part), 0)),
-        lambda x: _affine(x, move=(0, int(150 / 331 * x.shape[2] * part))),
-        lambda x: V.rotate(x, 30 * part),
-        lambda x: V.adjust_brightness(x, factor),
-        lambda x: V.adjust_saturation(x, factor),
-        lambda x: V.adjust_contrast(x, factor),
-        lambda x: V.adjust_sharpness(x, factor),
-    ]
-
-
-def _affine(
-    x: Tensor, move: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0.0, 0.0)
-) -> Tensor:
-    """Move images by pixels (right, down), or shear them by degrees at their upper left corner."""
-    corner = [0.0, 0.0] if any(shear) else None
-    moved: Tensor = V.affine(x, 0.0, list(move), 1.0, list(shear), center=corner)
-    return moved
-
-
-WITH_SIGN = tuple(_with_sign(1))
-WITHOUT_SIGN: tuple[Operation, ...] = (
-    lambda x: x,
-    lambda x: V.posterize(x, 7),
-    lambda x: V.solarize(x, 1 - STRENGTH),
-    V.autocontrast,
-    V.equalize,
-)
-KINDS = len(WITH_SIGN) + len(WITHOUT_SIGN)
-OPERATIONS = (*WITH_SIGN, *WITHOUT_SIGN, *_with_sign(-1))
-"""RandAugment's operations on images from 0 to 1; those of the other direction last."""

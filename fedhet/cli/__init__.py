@@ -1,4 +1,8 @@
-"""The command line: `fedhet run METHOD`, and commands that list, compare and show."""
+"""The command line: `fedhet run METHOD`, and commands that list, compare and show.
+
+A command imports PyTorch, Flower and matplotlib, which takes seconds, in its body: after a first
+check of its settings, and only if it needs them. Help, lists and mistakes are thus shown at once.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from typing import Annotated
 import typer
 
 from fedhet import __version__
+from fedhet.cli.commands import Command
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
 from fedhet.cli.example import example_command
 from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
-from fedhet.cli.run import run_command, sweep_command
+from fedhet.cli.run import run_command, sweep_command, table_command
 from fedhet.cli.show import (
     methods_command,
     models_command,
@@ -19,31 +24,30 @@ from fedhet.cli.show import (
     presets_command,
     settings_command,
 )
-from fedhet.cli.table import table_command
 from fedhet.errors import FedhetError
 
 app = typer.Typer(
     help="Federated learning for clients whose models differ.",
     no_args_is_help=True,
-    add_completion=False,
+    suggest_commands=False,  # click does, and typer would a second time
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run_command)
-app.command("sweep")(sweep_command)
-app.command("table")(table_command)
-app.command("compare")(compare_command)
-app.command("report")(report_command)
-app.command("certs")(certs_command)
-app.command("register")(register_command)
-app.command("submit")(submit_command)
-app.command("deploy-local")(deploy_local_command)
-app.command("methods")(methods_command)
-app.command("models")(models_command)
-app.command("presets")(presets_command)
-app.command("settings")(settings_command)
-app.command("partition")(partition_command)
-app.command("example-data")(example_command)
+app.command("run", cls=Command)(run_command)
+app.command("sweep", cls=Command)(sweep_command)
+app.command("table", cls=Command)(table_command)
+app.command("compare", cls=Command)(compare_command)
+app.command("report", cls=Command)(report_command)
+app.command("certs", cls=Command)(certs_command)
+app.command("register", cls=Command)(register_command)
+app.command("submit", cls=Command)(submit_command)
+app.command("deploy-local", cls=Command)(deploy_local_command)
+app.command("methods", cls=Command)(methods_command)
+app.command("models", cls=Command)(models_command)
+app.command("presets", cls=Command)(presets_command)
+app.command("settings", cls=Command)(settings_command)
+app.command("partition", cls=Command)(partition_command)
+app.command("example-data", cls=Command)(example_command)
 
 
 @app.callback(invoke_without_command=True)

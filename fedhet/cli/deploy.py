@@ -6,19 +6,16 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhet import report
 from fedhet.cli.options import say, with_settings
-from fedhet.cli.results import show_run
-from fedhet.config.resolve import resolve
-from fedhet.deployment import certs
-from fedhet.deployment.flower_cli import Connection, submit
-from fedhet.deployment.local import deploy_local, site_name
+from fedhet.config.values import read_values
 from fedhet.errors import SettingsError
-from fedhet.server_app import run_directory
+
+if TYPE_CHECKING:
+    from fedhet.deployment.flower_cli import Connection
 
 TRAINING = ("method", "preset", "config", "dataset", "clients", "models", "rounds", "seed", "set_")
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
@@ -34,6 +31,13 @@ def deploy_local_command(
     ] = None,
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
+    read_values(values)
+    from fedhet import report
+    from fedhet.cli.shown import show_run
+    from fedhet.config.resolve import resolve
+    from fedhet.deployment.local import deploy_local
+    from fedhet.server_app import run_directory
+
     chosen = resolve(values)
     directory = run_directory(chosen)
     deploy_local(chosen, directory, keep, say)
@@ -71,6 +75,10 @@ def submit_command(
     """Run a federation on a deployed server and its nodes; follow it to its end."""
     if out is not None:
         values["out"] = out
+    read_values(values)
+    from fedhet.config.resolve import resolve
+    from fedhet.deployment.flower_cli import submit
+
     chosen = resolve(values)
     with _connected(server, ca) as connection:
         submit(chosen, connection, say)
@@ -78,6 +86,8 @@ def submit_command(
 
 @contextlib.contextmanager
 def _connected(server: str, ca: Path) -> Iterator[Connection]:
+    from fedhet.deployment.flower_cli import Connection
+
     with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
         connection = Connection(Path(home), server, ca)
         connection.prepare()
@@ -95,6 +105,9 @@ def certs_command(
     days: Annotated[int, typer.Option(min=1, max=3650, help="Until they expire.")] = 365,
 ) -> None:
     """Make a development CA, a server certificate and a key pair a node; keep what is there."""
+    from fedhet.deployment import certs
+    from fedhet.deployment.local import site_name
+
     names = [*(site_name(k) for k in range(nodes)), *(node or [])]
     written = certs.make(directory, host or [], names, days)
     for path in written:

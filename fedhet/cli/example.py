@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import typer
 
 from fedhet.cli.options import console
-from fedhet.data.examples import write_example
 
 
 def example_command(
@@ -16,6 +15,8 @@ def example_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:
     """Write a small dataset of texts or of signals, to try a run with."""
+    from fedhet.data.examples import write_example
+
     write_example(kind, folder)
     console.print(
         f"fedhet run felo --dataset {kind}:{folder}", markup=False, highlight=False, soft_wrap=True

@@ -7,14 +7,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fedhet.cli.options import console, errors
 
 
 @contextlib.contextmanager
-def ending_at_once(hint: str) -> Iterator[None]:
-    """End the process on Ctrl-C at once, with a line that ends in `hint`.
+def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
+    """End the process on Ctrl-C at once, with a line that ends in what `hint` then returns.
 
     Flower's threads would wait for their clients. A separate thread reads the signals: Python runs
     handlers only in the main thread, which may be blocked where no signal wakes it.
@@ -32,11 +32,11 @@ def ending_at_once(hint: str) -> Iterator[None]:
         sender.close()
 
 
-def _end_on_interrupt(heard: socket.socket, hint: str) -> None:
+def _end_on_interrupt(heard: socket.socket, hint: Callable[[], str]) -> None:
     """Read signal numbers as they arrive; end the process on SIGINT."""
     with heard:
         while number := heard.recv(1):
             if number[0] == signal.SIGINT:
                 console.show_cursor(True)
-                errors.print(f"\nfedhet: interrupted; {hint}", markup=False, soft_wrap=True)
+                errors.print(f"\nfedhet: interrupted; {hint()}", markup=False, soft_wrap=True)
                 os._exit(130)

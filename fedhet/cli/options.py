@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fedhet.cli import completion
 from fedhet.config.sources import of_method, parse_pairs, read_preset, read_toml
 from fedhet.errors import SettingsError, StateError
 from fedhet.settings.tables import RunSettings
@@ -41,12 +42,16 @@ FLAGS = {
 """Settings with a flag of their own: the setting, and the name of its value in the help."""
 SOURCES: dict[str, Any] = {
     "method": Annotated[
-        str | None, typer.Argument(help="The method; `fedhet methods` lists them.")
+        str | None,
+        typer.Argument(
+            help="The method; `fedhet methods` lists them.", autocompletion=completion.methods
+        ),
     ],
     "preset": Annotated[
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
+            autocompletion=completion.presets,
             help="Named settings, the later ones over the earlier; `fedhet presets` lists them.",
         ),
     ],
@@ -56,7 +61,11 @@ SOURCES: dict[str, Any] = {
     "set_": Annotated[
         list[str] | None,
         typer.Option(
-            "--set", "-s", metavar="KEY=VALUE", help="Any setting; `fedhet settings` lists them."
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="Any setting; `fedhet settings` lists them.",
+            autocompletion=completion.settings,
         ),
     ],
     "resume": Annotated[

@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fedhet import report
-from fedhet.cli.options import console, say_where
-
 
 def compare_command(
     directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
@@ -43,29 +40,20 @@ def compare_command(
 
     Groups that share two seeds are also compared seed by seed. compare.json holds all numbers.
     """
+    from fedhet import report
+    from fedhet.cli.shown import show_comparison
+
     found = report.compare(
         directories, target=target, kind=kind, figures=figures, protocol=protocol, against=against
     )
     show_comparison(found, out)
 
 
-def show_comparison(comparison: report.Comparison, out: Path) -> None:
-    """Write a comparison into `out` and print its tables."""
-    report.write_comparison(comparison, out)
-    console.print(report.comparison_table(comparison))
-    if (differences := report.paired_table(comparison)) is not None:
-        console.print(differences)
-    say_where(out / "compare.html")
-
-
 def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
 ) -> None:
     """Write a run's figures and report.html anew; also of a run that was cut short."""
+    from fedhet import report
+    from fedhet.cli.shown import show_run
+
     show_run(report.write(directory))
-
-
-def show_run(run: report.Run) -> None:
-    """Print the table of a run and the path of its page."""
-    console.print(report.final_table(run))
-    say_where(run.path / "report.html")

@@ -1,25 +1,17 @@
-"""Commands that train on this machine: `run` and `sweep`."""
+"""Commands that train on this machine: `run`, `sweep` and `table`."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedhet import report
-from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.options import console, read_seeds, with_settings
-from fedhet.cli.results import show_comparison, show_run
-from fedhet.cli.sweep import folder_name, read_sweep
-from fedhet.config.resolve import Config, resolve
-from fedhet.errors import SettingsError, StateError
-from fedhet.runs.display import LineDisplay, LiveDisplay
-from fedhet.runs.log import Watcher
-from fedhet.server_app import run_directory
-from fedhet.simulate import simulate
+from fedhet.cli.options import read_seeds, with_settings
+from fedhet.cli.sweep import read_sweep
+from fedhet.config.sources import parse_pairs
+from fedhet.config.values import read_values
+from fedhet.errors import SettingsError
 
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 
@@ -41,39 +33,16 @@ def run_command(
         raise SettingsError("--seed and --seeds are both given: give one of them")
     if seeds is not None and values.get("resume"):
         raise SettingsError("--seeds does not go with --resume, which goes on with one run")
-    if seeds is not None:
-        _run_seeds(values, read_seeds(seeds))
-        return
-    chosen = resolve(values if seed is None else {**values, "seed": seed})
-    show_run(_run(chosen, run_directory(chosen)))
+    if seed is not None:
+        values["seed"] = seed
+    several = None if seeds is None else read_seeds(seeds)
+    read_values(values)
+    from fedhet.cli import training
 
-
-def _run_seeds(values: Mapping[str, object], seeds: list[int]) -> None:
-    parent = run_directory(resolve({**values, "seed": seeds[0]}))
-    if (parent / "config.toml").exists():
-        raise StateError(f"{parent} holds a run already; give another directory with --out")
-    runs = [parent / f"seed-{seed}" for seed in seeds]
-    configs = [
-        resolve({**values, "seed": seed, "out": str(directory)})
-        for seed, directory in zip(seeds, runs, strict=True)
-    ]
-    for config, directory in zip(configs, runs, strict=True):
-        _run(config, directory)
-    show_comparison(report.compare(runs), parent)
-
-
-def _run(config: Config, directory: Path) -> report.Run:
-    with _display() as display, ending_at_once(f"`fedhet report {directory}` shows what there is"):
-        return simulate(config, directory, [display])
-
-
-@contextlib.contextmanager
-def _display() -> Iterator[Watcher]:
-    if not console.is_terminal:
-        yield LineDisplay(console)
-        return
-    with LiveDisplay(console) as live:
-        yield live
+    if several is None:
+        training.train_one(values)
+    else:
+        training.train_seeds(values, several)
 
 
 @with_settings("method", *GIVEN, "set_", "backend")
@@ -92,22 +61,51 @@ def sweep_command(
 ) -> None:
     """Run one setting at several values; end with a table and a figure over them."""
     name, swept = read_sweep(over, str(values["method"]))
-    plan = {
-        value: {
-            out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}
-            for seed in read_seeds(seeds)
-        }
-        for value in swept
-    }
-    # All configs are checked before the first run starts.
-    configs = {
-        directory: resolve({**chosen, "out": str(directory.resolve())})
-        for runs in plan.values()
-        for directory, chosen in runs.items()
-    }
-    for directory, chosen in configs.items():
-        _run(chosen, directory.resolve())
-    found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
-    figure = report.write_sweep(found, out, figures)
-    console.print(report.sweep_table(found, figures))
-    console.print(f"figure: {figure}", highlight=False, markup=False, soft_wrap=True)
+    for value in swept:
+        read_values({**values, name: value})
+    several = read_seeds(seeds)
+    from fedhet.cli import training
+
+    training.train_sweep(values, name, swept, several, figures, out)
+
+
+def table_command(
+    name: Annotated[
+        str | None, typer.Argument(help="The table; without one, all are listed.")
+    ] = None,
+    size: Annotated[
+        str,
+        typer.Option(
+            metavar="tiny|small|paper",
+            help="Digits in minutes, the paper's federation with small networks, or as the paper.",
+        ),
+    ] = "tiny",
+    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each cell.")] = "0,1,2",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the runs and the table go.")
+    ] = Path("runs/tables"),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, a process each.")] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="A setting of all runs, such as data.data-dir or engine.backend.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
+    ] = False,
+) -> None:
+    """Make a table of a paper: train what is not there yet, and show it beside what is printed.
+
+    A finished run is not made again, and one that was cut short goes on.
+    """
+    over, several = parse_pairs(set_ or []), read_seeds(seeds)
+    from fedhet.cli import table
+
+    if name is None:
+        table.list_tables()
+    else:
+        table.make_table(name, size, several, out, jobs, over, dry_run=dry_run)

@@ -2,61 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import typer
+from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
-from fedhet import data, models
+from fedhet.cli import completion
 from fedhet.cli.options import console, with_settings
-from fedhet.config.methods import find_method, methods
-from fedhet.config.reference import (
-    FIELD_COLUMNS,
-    SETTING_COLUMNS,
-    default_models,
-    field_rows,
-    setting_rows,
-)
-from fedhet.config.resolve import resolve
+from fedhet.config.declared import declared, declared_methods
+from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, setting_rows
 from fedhet.config.sources import defaults_toml, preset_names, read_preset
+from fedhet.config.values import read_values
+from fedhet.settings.schema import Schema, table_of
 from fedhet.settings.tables import RunSettings
 
 
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One method, in full.", autocompletion=completion.methods)
+    ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
     if name is not None:
         _show_method(name)
         return
-    found, faults = methods()
-    specs = {known: method.spec for known, method in found.items()}
-    rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
+    found, faults = declared_methods()
+    rows = [(each.name, each.title, each.headline, each.paper) for each in found.values()]
     console.print(_table("method", "what it does", "headline", "paper", rows=rows))
     for fault in faults:
         console.print(f"left out: {fault}", markup=False)
 
 
 def _show_method(name: str) -> None:
-    method = find_method(name)
-    spec = method.spec
-    console.print(f"[bold]{method.name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    console.print(default_models(method), markup=False)
+    method = declared(name)
+    console.print(f"[bold]{method.name}[/]: {escape(method.title)}\n{escape(method.paper)}")
+    console.print(method.models, markup=False)
     if method.settings():
-        console.print(_table(*SETTING_COLUMNS, rows=setting_rows(method.settings())))
-    for title, contract in (
-        ("the server sends", method.strategy.sends),
-        ("a client sends", method.client.sends),
+        console.print(_settings(method.settings()))
+    for title, fields in (
+        ("the server sends", method.server_sends),
+        ("a client sends", method.client_sends),
     ):
-        table = _table(*FIELD_COLUMNS, rows=field_rows(contract))
+        table = _table(*FIELD_COLUMNS, rows=fields)
         table.title, table.title_justify = title, "left"
-        console.print(table if contract.fields else f"{title} nothing")
+        console.print(table if fields else f"{title} nothing")
 
 
 def models_command() -> None:
     """List the models that a pool may name."""
+    from fedhet import models
+
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
     console.print(_table("model", "family", "what it is", "source", rows=rows))
     console.print(
@@ -66,7 +65,9 @@ def models_command() -> None:
 
 
 def presets_command(
-    name: Annotated[str | None, typer.Argument(help="One preset, in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One preset, in full.", autocompletion=completion.presets)
+    ] = None,
 ) -> None:
     """List the presets, or the settings of one."""
     if name is not None:
@@ -85,13 +86,34 @@ def settings_command(
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(_table(*SETTING_COLUMNS, rows=setting_rows(RunSettings.fields())))
+    for table, words in _sections().items():
+        found = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
+        title = f"[{table}] {words}" if table else words
+        console.print(title, style="bold", markup=False, highlight=False)
+        console.print(_settings(found), "")
     console.print("A method's own: `fedhet methods NAME`.")
+
+
+def _sections() -> dict[str, str]:
+    """Return the tables of settings that every run has, each with a line on what is in it."""
+    named = {"": inspect.getdoc(RunSettings)}
+    for name, info in RunSettings.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
+            named[name] = inspect.getdoc(info.annotation)
+    return {name: (line or "").splitlines()[0] for name, line in named.items()}
+
+
+def _settings(settings: Mapping[str, FieldInfo]) -> Table:
+    return _table(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
 
 
 @with_settings("preset", "config", "dataset", "clients", "set_")
 def partition_command(values: dict[str, object]) -> None:
     """Show how the data is dealt: samples of each class at each client."""
+    read_values(values)
+    from fedhet import data
+    from fedhet.config.resolve import resolve
+
     spec = data.DataSpec.of(resolve(values).run)
     data.validate(spec)
     counts = data.label_counts(spec)

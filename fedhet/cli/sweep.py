@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
-from fedhet.config.methods import find_method
+from fedhet.config.declared import declared
 from fedhet.config.sources import full_name
 from fedhet.errors import SettingsError
 from fedhet.settings.schema import parse_text
@@ -19,7 +19,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     Raises SettingsError for another form, an unknown setting, or a repeated value.
     """
     name, sign, spelled = text.partition("=")
-    known = RunSettings.fields() | find_method(method).settings()
+    known = RunSettings.fields() | declared(method).settings()
     if not sign or not spelled:
         raise SettingsError(f"'{text}' is no sweep: write KEY=START:STOP:STEP, or KEY=a,b,c")
     name = full_name(name.strip(), known)

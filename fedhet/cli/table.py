@@ -1,4 +1,4 @@
-"""The command `table`: a table of a paper, made beside its printed numbers."""
+"""What the command `table` does: a table of a paper, made beside its printed numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.options import console, read_seeds, say
+from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import parse_pairs
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.papers import (
     SIZES,
@@ -35,7 +32,7 @@ from fedhet.papers import (
     table_names,
     write_results,
 )
-from fedhet.papers.plan import PlannedRun
+from fedhet.papers.plan import PlannedRun, Values
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
 from fedhet.runs.log import Watcher
@@ -43,48 +40,22 @@ from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
 from fedhet.simulate import simulate
 
+GOES_ON = "the same command goes on with the table"
 
-def table_command(
-    name: Annotated[
-        str | None, typer.Argument(help="The table; without one, all are listed.")
-    ] = None,
-    size: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(SIZES),
-            help="Digits in minutes, the paper's federation with small networks, or as the paper.",
-        ),
-    ] = "tiny",
-    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each cell.")] = "0,1,2",
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the runs and the table go.")
-    ] = Path("runs/tables"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, a process each.")] = 1,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "-s",
-            metavar="KEY=VALUE",
-            help="A setting of all runs, such as data.data-dir or engine.backend.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
-    ] = False,
+
+def list_tables() -> None:
+    """Print the tables that there are, and how many runs each takes."""
+    console.print(_listed())
+
+
+def make_table(
+    name: str, size: str, seeds: list[int], out: Path, jobs: int, over: Values, *, dry_run: bool
 ) -> None:
-    """Make a table of a paper: train what is not there yet, and show it beside what is printed.
-
-    A finished run is not made again, and one that was cut short goes on.
-    """
-    if name is None:
-        console.print(_listed())
-        return
+    """Make the runs of a table that are not there yet, and show it; if `dry_run`, list them."""
     table = read_table(name)
     if size not in SIZES or size not in table.sizes:
         raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
-    over = parse_pairs(set_ or [])
-    chosen = plan(name, table, size, read_seeds(seeds), out / f"{name}-{size}", over)
+    chosen = plan(name, table, size, seeds, out / f"{name}-{size}", over)
     for run in chosen.runs:
         resolve(run.values)  # all are checked before the first one starts
     if dry_run:
@@ -117,7 +88,7 @@ def _make(chosen: Plan, jobs: int) -> dict[str, str]:
     """Make the runs that are not finished; return what is wrong with those that failed."""
     todo = [run for run in chosen.runs if not run.finished]
     count, faults = len(chosen.runs), dict[str, str]()
-    with _progress() as progress, ending_at_once("the same command goes on with the table"):
+    with _progress() as progress, ending_at_once(lambda: GOES_ON):
         whole = progress.add_task(f"{chosen.name}, {chosen.size}", total=count)
         progress.update(whole, completed=count - len(todo))
         made = _one_by_one(todo, progress) if jobs == 1 else _side_by_side(todo, jobs)

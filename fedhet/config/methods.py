@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, nearest, where_looked
 from fedhet.kinds import Kind
 from fedhet.settings.schema import MethodSettings
 from fedhet.settings.tables import RunSettings
 from fedhet.wire.contract import Sizes
-from fedhet.wire.identity import ClientInfo
+
+if TYPE_CHECKING:  # imports Flower, which the commands that only list methods do without
+    from fedhet.wire.identity import ClientInfo
 
 GROUP = "fedhet.methods"
 """The entry-point group by which a package adds methods: name = "package.module"."""
@@ -138,7 +140,7 @@ class Method:
     @property
     def table(self) -> str:
         """Return the name of the method's settings table."""
-        return _table_of(self.name)
+        return table_of_method(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
         """Return the method's settings by their full names, e.g. `felo.alpha`."""
@@ -149,18 +151,6 @@ class Method:
 def method_names() -> tuple[str, ...]:
     """Return the names of all methods: built-in, and of installed packages."""
     return tuple(sorted({*shipped_names(), *_installed()}))
-
-
-@cache
-def methods() -> tuple[dict[str, Method], tuple[str, ...]]:
-    """Return all methods that can be loaded, by name, and what is wrong with the others."""
-    found, faults = {}, []
-    for name in method_names():
-        try:
-            found[name] = find_method(name)
-        except SettingsError as error:  # of an installed package; it must not hinder the others
-            faults.append(str(error))
-    return found, tuple(faults)
 
 
 @cache
@@ -180,7 +170,7 @@ def _installed() -> dict[str, str]:
 @cache
 def find_method(name: str) -> Method:
     """Return the method of that name. Raises SettingsError if it cannot be found or loaded."""
-    module, table = name.replace("-", "_"), _table_of(name)
+    module, table = name.replace("-", "_"), table_of_method(name)
     if table in {full.partition(".")[0] for full in RunSettings.fields()}:
         rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
         raise SettingsError(f"setting 'method' = '{name}' is not allowed: {rule}")
@@ -197,7 +187,7 @@ def find_method(name: str) -> Method:
     return Method(name, *(_half(name, modules, base) for base in HALVES))
 
 
-def _table_of(name: str) -> str:
+def table_of_method(name: str) -> str:
     """Return the name of a method's settings table: the method's name without its package."""
     return name.rpartition(".")[2].replace("_", "-")
 
@@ -208,6 +198,7 @@ def _imported(name: str, path: str) -> ModuleType:
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
+            f"{where_looked(error, path)}"
         ) from error
 
 

@@ -1,7 +1,8 @@
 """Generates files from the declarations in the code.
 
 docs/reference.md: every setting and every field of a message. pyproject.toml: the default run
-config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes both.
+config of `flwr run`. fedhet/_generated/methods.json: what the commands need of the methods without
+importing them. `python -m fedhet.config.reference`, in the project's root, writes all three.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.methods import Method, find_method, shipped_names
+from fedhet.config.declared import Declared, declarations_json, declared_by
+from fedhet.config.methods import find_method, shipped_names
 from fedhet.config.sources import defaults_toml
-from fedhet.kinds import Kind
-from fedhet.settings.schema import kebab, takes
+from fedhet.settings.schema import takes
 from fedhet.settings.tables import RunSettings
-from fedhet.wire.contract import Contract
 
 HEAD = """# Reference
 
@@ -36,35 +36,21 @@ FIELD_COLUMNS = ("field", "type", "what it is")
 def reference() -> str:
     """Return the reference page as Markdown."""
     parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
-    parts += [_method(find_method(name)) for name in sorted(shipped_names())]
+    parts += [_method(declared_by(find_method(name))) for name in sorted(shipped_names())]
     return "\n".join(parts)
 
 
-def _method(method: Method) -> str:
-    spec = method.spec
+def _method(method: Declared) -> str:
     parts = [
         f"### {method.name}\n",
-        f"{spec.title[0].upper()}{spec.title[1:]}. {spec.paper}.",
+        f"{method.title[0].upper()}{method.title[1:]}. {method.paper}.",
+        f"Headline: the {method.headline} protocol. {method.models}\n",
     ]
-    parts.append(f"Headline: the {spec.headline} protocol. {default_models(method)}\n")
     if method.settings():
         parts.append(_settings(method.settings()))
-    parts.append(_contract("The server sends", method.strategy.sends))
-    parts.append(_contract("A client sends", method.client.sends))
+    parts.append(_fields("The server sends", method.server_sends))
+    parts.append(_fields("A client sends", method.client_sends))
     return "\n".join(parts)
-
-
-def default_models(method: Method) -> str:
-    """Return the method's default models in a sentence, by the kind of data."""
-    others: list[tuple[str, Kind]] = [("a table", "table"), ("text", "text"), ("signals", "signal")]
-    parts = [f"where the data is {words}, {_models(method, kind)}" for words, kind in others]
-    return f"Models, if none are given: {'; '.join([method.spec.pool('image'), *parts])}."
-
-
-def _models(method: Method, kind: Kind) -> str:
-    own = method.spec.own_models(kind)
-    named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
-    return ", and ".join([method.spec.pool(kind), *named])
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
@@ -72,10 +58,12 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
     return _table(SETTING_COLUMNS, rows)
 
 
-def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
-    """Return each setting's name, default, allowed values and description."""
+def setting_rows(
+    settings: Mapping[str, FieldInfo], *, brief: bool = False
+) -> list[tuple[str, str, str, str]]:
+    """Return each setting's name, default, allowed values (see `allowed`) and description."""
     return [
-        (name, _literal(info.default), takes(info), info.description or "")
+        (name, _literal(info.default), takes(info, brief=brief), info.description or "")
         for name, info in settings.items()
     ]
 
@@ -86,19 +74,9 @@ def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _contract(title: str, contract: Contract) -> str:
-    if not contract.fields:
-        return f"{title} nothing.\n"
-    rows = [(f"`{name}`", kind, help_) for name, kind, help_ in field_rows(contract)]
-    return f"{title}:\n\n{_table(FIELD_COLUMNS, rows)}"
-
-
-def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
-    """Return each field's name, type and description."""
-    return [
-        (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
-        for field in contract.fields
-    ]
+def _fields(title: str, fields: Iterable[tuple[str, str, str]]) -> str:
+    rows = [(f"`{name}`", kind, line) for name, kind, line in fields]
+    return f"{title}:\n\n{_table(FIELD_COLUMNS, rows)}" if rows else f"{title} nothing.\n"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -114,7 +92,13 @@ def with_run_config(pyproject: str) -> str:
     return f"{before}{start}{settings.strip()}\n\n{after}"
 
 
-if __name__ == "__main__":
+def _write() -> None:
+    # Before the other two, which read it.
+    Path("fedhet/_generated/methods.json").write_text(declarations_json(), encoding="utf-8")
     Path("docs/reference.md").write_text(reference(), encoding="utf-8")
     project = Path("pyproject.toml")
     project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _write()

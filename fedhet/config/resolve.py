@@ -12,12 +12,13 @@ import tomli_w
 
 from fedhet import data, models
 from fedhet.algorithms.augment import augmentation
-from fedhet.config.methods import Method, find_method, methods
-from fedhet.config.sources import all_settings
+from fedhet.config.declared import declared_methods
+from fedhet.config.methods import Method, find_method
+from fedhet.config.values import read_values
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
-from fedhet.settings.schema import MethodSettings, Scalar, build, nest, refused, unknown
-from fedhet.settings.tables import PLACE, RENAMED, RunSettings
+from fedhet.settings.schema import MethodSettings, Scalar, build, nest, refused
+from fedhet.settings.tables import PLACE, RunSettings
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2
@@ -59,18 +60,10 @@ def resolve(values: Mapping[str, object]) -> Config:
     A setting of another method is allowed only at its default, because Flower's run config lists
     the settings of every method.
     """
-    method = find_method(_text("method", values.get("method", RunSettings().method)))
-    own: dict[str, object] = {}
-    shared: dict[str, object] = {}
-    for name, value in values.items():
-        if name in method.settings():
-            own[name.partition(".")[2]] = value
-        elif name in RunSettings.fields():
-            shared[name] = value
-        else:
-            _refuse_unless_default(name, value, method)
-    run = build(RunSettings, shared)
-    chosen = _completed_own(build(method.spec.settings, own, f"{method.table}."), run, method)
+    given = read_values(values)
+    method, run = find_method(given.method), given.run
+    own = build(method.spec.settings, given.own, f"{method.table}.")
+    chosen = _completed_own(own, run, method)
     config = Config(_completed(run, method, chosen), method, chosen)
     _check_names(config)
     return config
@@ -119,26 +112,6 @@ def _rounds(run: RunSettings, fixed: int | None) -> int:
     return fixed
 
 
-def _refuse_unless_default(name: str, value: object, method: Method) -> None:
-    known = all_settings()
-    if name in RENAMED:
-        raise SettingsError(f"unknown setting '{name}': it is '{RENAMED[name]}'")
-    if name not in known:
-        shared = RunSettings.fields()
-        in_a_table = any(full.endswith(f".{name}") for full in shared)
-        raise unknown(name, shared if in_a_table else known)
-    if value != known[name].default or isinstance(value, bool) != (known[name].annotation is bool):
-        raise SettingsError(
-            f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"
-        )
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise refused(name, value, "text in quotes")
-    return value
-
-
 def _check_names(config: Config) -> None:
     """Raise SettingsError for a model, dataset or attack that the method does not support."""
     run, method = config.run, config.method
@@ -160,7 +133,7 @@ def _check_names(config: Config) -> None:
         raise refused("models.pool", run.models.pool, rule)
     for name in run.models.names:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
-            able = ", ".join(m for m, found in methods()[0].items() if found.spec.any_model)
+            able = ", ".join(m for m, found in declared_methods()[0].items() if found.any_model)
             rule = (
                 f"{name} has no gradients, which {method.name} trains by; methods for models of "
                 f"any kind: {able}"

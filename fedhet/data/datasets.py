@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -158,16 +160,28 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
 
 def _digits(spec: DataSpec) -> Dataset:
     """Load the 1,797 digits that come with scikit-learn: [N, 1, 8, 8] float32 in [-1, 1]."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x = torch.from_numpy(bunch.images).to(torch.float32).div_(8.0).sub_(1.0).unsqueeze(1)
-    y = torch.from_numpy(bunch.target).to(torch.int64)
+    rows = np.loadtxt(_digits_file(), delimiter=",")  # 64 pixels from 0 to 16, and the label
+    x = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(8.0).sub_(1.0).view(-1, 1, 8, 8)
+    y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     held_out = round(_DIGITS_TEST_FRACTION * len(y))
     test = stratified(y.numpy(), held_out, numpy_rng(_FIXED_SEED, "digits", "common"))
     train = np.setdiff1d(np.arange(len(y)), test)
-    every, classes = Split(x, y), tuple(str(name) for name in bunch.target_names)
+    every, classes = Split(x, y), tuple(map(str, range(10)))
     return Dataset("digits", every.take(train), every.take(test), classes)
+
+
+def _digits_file() -> Path:
+    """Return scikit-learn's file of the digits, found without its import, which takes a second.
+
+    Raises DataError.
+    """
+    found = find_spec("sklearn")
+    file = (
+        Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found else None
+    )
+    if file is None or not file.is_file():
+        raise DataError("the digits come with scikit-learn, which is not installed as a whole")
+    return file
 
 
 def _torchvision(spec: DataSpec) -> Dataset:

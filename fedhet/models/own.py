@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fedhet.encoders import is_encoder
-from fedhet.errors import ModelError, nearest
+from fedhet.errors import ModelError, nearest, where_looked
 from fedhet.kinds import Shape
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
@@ -33,7 +33,8 @@ def find_own(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(path)
     except Exception as error:
-        raise ModelError(f"model '{name}': cannot import '{path}': {_reason(error)}") from error
+        reason = _reason(error) + where_looked(error, path)
+        raise ModelError(f"model '{name}': cannot import '{path}': {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:
         hint = nearest(attribute, vars(module))

@@ -124,6 +124,9 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     }
 
 
+COSTS = ("bytes_up", "bytes_down", "seconds", "start")
+
+
 def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
     column = comparison.headline
     return {
@@ -131,7 +134,8 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
         "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
         "finished": group.finished, "runs": [str(run.path) for run in group.runs],
         "settings": dict(group.settings), "accuracy": _scores(group, comparison.columns),
-        **{cost: asdict(group.total(cost)) for cost in ("bytes_up", "bytes_down", "seconds")},
+        **{cost: asdict(group.total(cost)) for cost in COSTS},
+        "seconds_a_round": asdict(group.seconds_a_round()),
         "bytes_to_target": asdict(group.bytes_to(column, comparison.target)),
         "curve": _curve(group.curve(column)),
         "figures": {name: _curve(group.figure(name)) for name in comparison.figures},

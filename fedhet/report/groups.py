@@ -81,8 +81,12 @@ class Group:
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def total(self, cost: str) -> Spread:
-        """Return the total `bytes_up`, `bytes_down` or wall-clock `seconds`, over the runs."""
+        """Return one of `Run.totals`, such as `bytes_up` or `seconds`, over the runs."""
         return Spread.of(run.totals[cost] for run in self.runs)
+
+    def seconds_a_round(self) -> Spread:
+        """Return the mean wall-clock seconds of a round, over the runs."""
+        return Spread.of(float(run.costs["seconds"].mean()) for run in self.runs)
 
     def bytes_to(self, column: Column, target: float) -> Spread:
         """Return the bytes sent until the target was reached, over the runs that reached it."""

@@ -62,7 +62,9 @@ def render_run(run: Run) -> str:
         plots={d.name: _svg(d) for d in figures.drawings(run) if d.name != "accuracy"},
         sparks=[_spark(run.figures[name]) for name in run.figures.columns[:SPARKS]],
         clients=client_cells(run),
-        command=f"fedhet run {shlex.quote(run.method)} --config config.toml",
+        command=shlex.join(
+            ["fedhet", "run", run.method, "--config", str(run.path.resolve() / "config.toml")]
+        ),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
 from fedhet.runs.records import (
     KINDS,
+    NAN,
     Partition,
     Ratio,
     RoundRecord,
@@ -166,9 +167,13 @@ class Run:
 
     @cached_property
     def totals(self) -> pd.Series:
-        """Sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage."""
+        """Sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage.
+
+        `seconds` is that of the whole run, and `start` its part before the first round; NaN if not
+        known.
+        """
         if self.summary is None:
-            return self.costs.drop(columns="bytes").sum()
+            return pd.concat([self.costs.drop(columns="bytes").sum(), pd.Series({"start": NAN})])
         sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
         return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
 

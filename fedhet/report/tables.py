@@ -173,7 +173,6 @@ def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list
 def comparison_cells(comparison: Comparison) -> Cells:
     """Return one row per group, in the order of `Comparison`."""
     groups, headline, target = comparison.groups, comparison.headline, comparison.target
-    seconds = [group.total("seconds").mean for group in groups]
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
     columns = {
         "run": [Cell(name) for name in names],
@@ -190,13 +189,19 @@ def comparison_cells(comparison: Comparison) -> Cells:
         f"bytes to {percent(target)}": [
             _sized(group.bytes_to(headline, target), len(group.runs)) for group in groups
         ],
-        "time": [Cell(human_seconds(mean), mean) for mean in seconds],
+        "time": [_timed(group.total("seconds")) for group in groups],
+        "start": [_timed(group.total("start")) for group in groups],
+        "a round": [_timed(group.seconds_a_round()) for group in groups],
     }
     return Cells(columns, words=2)
 
 
 def _accuracy(spread: Spread) -> Cell:
     return Cell(plus_minus(spread.mean, spread.std), spread.mean)
+
+
+def _timed(spread: Spread) -> Cell:
+    return Cell(human_seconds(spread.mean), spread.mean)
 
 
 def _sized(spread: Spread, runs: int = 0) -> Cell:

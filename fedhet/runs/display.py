@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,10 +23,10 @@ MOST_NOTICES = 6
 
 
 class LineDisplay(Watcher):
-    """One plain line per event: for logs and pipes."""
+    """One plain line per event: for logs and pipes. Each begins with the label, if there is one."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, label: str = "") -> None:
+        self._console, self._label = console, f"{label}: " if label else ""
         self._headline = "common"
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
@@ -49,16 +51,18 @@ class LineDisplay(Watcher):
 
     def run_finished(self, summary: Summary) -> None:
         """Print the run's duration."""
-        self._print(f"{plural(summary.rounds, 'round')} in {summary.seconds.total:.1f} s")
+        self._print(duration(summary))
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(self._label + text, highlight=False, markup=False, soft_wrap=True)
 
 
 class LiveDisplay(Watcher):
     """A live display of the rounds, and of every client's model, state and accuracy."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, label: str = "") -> None:
+        self._label = f"{label}: " if label else ""
+        self._console = console
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -88,7 +92,7 @@ class LiveDisplay(Watcher):
 
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """Start the table of clients."""
-        self._title = f"{title(config, models)} -> {directory}"
+        self._title = f"{self._label}{title(config, models)} -> {directory}"
         self._protocol = config.method.spec.headline
         self._models = dict(models)
         self._state = {name: Text("waiting", style="dim") for name in models}
@@ -120,6 +124,10 @@ class LiveDisplay(Watcher):
     def notice(self, text: str) -> None:
         """Show a notice under the table."""
         self._notices = [*self._notices, text][-MOST_NOTICES:]
+
+    def run_finished(self, summary: Summary) -> None:
+        """Print the run's duration above the table."""
+        self._console.print(f"{self._label}{duration(summary)}", highlight=False, markup=False)
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._title, style="bold"), self._bar]
@@ -161,6 +169,16 @@ def title(config: Config, models: Mapping[str, str]) -> str:
         f"seed {config.run.seed}",
     ]
     return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
+
+
+def duration(summary: Summary) -> str:
+    """Return how long a run took, with its start and its rounds apart."""
+    seconds = summary.seconds
+    text = f"{plural(summary.rounds, 'round')} in {seconds.total:.1f} s"
+    rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
+    if math.isnan(seconds.start) or not rounds:
+        return text
+    return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s a round"
 
 
 def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:

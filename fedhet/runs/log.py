@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import secrets
 import time
@@ -25,7 +26,7 @@ from fedhet.runs.files import record_line, summary_text
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
-    Seconds,
+    RunSeconds,
     Summary,
     peak_memory_mb,
     with_tails,
@@ -60,8 +61,15 @@ class RunLog:
     """Writes a run's files and passes its events to watchers."""
 
     def __init__(
-        self, config: Config, directory: Path, *, workers: int, watchers: Iterable[Watcher] = ()
+        self,
+        config: Config,
+        directory: Path,
+        *,
+        workers: int,
+        watchers: Iterable[Watcher] = (),
+        begun: float | None = None,
     ) -> None:
+        """`begun`: when the run began, by `time.perf_counter`; None: now."""
         self.config = config
         self.directory = directory
         self.watchers = tuple(watchers)
@@ -73,8 +81,10 @@ class RunLog:
         self.workers = workers
         """Number of clients that train at once."""
         self._history: list[RoundRecord] = []
-        self._seconds = Seconds()
-        self._started = time.perf_counter()
+        self._seconds = RunSeconds()
+        self._begun = time.perf_counter() if begun is None else begun
+        self._earlier = 0.0
+        """Seconds of the rounds before the run was resumed."""
         self._metrics = directory / "metrics.jsonl"
         if config.run.resume and (directory / "config.toml").exists():
             check_same(config, directory)
@@ -114,7 +124,7 @@ class RunLog:
             path.write_text("".join(map(record_line, self._history)), encoding="utf-8")
         for record in self._history:
             self._seconds.add(record.seconds)
-        self._started -= self._seconds.total
+        self._earlier = self._seconds.total
         self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
 
     def begin(self, clients: Iterable[ClientInfo]) -> None:
@@ -132,6 +142,8 @@ class RunLog:
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Notify watchers of the start of a round."""
+        if math.isnan(self._seconds.start):
+            self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
             watcher.round_started(number, asked)
 
@@ -191,7 +203,7 @@ class RunLog:
 
     def _summary(self) -> Summary:
         last = self._history[-1] if self._history else RoundRecord(0)
-        total = time.perf_counter() - self._started
+        total = self._earlier + time.perf_counter() - self._begun
         peaks = [record.peak_memory_mb for record in self._history]
         return Summary(
             method=self.config.method.name,

@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 import pydantic.dataclasses
@@ -124,9 +124,16 @@ class Seconds(BaseModel):
         for name, value in other:
             setattr(self, name, getattr(self, name) + value)
 
-    def rounded(self) -> Seconds:
+    def rounded(self) -> Self:
         """Return the times rounded to milliseconds."""
-        return Seconds(**{name: round(value, 3) for name, value in self})
+        return type(self)(**{name: round(value, 3) for name, value in self})
+
+
+class RunSeconds(Seconds):
+    """Seconds of a whole run; `total` begins before the first round, with the command."""
+
+    start: Number = NAN
+    """Of `total`, those before the first round; of a resumed run, before its next round."""
 
 
 @pydantic.dataclasses.dataclass(config=READING)
@@ -197,7 +204,7 @@ class Summary(BaseModel):
     history: list[PastRound] = []
     bytes_up: Whole = 0
     bytes_down: Whole = 0
-    seconds: Seconds = Seconds()
+    seconds: RunSeconds = RunSeconds()
     peak_memory_mb: Number = NAN
     """The highest memory use of any process, of the server or of clients."""
     versions: dict[Text, Text] = {}

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from flwr.app import Message
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
-from flwr.superlink.grid import InMemoryGrid
 
 FRESH_SECONDS = 10.0
 """For so long what Flower has said of the nodes is used again."""
@@ -129,8 +128,12 @@ def _nodes_of(grid: Any) -> Nodes:
 
 def _grid_of(proxy: ClientProxy) -> Any:
     """Return Flower's grid of a deployment; None in a simulation, whose nodes do not restart."""
-    grid = proxy.grid if isinstance(proxy, GridClientProxy) else None
-    return None if isinstance(grid, InMemoryGrid) else grid
+    if not isinstance(proxy, GridClientProxy):
+        return None
+    # Imported here, because with it comes what a SuperLink needs, such as SQLAlchemy: a second.
+    from flwr.superlink.grid import InMemoryGrid
+
+    return None if isinstance(proxy.grid, InMemoryGrid) else proxy.grid
 
 
 def _anew(message: Message, ttl: float) -> Message:

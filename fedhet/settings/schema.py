@@ -24,9 +24,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
+from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
+FAR = 1_000_000
+"""The least upper end of a range that is only there to keep numbers finite."""
 WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
 
 
@@ -195,30 +198,35 @@ NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
-def allowed(info: FieldInfo) -> str:
-    """Describe the values that a setting accepts."""
+def allowed(info: FieldInfo, *, brief: bool = False) -> str:
+    """Describe the values that a setting accepts; if `brief`, without ends that nobody reaches."""
     kind = info.annotation
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if kind is bool:
         return "true or false"
     if kind in (int, float):
-        bounds = [_bound(rule) for rule in _rules(info)]
+        rules = [rule for rule in _rules(info) if not (brief and _is_far(rule))]
+        bounds = [_bound(rule) for rule in rules]
         noun = "an integer" if kind is int else "a number"
         return " ".join([noun, " and ".join(filter(None, bounds))]).strip()
     if kind is str:
-        return "text in quotes"
+        return "text" if brief else "text in quotes"
     return " or ".join(part.__name__ for part in get_args(kind)) or str(kind)
 
 
-def takes(info: FieldInfo) -> str:
+def takes(info: FieldInfo, *, brief: bool = False) -> str:
     """Describe the values that a setting accepts, and that it accepts several if it is dealt."""
-    return allowed(info) + (", or several, comma-separated" if is_dealt(info) else "")
+    return allowed(info, brief=brief) + (", or several, comma-separated" if is_dealt(info) else "")
 
 
 def _rules(info: FieldInfo) -> Iterable[object]:
     for rule in info.metadata:
         yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
+
+
+def _is_far(rule: object) -> bool:
+    return isinstance(rule, Le) and isinstance(rule.le, int | float) and rule.le >= FAR
 
 
 def _bound(rule: object) -> str:
@@ -276,10 +284,14 @@ def _places(where: tuple[object, ...]) -> Iterable[str]:
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
     """Return the error for an unknown setting, with its full name or the nearest known name."""
     known = list(names)
+    if target := meant(name, known):
+        return SettingsError(f"unknown setting '{name}'; did you mean '{target}'?")
     homes = [full for full in known if full.rpartition(".")[2] == name]
     if homes:
         found = "' or '".join(homes)
         return SettingsError(f"unknown setting '{name}': it is '{found}'")
+    if reason := instead(name):
+        return SettingsError(f"unknown setting '{name}': {reason}")
     endings = {full.rpartition(".")[2]: full for full in reversed(known)}
     close = closest(name, [*known, *endings])
     hint = f"; did you mean '{endings.get(close, close)}'?" if close else f"; {WHERE_LISTED}"

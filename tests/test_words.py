@@ -1,0 +1,223 @@
+"""The words of the command line: what is meant by another name, help, lists and completion."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fedhet.cli import app, completion
+from fedhet.cli.training import _how_to_go_on, _label
+from fedhet.config.methods import find_method
+from fedhet.config.sources import all_settings, preset_names
+from fedhet.errors import ModelError, SettingsError
+from fedhet.models.own import find_own
+from fedhet.runs.display import LineDisplay, duration
+from fedhet.runs.records import PastRound, RunSeconds, Summary
+from fedhet.settings.schema import unknown
+from fedhet.settings.tables import RunSettings
+from fedhet.settings.words import ABSENT, MEANT
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+def said_by(*words):
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    plain = re.sub("[─│╭╮╰╯]", " ", result.output)
+    return result, " ".join(plain.split())
+
+
+# --- what is meant ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("dirichlet-alpha", "data.alpha"),
+        ("epochs", "training.local-epochs"),
+        ("num-clients", "clients"),
+        ("num_clients", "clients"),
+        ("learning-rate", "training.lr"),
+        ("train.learning_rate", "training.lr"),
+        ("batch", "training.batch-size"),
+    ],
+)
+def test_another_name_leads_to_the_setting(word, name):
+    # felo has no epochs of its own, velo and feddf have.
+    result = CliRunner().invoke(app, ["run", "felo", "--set", f"{word}=1"])
+    assert str(result.exception) == f"unknown setting '{word}'; did you mean '{name}'?"
+
+
+def test_the_table_of_words_is_of_settings_that_exist_and_of_words_that_are_none():
+    shared = RunSettings.fields()
+    assert set(MEANT.values()) <= shared.keys()
+    leaves = {name.rpartition(".")[2] for name in shared}
+    assert not (MEANT.keys() | ABSENT.keys()) & (shared.keys() | leaves)
+    assert not MEANT.keys() & ABSENT.keys()
+
+
+def test_a_methods_own_setting_of_that_name_is_it():
+    result = CliRunner().invoke(app, ["run", "velo", "--set", "epochs=-1"])
+    assert "'velo.epochs' = -1 is not allowed" in str(result.exception)
+
+
+def test_what_is_no_setting_here_is_said():
+    said = str(unknown("wandb", RunSettings.fields()))
+    assert said.startswith("unknown setting 'wandb': a run writes metrics.jsonl")
+
+
+def test_a_misspelling_is_still_corrected():
+    said = str(unknown("locl-epochs", all_settings()))
+    assert "did you mean 'training.local-epochs'?" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "way"),
+    [
+        ("--epochs", "write --set training.local-epochs=VALUE"),
+        ("--lr", "write --set training.lr=VALUE"),
+        ("--num-clients", "write --clients VALUE"),
+        ("--data.alpha", "write --set data.alpha=VALUE"),
+    ],
+)
+def test_an_option_that_is_a_setting_says_how_it_is_given(option, way):
+    result, said = said_by("run", "felo", option, "1")
+    assert result.exit_code == 2
+    assert f"No such option '{option}'; {way}" in said
+
+
+def test_other_options_get_clicks_own_hint():
+    assert "--preset" in said_by("run", "felo", "--presett", "demo")[1]
+    assert "write" not in said_by("compare", "--epochs", "1")[1]  # it takes no settings
+
+
+def test_a_command_is_suggested_once():
+    result, said = said_by("runn")
+    assert result.exit_code == 2
+    assert said.count("Did you mean") == 1
+    assert "'run'?" in said
+
+
+def test_a_module_that_is_not_found_names_pythonpath():
+    for look, kind in ((find_own, ModelError), (find_method, SettingsError)):
+        for name in ("mymodels_absent.part", "mymodels_absent.part:tiny"):
+            if (":" in name) == (look is find_own):
+                with pytest.raises(kind, match=r"cannot import.*PYTHONPATH=\. fedhet run"):
+                    look(name)
+
+
+def test_a_module_that_imports_another_that_is_absent_does_not(tmp_path, monkeypatch):
+    (tmp_path / "mymodels_broken.py").write_text("import surely_not_installed")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError) as caught:
+        find_own("mymodels_broken:tiny")
+    assert "surely_not_installed" in str(caught.value)
+    assert "PYTHONPATH" not in str(caught.value)
+
+
+# --- help and lists ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_and_option_is_described(name):
+    for parameter in COMMANDS[name].params:
+        assert parameter.help, f"{name}: {parameter.name}"
+
+
+def test_an_arguments_help_is_shown():
+    assert "The method; `fedhet methods` lists them." in said_by("run", "--help")[1]
+    assert "Runs, or folders of runs." in said_by("compare", "--help")[1]
+    assert "One method, in full." in said_by("methods", "--help")[1]
+
+
+def test_settings_come_in_sections_without_ends_that_nobody_reaches():
+    _, said = said_by("settings")
+    places = [said.index(part) for part in ("[data]", "[models]", "[training]", "[engine]")]
+    assert places == sorted(places)
+    assert "1000000" not in said
+    assert "a number > 0 and <= 1 " in said  # an end that is meant stays
+    assert all(name in said for name in RunSettings.fields())
+    assert "1000000" not in said_by("methods", "felo")[1]
+
+
+# --- completion -------------------------------------------------------------------------------
+
+
+def test_what_is_completed():
+    assert [name for name, _ in completion.methods("fedm")] == ["fedmd"]
+    assert dict(completion.presets("de")) == {"demo": preset_names()["demo"]}
+    assert [name for name, _ in completion.presets("demo,ii")] == ["demo,iid"]
+    assert ("training.local-epochs=" in dict(completion.settings("training.")),) == (True,)
+    assert [name for name, _ in completion.settings("local-ep")] == ["local-epochs="]
+    # Several settings end in alpha: only their full names are allowed.
+    assert "alpha=" not in dict(completion.settings("al"))
+    assert {"data.alpha="} == {n for n, _ in completion.settings("data.al")}
+    assert [n for n, _ in completion.settings("partition=s")] == [
+        "partition=shards",
+        "partition=superclasses",
+    ]
+    assert [n for n, _ in completion.settings("data.download=")] == [
+        "data.download=true",
+        "data.download=false",
+    ]
+    assert completion.settings("lr=") == []
+
+
+def test_a_shell_gets_it_without_heavy_imports():
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('HEAVY', {'torch', 'flwr', 'pandas', 'sklearn', 'ray',"
+        " 'matplotlib'} & {m.partition('.')[0] for m in sys.modules}))\n"
+        "sys.argv = ['fedhet']\n"
+        "from fedhet.cli import main\n"
+        "main()"
+    )
+    words = {"COMP_WORDS": "fedhet run fedm", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **words, "_FEDHET_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["fedmd", "HEAVY", "set()"], done.stderr
+
+
+# --- a run's lines ----------------------------------------------------------------------------
+
+
+def test_a_sweeps_lines_name_the_value(capsys):
+    assert _label("training.lr", {"training.lr": 0.1, "seed": 0}, [0]) == "training.lr=0.1"
+    label = _label("felo.share-weights", {"felo.share-weights": False, "seed": 2}, [1, 2])
+    assert label == "felo.share-weights=false, seed 2"
+    LineDisplay(Console(width=200), "training.lr=0.1").notice("odd")
+    LineDisplay(Console(width=200)).notice("odd")
+    assert capsys.readouterr().out.splitlines() == ["training.lr=0.1: note: odd", "note: odd"]
+
+
+def test_the_duration_tells_the_start_from_the_rounds():
+    history = [PastRound(round=1, seconds=3.0), PastRound(round=2, seconds=1.0)]
+    summary = Summary(method="felo", dataset="digits", seed=0, rounds=2, history=history)
+    assert duration(summary) == "2 rounds in 0.0 s"
+    seconds = RunSeconds(total=11.0, start=7.0)
+    summary = summary.model_copy(update={"seconds": seconds})
+    assert duration(summary) == "2 rounds in 11.0 s: 7.0 s to start, 2.0 s a round"
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+    run = tmp_path / "run"
+    assert _how_to_go_on(run) == "nothing was trained yet"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    (run / "config.toml").write_text("")
+    assert _how_to_go_on(run) == (
+        f"no round was finished; `fedhet run --resume {run}` starts with the first"
+    )
+    (run / "metrics.jsonl").write_text("{}\n")
+    said = _how_to_go_on(run)
+    assert f"`fedhet run --resume {run}` goes on with it" in said
+    assert f"`fedhet report {run}` shows what there is" in said
