@@ -23,7 +23,8 @@ from fedhet.arrays import Arrays
 from fedhet.client.messages import Scores, measures, own_loss, read_instruction
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
-from fedhet.client.samples import load_samples, public_samples
+from fedhet.client.record import ClientRecord, leave_record
+from fedhet.client.samples import ClientSamples, load_samples, public_samples
 from fedhet.client.semi import FixMatch, Predict
 from fedhet.client.state import ClientState
 from fedhet.config.resolve import Config
@@ -53,12 +54,15 @@ class HetClient(NumPyClient):
     sends: ClassVar[Contract] = Contract()
     """The contract of the replies that `train` returns."""
 
-    def __init__(self, config: Config, node: Node) -> None:
+    def __init__(
+        self, config: Config, node: Node, samples: ClientSamples | None = None
+    ) -> None:
+        """Open the client of `node`, with the data that the node names, or with `samples`."""
         engine = config.run.engine.model_copy(update={"device": node.device})
         self.config = config.replacing(engine=engine, training=node.training)
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
-        self.samples = load_samples(config, node, self.compute)
+        self.samples = samples or load_samples(config, node, self.compute)
         self.info, self.space = self.samples.info, self.samples.space
         self.unlabelled, self.tests = self.samples.unlabelled, self.samples.tests
         self.loss: float | None = None
@@ -75,12 +79,17 @@ class HetClient(NumPyClient):
             training_set=self.training_set,
         )
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
+        self._recorded = ""
+        """The run in whose folder this client has left its record."""
         self.prepare()
 
     # The hooks: what a method implements.
 
     def prepare(self) -> None:
-        """Do what has to be done once, after the data is loaded and before any round."""
+        """Do what has to be done once, after the data is loaded and before any round.
+
+        A client whose models are only to be used later has no samples, but its models' shapes.
+        """
 
     def setup(self) -> dict[str, nn.Module]:
         """Return the client's models, by kind, as they are before the first round."""
@@ -251,6 +260,10 @@ class HetClient(NumPyClient):
             for kind, model in models.items()
         }
 
+    def record(self, run: str) -> ClientRecord:
+        """Return what the client's folder of the run says of it, for later use of its models."""
+        return ClientRecord.of(run, self.config, self.node, self.samples)
+
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that the client holds in memory."""
         held = chain(self.samples.held_tensors(), self.state.held_tensors())
@@ -273,6 +286,7 @@ class HetClient(NumPyClient):
             self.state.restore(envelope.run, before=envelope.round)
             answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round)
+            self._leave_record(envelope.run)
             scores, eval_seconds = Scores(), 0.0
             if config.get("evaluate", True):
                 scores, eval_seconds = self._evaluate(instruction)
@@ -299,6 +313,12 @@ class HetClient(NumPyClient):
         return own_loss(scores), self.info.samples, measured
 
     # The steps of these methods.
+
+    def _leave_record(self, run: str) -> None:
+        """Write beside the states what later use of the models takes, once in a run."""
+        if self._recorded != run:
+            leave_record(self.state.folder, self.record(run))
+            self._recorded = run
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

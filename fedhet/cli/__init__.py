@@ -19,6 +19,7 @@ from fedhet.cli.show import (
     settings_command,
 )
 from fedhet.cli.table import table_command
+from fedhet.cli.use import export_command, predict_command
 from fedhet.errors import FedhetError
 
 app = typer.Typer(
@@ -33,6 +34,8 @@ app.command("sweep")(sweep_command)
 app.command("table")(table_command)
 app.command("compare")(compare_command)
 app.command("report")(report_command)
+app.command("predict")(predict_command)
+app.command("export")(export_command)
 app.command("certs")(certs_command)
 app.command("register")(register_command)
 app.command("submit")(submit_command)

@@ -28,8 +28,8 @@ def read_npz(path: Path, spec: DataSpec) -> Split:
     Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
     """
     x, y = _arrays(path, spec)
-    labels = _labels(y, path)
-    samples = _samples(x, path)
+    labels = checked_labels(y, path)
+    samples = checked_samples(x, path)
     if len(samples) != len(labels):
         raise DataError(f"{path}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples), torch.from_numpy(labels))
@@ -160,7 +160,8 @@ def _array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
     return max(size, read * math.prod(shape))
 
 
-def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:
+def checked_labels(y: npt.NDArray[Any], path: Path | str) -> npt.NDArray[np.int64]:
+    """Return labels [N] as int64. Raises DataError, which names `path`, unless they are."""
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise DataError(f"{path}: y must be whole numbers [N], is {y.dtype} {list(y.shape)}")
     labels = y.astype(np.int64)
@@ -170,7 +171,11 @@ def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:
     return labels
 
 
-def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
+def checked_samples(x: npt.NDArray[Any], path: Path | str) -> npt.NDArray[Any]:
+    """Return samples [N, F] or [N, C, H, W]: bytes as they are, all else as float32.
+
+    [N, H, W] gets a channel. Raises DataError, which names `path`, for anything else.
+    """
     shape = list(x.shape)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
         raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")

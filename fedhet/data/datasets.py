@@ -147,7 +147,7 @@ def _digits(spec: DataSpec) -> Dataset:
     test = stratified(y.numpy(), held_out, numpy_rng(_FIXED_SEED, "digits", "common"))
     train = np.setdiff1d(np.arange(len(y)), test)
     every, classes = Split(x, y), tuple(str(name) for name in bunch.target_names)
-    return Dataset("digits", every.take(train), every.take(test), classes)
+    return Dataset("digits", every.take(train), every.take(test), classes, scaled_images=True)
 
 
 def _torchvision(spec: DataSpec) -> Dataset:

@@ -20,7 +20,7 @@ from fedhet.data.folder import (
 )
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
-from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept
+from fedhet.data.spec import UNKNOWN, DataSpec, Split, Stored, global_random_kept, stored_as
 from fedhet.errors import DataError
 
 _KEPT_CLIENTS = 32  # decoded clients cached per process
@@ -45,6 +45,8 @@ class ClientData:
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
     left_aside: int = 0
     """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
+    stored: Stored = "given"
+    """How its samples are stored, which says how new ones are scaled."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +64,9 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     common = _within_space(common_test(spec), space, len(dataset.classes))
     if not len(test) and common is None:
         raise _no_test(name, spec)
-    return ClientData(name, train, test, common, dataset.classes, space)
+    return ClientData(
+        name, train, test, common, dataset.classes, space, stored=dataset.stored
+    )
 
 
 def _no_test(owner: str, spec: DataSpec) -> DataError:
@@ -136,7 +140,17 @@ def site_data(
     names = names or tuple(map(str, range(classes)))
     # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    return ClientData(name, train.scaled(), test.scaled(), None, names, space, rest, left_aside)
+    return ClientData(
+        name,
+        train.scaled(),
+        test.scaled(),
+        None,
+        names,
+        space,
+        rest,
+        left_aside,
+        stored_as(train.x),
+    )
 
 
 def _without_labels(
