@@ -64,9 +64,7 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     common = _within_space(common_test(spec), space, len(dataset.classes))
     if not len(test) and common is None:
         raise _no_test(name, spec)
-    return ClientData(
-        name, train, test, common, dataset.classes, space, stored=dataset.stored
-    )
+    return ClientData(name, train, test, common, dataset.classes, space, stored=dataset.stored)
 
 
 def _no_test(owner: str, spec: DataSpec) -> DataError:

@@ -42,7 +42,7 @@ class DataSettings(Schema):
     dataset: str = Field(
         "digits",
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR or npz:DIR",
+        "imagefolder:DIR, npz:DIR or python:module:function",
     )
     data_dir: str = machine("data", "where torchvision's datasets lie")
     download: bool = machine(False, "may a missing dataset be downloaded?")

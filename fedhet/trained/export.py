@@ -75,9 +75,7 @@ def _write_program(trained: TrainedClient, model: nn.Module, form: str, path: Pa
     takes_bytes = record.stored == "bytes"
     if form == "onnx":
         _require_onnx()
-    example = torch.zeros(
-        2, *record.shape, dtype=torch.uint8 if takes_bytes else torch.float32
-    )
+    example = torch.zeros(2, *record.shape, dtype=torch.uint8 if takes_bytes else torch.float32)
     packaged = Packaged(model, takes_bytes=takes_bytes).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
