@@ -54,9 +54,7 @@ class HetClient(NumPyClient):
     sends: ClassVar[Contract] = Contract()
     """The contract of the replies that `train` returns."""
 
-    def __init__(
-        self, config: Config, node: Node, samples: ClientSamples | None = None
-    ) -> None:
+    def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         """Open the client of `node`, with the data that the node names, or with `samples`."""
         engine = config.run.engine.model_copy(update={"device": node.device})
         self.config = config.replacing(engine=engine, training=node.training)
