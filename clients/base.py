@@ -23,7 +23,7 @@ from fedhet.arrays import Arrays
 from fedhet.client.messages import Scores, measures, own_loss, read_instruction
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
-from fedhet.client.record import ClientRecord, leave_record
+from fedhet.client.record import Recorder
 from fedhet.client.samples import ClientSamples, load_samples, public_samples
 from fedhet.client.semi import FixMatch, Predict
 from fedhet.client.state import ClientState
@@ -77,8 +77,7 @@ class HetClient(NumPyClient):
             training_set=self.training_set,
         )
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
-        self._recorded = ""
-        """The run in whose folder this client has left its record."""
+        self.recorder = Recorder(self.config, node, self.samples)
         self.prepare()
 
     # The hooks: what a method implements.
@@ -258,10 +257,6 @@ class HetClient(NumPyClient):
             for kind, model in models.items()
         }
 
-    def record(self, run: str) -> ClientRecord:
-        """Return what the client's folder of the run says of it, for later use of its models."""
-        return ClientRecord.of(run, self.config, self.node, self.samples)
-
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that the client holds in memory."""
         held = chain(self.samples.held_tensors(), self.state.held_tensors())
@@ -284,7 +279,7 @@ class HetClient(NumPyClient):
             self.state.restore(envelope.run, before=envelope.round)
             answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round)
-            self._leave_record(envelope.run)
+            self.recorder.leave(self.state.folder, envelope.run)
             scores, eval_seconds = Scores(), 0.0
             if config.get("evaluate", True):
                 scores, eval_seconds = self._evaluate(instruction)
@@ -311,12 +306,6 @@ class HetClient(NumPyClient):
         return own_loss(scores), self.info.samples, measured
 
     # The steps of these methods.
-
-    def _leave_record(self, run: str) -> None:
-        """Write beside the states what later use of the models takes, once in a run."""
-        if self._recorded != run:
-            leave_record(self.state.folder, self.record(run))
-            self._recorded = run
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,15 @@ def run(config: Config, directory: Path, watchers=()) -> dict:
     """Run a simulation; return its summary."""
     simulation.simulate(config, directory, watchers)
     return json.loads((directory / "summary.json").read_text())
+
+
+@contextlib.contextmanager
+def without_figures() -> Iterator[None]:
+    """Let runs end without figures and pages, which take longer than such a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_figures", "write_page"):
+            patch.setattr(f"fedhet.report.{name}", lambda run: None)
+        yield
 
 
 def records(directory: Path) -> list[dict]:

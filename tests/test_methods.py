@@ -156,13 +156,15 @@ LAYERS = [
     ["fedhet.devices", "fedhet.training"],
     ["fedhet.algorithms"],
     ["fedhet.wire", "fedhet.models", "fedhet.storage", "fedhet.data"],
-    ["fedhet.config"],
+    ["fedhet.config", "fedhet.objects"],
     ["fedhet.runs"],
     ["fedhet.report", "fedhet.server", "fedhet.client"],
-    ["fedhet.papers"],
+    ["fedhet.papers", "fedhet.trained"],
+    ["fedhet.result"],
     ["strategies", "clients"],
     ["fedhet.server_app", "fedhet.client_app"],
     ["fedhet.simulate", "fedhet.deployment"],
+    ["fedhet.api"],
     ["fedhet.cli", "fedhet.__main__"],
 ]
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

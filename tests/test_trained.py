@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from federation import run, small
+from federation import run, small, without_figures
 from rounds import SPACES
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
@@ -30,7 +30,8 @@ def trained(tmp_path_factory):
     """A run of clients that each tell two classes of four apart."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     config = small("local", clients=3, models="mlp,cnn2,sk-tree", **SPACES)
-    return directory, run(config, directory)
+    with without_figures():
+        return directory, run(config, directory)
 
 
 @pytest.fixture
@@ -90,7 +91,8 @@ def test_a_restored_model_scores_as_in_the_run(trained, client):
 
 def test_kinds_beside_the_private_model(tmp_path):
     config = small("fedtype", clients=2, rounds=1, models="mlp", **{"fedtype.proxy": "mlp2"})
-    summary = run(config, tmp_path / "run")
+    with without_figures():
+        summary = run(config, tmp_path / "run")
     client = open_client(tmp_path / "run", "client-1")
     assert set(client.kinds) == {"private", "proxy"}
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
@@ -127,7 +129,8 @@ def test_without_the_data_a_tree_cannot_be_fitted_again_and_no_accuracy_measured
         open_client(directory, TREE)
     path = export(open_client(directory, MLP), "safetensors", tmp_path / "m.safetensors")
     card = json.loads(path.read_text())
-    assert (card["accuracy"], card["accuracy_unknown"]) == (None, "the data is gone")
+    assert card["accuracy"] is None
+    assert "cannot be read" in card["accuracy_unknown"]
 
 
 def test_a_state_of_before_there_were_records(trained, tmp_path):
@@ -199,7 +202,7 @@ def test_several_runs_in_one_state_folder(trained, tmp_path):
     (one,) = (directory / "state").iterdir()
     for name in (one.name, "local-other"):
         shutil.copytree(one, tmp_path / name)
-    with pytest.raises(StateError, match="several runs: .*local-other"):
+    with pytest.raises(StateError, match=r"several runs: .*local-other"):
         open_client(tmp_path, MLP)
     assert open_client(tmp_path / one.name, MLP).record.run == one.name
     with pytest.raises(StateError, match="holds the record of client-0 of"):
@@ -240,7 +243,10 @@ def test_other_sizes_are_refused_or_resized_and_colours_become_grey(trained, tmp
 @pytest.mark.parametrize(
     ("x", "says"),
     [
-        (np.zeros((2, 1, 9, 8), np.uint8), r"shape \[1, 9, 8\], client-0's model takes \[1, 8, 8\]"),
+        (
+            np.zeros((2, 1, 9, 8), np.uint8),
+            r"shape \[1, 9, 8\], client-0's model takes \[1, 8, 8\]",
+        ),
         (np.full((2, 8, 8), 16.0), "holds 16, but images are bytes"),
         (np.full((2, 8, 8), np.nan), "NaN"),
         (np.array(["a"]), "x must be"),
@@ -250,7 +256,7 @@ def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):
     record = open_client(trained[0], MLP).record
     with pytest.raises(DataError, match=says):
         samples_for(record, x)
-    with pytest.raises(DataError, match="gives? float32|float32 in the range"):
+    with pytest.raises(DataError, match="give float32 in the range"):
         samples_for(record.model_copy(update={"stored": "given"}), np.zeros((1, 8, 8), np.uint8))
 
 
@@ -285,7 +291,7 @@ def probabilities_of(form, path, x):
     return session.run(["probabilities"], {"x": x})[0]
 
 
-@pytest.mark.parametrize("form", ["pt2", "onnx"])
+@pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_an_exported_program_gives_the_predictions_in_batches_of_any_size(trained, tmp_path, form):
     if form == "onnx":
         pytest.importorskip("onnxscript")
@@ -335,7 +341,7 @@ def test_what_has_no_weights_says_what_is_possible(trained, tmp_path):
     assert np.allclose(found.probabilities.sum(1), 1)
     assert set(found.labels) <= set(client.record.space)
     for form in FORMATS:
-        with pytest.raises(ModelError, match="no weights to export.*`fedhet predict`") as fault:
+        with pytest.raises(ModelError, match=r"no weights to export.*`fedhet predict`") as fault:
             export(client, form, tmp_path / "m")
         assert "\n" not in str(fault.value)
     assert not (tmp_path / "m").exists()
@@ -421,7 +427,7 @@ def test_a_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
     card = json.loads((tmp_path / "m.pt2.json").read_text())
     assert (card["dataset"], card["label_space"]) == ("a site's own data", ["cat", "dog"])
     assert card["input"]["type"] == "uint8"
-    assert str(folder) not in json.dumps({**card, "accuracy_unknown": ""})
+    assert str(folder) not in json.dumps(card)
     found = probabilities_of("pt2", path, np.full((1, 1, 8, 8), 190, np.uint8))
     assert found.argmax() == 2
 

@@ -109,10 +109,24 @@ class ClientRecord(BaseModel):
         return ClientSamples(info, nothing, nothing, {}, space, 0, names, self.stored)
 
 
-def leave_record(folder: Path, record: ClientRecord) -> None:
-    """Write a client's record into its folder, atomically. Raises StateError."""
-    with replacing(folder / FILE, private=True) as path:
-        path.write_text(record.model_dump_json(indent=1), encoding="utf-8")
+class Recorder:
+    """Leaves an open client's record in its folder, once in a run."""
+
+    def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
+        """Take what the record says; `config` has the client's own training."""
+        self._config, self._node, self._samples = config, node, samples
+        self._left_in = ""
+
+    def record(self, run: str) -> ClientRecord:
+        """Return the client's record."""
+        return ClientRecord.of(run, self._config, self._node, self._samples)
+
+    def leave(self, folder: Path, run: str) -> None:
+        """Write the record into the client's folder of the run, atomically. Raises StateError."""
+        if self._left_in != run:
+            with replacing(folder / FILE, private=True) as path:
+                path.write_text(self.record(run).model_dump_json(indent=1), encoding="utf-8")
+            self._left_in = run
 
 
 def read_record(folder: Path) -> ClientRecord | None:

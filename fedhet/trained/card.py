@@ -26,15 +26,15 @@ SCALING: dict[Stored, str] = {
 def card(trained: TrainedClient, kind: str, form: str, scales_itself: bool) -> dict[str, Any]:
     """Return the card of a client's model of a kind, exported in a format.
 
-    `scales_itself`: the file scales its inputs. The accuracy is None, with the reason, if the data
-    on which it is measured is not there.
+    `scales_itself`: the file scales its inputs. The accuracy is None if the data on which it is
+    measured is not there. No path of this machine is in a card.
     """
     record, run = trained.record, trained.config.run
     try:
         accuracy: dict[str, float] | None = trained.accuracy(kind)
         why = ""
-    except DataError as error:
-        accuracy, why = None, str(error)
+    except DataError:  # its words name folders, which are nobody else's business
+        accuracy, why = None, "the data on which it is measured cannot be read here"
     network = trained.network(kind)
     width = network.feature_dim if isinstance(network, HetModel) else None
     return {

@@ -166,5 +166,5 @@ def _record_of(directory: Path, store: ClientStore) -> ClientRecord:
     place = {"partition-id": names.index(store.client), "num-partitions": clients}
     node = read_node({**place, "device": "cpu"}, config.run, str(store.root))
     half = config.method.client(config, node)
-    record: ClientRecord = half.record(store.run)
+    record: ClientRecord = half.recorder.record(store.run)
     return record
