@@ -55,7 +55,6 @@ class HetClient(NumPyClient):
     """The contract of the replies that `train` returns."""
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
-        """Open the client of `node`, with the data that the node names, or with `samples`."""
         engine = config.run.engine.model_copy(update={"device": node.device})
         self.config = config.replacing(engine=engine, training=node.training)
         self.run, self.settings, self.node = self.config.run, config.own, node
@@ -83,10 +82,7 @@ class HetClient(NumPyClient):
     # The hooks: what a method implements.
 
     def prepare(self) -> None:
-        """Do what has to be done once, after the data is loaded and before any round.
-
-        A client whose models are only to be used later has no samples, but its models' shapes.
-        """
+        """Do what has to be done once, before any round; a client to be used has no samples."""
 
     def setup(self) -> dict[str, nn.Module]:
         """Return the client's models, by kind, as they are before the first round."""
@@ -273,9 +269,8 @@ class HetClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train as the server's instruction says, and return the reply."""
-        method = self.config.method
         try:
-            envelope, instruction = read_instruction(parameters, method, self.sizes)
+            envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
             self.state.restore(envelope.run, before=envelope.round)
             answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round)

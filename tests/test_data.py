@@ -258,7 +258,7 @@ def test_unknown_names_and_values_are_refused() -> None:
         "data.dataset = 'npz': give the folder, as in npz:DIR"
     )
     assert dataset_names()[0] == "digits"
-    assert dataset_names()[-3:] == ["python:module:function", "imagefolder:PATH", "npz:DIR"]
+    assert dataset_names()[-2:] == ["imagefolder:PATH", "npz:DIR"]
 
 
 @pytest.mark.parametrize(
