@@ -23,7 +23,8 @@ from fedhet.arrays import Arrays
 from fedhet.client.messages import Scores, measures, own_loss, read_instruction
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
-from fedhet.client.samples import load_samples, public_samples
+from fedhet.client.record import Recorder
+from fedhet.client.samples import ClientSamples, load_samples, public_samples
 from fedhet.client.semi import FixMatch, Predict
 from fedhet.client.state import ClientState
 from fedhet.config.resolve import Config
@@ -53,12 +54,12 @@ class HetClient(NumPyClient):
     sends: ClassVar[Contract] = Contract()
     """The contract of the replies that `train` returns."""
 
-    def __init__(self, config: Config, node: Node) -> None:
+    def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
         self.config = config.replacing(engine=engine, training=node.training)
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
-        self.samples = load_samples(config, node, self.compute)
+        self.samples = samples or load_samples(config, node, self.compute)
         self.info, self.space = self.samples.info, self.samples.space
         self.unlabelled, self.tests = self.samples.unlabelled, self.samples.tests
         self.loss: float | None = None
@@ -75,12 +76,13 @@ class HetClient(NumPyClient):
             training_set=self.training_set,
         )
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
+        self.recorder = Recorder(self.config, node, self.samples)
         self.prepare()
 
     # The hooks: what a method implements.
 
     def prepare(self) -> None:
-        """Do what has to be done once, after the data is loaded and before any round."""
+        """Do what has to be done once, before any round; a client to be used has no samples."""
 
     def setup(self) -> dict[str, nn.Module]:
         """Return the client's models, by kind, as they are before the first round."""
@@ -267,12 +269,12 @@ class HetClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train as the server's instruction says, and return the reply."""
-        method = self.config.method
         try:
-            envelope, instruction = read_instruction(parameters, method, self.sizes)
+            envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
             self.state.restore(envelope.run, before=envelope.round)
             answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round)
+            self.recorder.leave(self.state.folder, envelope.run)
             scores, eval_seconds = Scores(), 0.0
             if config.get("evaluate", True):
                 scores, eval_seconds = self._evaluate(instruction)

@@ -1,8 +1,41 @@
 """fedhet: federated learning for clients whose models differ."""
 
-import os
+from __future__ import annotations
 
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedhet.api import compare as compare
+    from fedhet.api import load as load
+    from fedhet.api import run as run
+    from fedhet.data import Dataset as Dataset
+    from fedhet.data import Split as Split
+    from fedhet.trained.result import Result as Result
+
+__all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
 __version__ = "0.1.0"
 
 # Flower collects usage statistics unless this is set, and reads it once, on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+
+# These are imported when they are first asked for: torch and Flower take seconds.
+_HOMES = {
+    "run": "fedhet.api",
+    "load": "fedhet.api",
+    "compare": "fedhet.api",
+    "Result": "fedhet.trained.result",
+    "Dataset": "fedhet.data",
+    "Split": "fedhet.data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedhet' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

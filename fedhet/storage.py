@@ -228,10 +228,10 @@ def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Write `tensors` and `facts` to `path` atomically. Raises StateError."""
     _clear_leavings(path)
     with replacing(path, private=True) as temporary:
-        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
+        save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU that share no memory."""
     apart: dict[str, Tensor] = {}
     taken: set[int] = set()

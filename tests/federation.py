@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from flwr.common import FitIns, FitRes
@@ -66,9 +65,18 @@ def training(run: RunSettings, **changes: object) -> RunSettings:
     return run.model_copy(update={"training": run.training.model_copy(update=changes)})
 
 
+@contextlib.contextmanager
+def without_figures() -> Iterator[None]:
+    """Let runs end without figures and pages, which take longer than such a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_figures", "write_page"):
+            patch.setattr(f"fedhet.report.{name}", lambda run: None)
+        yield
+
+
 def run(config: Config, directory: Path, watchers=(), *, report: bool = False) -> dict:
-    """Run a simulation; return its summary. Drawing its report takes longer than a small run."""
-    with nullcontext() if report else patch.object(simulation.report, "write"):
+    """Run a simulation; return its summary."""
+    with contextlib.nullcontext() if report else without_figures():
         simulation.simulate(config, directory, watchers)
     return json.loads((directory / "summary.json").read_text())
 

@@ -8,7 +8,7 @@ import torch
 from fedhet import models
 from fedhet.client.permissions import permitted
 from fedhet.data import DataSpec, load
-from fedhet.encoders import VARIABLE, encoder_folder
+from fedhet.data.encoders import VARIABLE, encoder_folder
 from fedhet.errors import DataError, ModelError, SettingsError
 
 WORDS = ["[UNK]", "[PAD]", "a", "cat", "dog", "stock", "fell"]

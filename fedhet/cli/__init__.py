@@ -24,6 +24,7 @@ from fedhet.cli.show import (
     presets_command,
     settings_command,
 )
+from fedhet.cli.use import export_command, predict_command
 from fedhet.errors import FedhetError
 
 app = typer.Typer(
@@ -38,6 +39,8 @@ app.command("sweep", cls=Command)(sweep_command)
 app.command("table", cls=Command)(table_command)
 app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
+app.command("predict", cls=Command)(predict_command)
+app.command("export", cls=Command)(export_command)
 app.command("certs", cls=Command)(certs_command)
 app.command("register", cls=Command)(register_command)
 app.command("submit", cls=Command)(submit_command)

@@ -13,12 +13,11 @@ import typer
 from rich.console import Console
 
 from fedhet.cli import completion
-from fedhet.config.sources import of_method, parse_pairs, read_preset, read_toml
+from fedhet.config.sources import layered, overlaid, parse_pairs
 from fedhet.errors import SettingsError, StateError
 from fedhet.settings.tables import RunSettings
 
 PIPED_WIDTH = 140
-PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 
 console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 errors = Console(stderr=True)
@@ -121,22 +120,14 @@ def gather(
             )
         config = _config_of(resume)
         flags = {**flags, "out": str(resume)}
-    values: dict[str, object] = {"resume": True} if resume is not None else {}
-    if preset is not None:
-        values |= read_preset(preset)
-    if config is not None:
-        values |= read_toml(config)
+    values = layered(preset, config, method)
+    if resume is not None:
+        values = {"resume": True, **values}
     if resume is not None and "data.dataset" not in values:
         raise StateError(f"{config} is of fedhet 0.1, whose runs cannot be resumed by this version")
-    if method is not None:
-        # So that `run local --preset felo-…` is the baseline of that experiment.
-        values = of_method(values, method)
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
     chosen = parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
-    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
-        if chosen.get(name):  # replaces the other source of public data that a file names
-            values.pop(rival, None)
-    return values | chosen
+    return overlaid(values, chosen)
 
 
 def _config_of(directory: Path) -> Path:

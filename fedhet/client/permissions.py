@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fedhet.client.node import NodeSettings
 from fedhet.config.methods import method_names
-from fedhet.encoders import is_encoder
+from fedhet.data import OWN
+from fedhet.data.encoders import is_encoder
 from fedhet.errors import SettingsError
 from fedhet.settings.schema import Scalar, build
 from fedhet.settings.tables import RunSettings
@@ -51,6 +52,10 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
     method = str(settings.get(METHOD, ""))
     if method and method not in method_names():
         yield METHOD, method
+    for setting in DATASETS:
+        kind, _, path = str(settings.get(setting, "")).partition(":")
+        if kind == OWN:
+            yield setting, path
     for setting, value in settings.items():
         if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
             names = (n.strip() for n in value.split(",") if _IMPORTED.fullmatch(n))
@@ -60,8 +65,8 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
 def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
     """Yield every setting that names a path, with the path."""
     for setting in DATASETS:
-        _, colon, path = str(settings.get(setting, "")).partition(":")
-        if colon:
+        kind, colon, path = str(settings.get(setting, "")).partition(":")
+        if colon and kind != OWN:
             yield setting, path
     default = RunSettings().data.data_dir
     if (folder := str(settings.get(DATA_DIR, default))) != default:

@@ -21,6 +21,7 @@ from fedhet.data import (
     public_set,
     refuse_overlap,
 )
+from fedhet.data.spec import Stored
 from fedhet.devices import Compute
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
@@ -45,6 +46,10 @@ class ClientSamples:
     """The client's label space: its classes [P], ascending."""
     left_aside: int
     """Number of samples without a label that the method cannot use."""
+    classes: tuple[str, ...] = ()
+    """The names of all classes of the run, in order."""
+    stored: Stored = "given"
+    """How the samples are stored, which says how new ones are scaled."""
 
     def within_space(self, model: nn.Module) -> nn.Module:
         """Return `model` with its predictions restricted to the client's own classes."""
@@ -101,6 +106,8 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         tests,
         torch.tensor(data.space, device=compute.device),
         data.left_aside,
+        data.classes,
+        data.stored,
     )
 
 

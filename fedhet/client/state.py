@@ -49,6 +49,8 @@ class ClientState:
         """Tensors that a method keeps besides its models, on the device."""
         self.facts: dict[str, int | float | str] = {}
         """Scalars and texts that a method keeps."""
+        self.round = 0
+        """The round of the state that was restored; 0: none, the models are new."""
         self._root, self._client, self._identity = root, client, identity
         self._compute, self._setup, self._training_set = compute, setup, training_set
         self._store: ClientStore | None = None
@@ -124,6 +126,7 @@ class ClientState:
         faults: dict[int, StateError] = {}
         for round in reversed(rounds):
             self.models, self.tensors, self.facts = self._setup(), {}, {}
+            self.round = round
             try:
                 version = self._load(self._opened, round)
             except StateError as error:
@@ -135,6 +138,7 @@ class ClientState:
         if faults:
             raise faults[rounds[-1]]
         self.models, self.tensors, self.facts = self._setup(), {}, {}
+        self.round = 0
         return 0
 
     def _load(self, store: ClientStore, round: int) -> int:

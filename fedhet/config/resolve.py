@@ -208,4 +208,6 @@ def absolute(config: Config) -> Config:
 
 def _absolute(dataset: str) -> str:
     kind, colon, path = dataset.partition(":")
+    if kind == data.OWN:
+        return dataset
     return f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind

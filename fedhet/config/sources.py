@@ -16,6 +16,7 @@ from fedhet.errors import SettingsError, nearest
 from fedhet.settings.schema import flatten, nest, parse_text, table_of, unknown
 from fedhet.settings.tables import RENAMED, RunSettings
 
+PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 PRESETS = resources.files("fedhet") / "presets"
 
 
@@ -81,6 +82,27 @@ def read_toml(path: Path) -> dict[str, object]:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"cannot read settings from {path}: {error}") from None
+
+
+def layered(preset: str | None, config: Path | None, method: str | None) -> dict[str, object]:
+    """Return the settings of presets, and over them those of a file, as a run of `method` has them.
+
+    Raises SettingsError.
+    """
+    values = read_preset(preset) if preset is not None else {}
+    if config is not None:
+        values |= read_toml(config)
+    # So that `run local --preset felo-…` is the baseline of that experiment.
+    return of_method(values, method) if method is not None else values
+
+
+def overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:
+    """Return `chosen` over `values`; a source of public data replaces the other one."""
+    kept = dict(values)
+    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
+        if chosen.get(name):
+            kept.pop(rival, None)
+    return kept | dict(chosen)
 
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:

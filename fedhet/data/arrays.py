@@ -30,8 +30,8 @@ def read_npz(path: Path, spec: DataSpec, *, signal: bool = False) -> Split:
     for any fault of the file, and if it takes more than `data.max-bytes`.
     """
     x, y = _arrays(path, spec)
-    labels = _labels(y, path)
-    samples = _signals(x, path) if signal else _samples(x, path)
+    labels = checked_labels(y, path)
+    samples = checked_signals(x, path) if signal else checked_samples(x, path)
     if len(samples) != len(labels):
         raise DataError(f"{path}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples), torch.from_numpy(labels))
@@ -192,7 +192,8 @@ def _array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
     return max(size, read * math.prod(shape))
 
 
-def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:
+def checked_labels(y: npt.NDArray[Any], path: Path | str) -> npt.NDArray[np.int64]:
+    """Return labels [N] as int64. Raises DataError, which names `path`, unless they are."""
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise DataError(f"{path}: y must be whole numbers [N], is {y.dtype} {list(y.shape)}")
     labels = y.astype(np.int64)
@@ -202,7 +203,11 @@ def _labels(y: npt.NDArray[Any], path: Path) -> npt.NDArray[np.int64]:
     return labels
 
 
-def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
+def checked_samples(x: npt.NDArray[Any], path: Path | str) -> npt.NDArray[Any]:
+    """Return samples [N, F] or [N, C, H, W]: bytes as they are, all else as float32.
+
+    [N, H, W] gets a channel. Raises DataError, which names `path`, for anything else.
+    """
     shape = list(x.shape)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
         raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")
@@ -211,8 +216,11 @@ def _samples(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
     return samples[:, None] if samples.ndim == 3 else samples
 
 
-def _signals(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
-    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T]."""
+def checked_signals(x: npt.NDArray[Any], path: Path | str) -> npt.NDArray[Any]:
+    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T].
+
+    Raises DataError, which names `path`, for anything else.
+    """
     shape = list(x.shape)
     if x.ndim not in (2, 3) or x.dtype.kind not in "iuf" or min(shape[1:]) < 1:
         raise DataError(f"{path}: {_ALLOWED_SIGNALS}; it is {x.dtype} {shape}")
@@ -220,7 +228,7 @@ def _signals(x: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
     return samples[:, None] if samples.ndim == 2 else samples
 
 
-def _finite(x: npt.NDArray[Any], path: Path, allowed: str) -> npt.NDArray[np.float32]:
+def _finite(x: npt.NDArray[Any], path: Path | str, allowed: str) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):  # overflow is refused below
         samples = np.ascontiguousarray(x.astype(np.float32))
     if not np.isfinite(samples).all():

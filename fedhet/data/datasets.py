@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -16,6 +17,7 @@ import torch
 
 from fedhet.data.arrays import has_rows, read_clients
 from fedhet.data.folder import read_tree
+from fedhet.data.own import KIND, PLACE, read_own
 from fedhet.data.signals import read_signals
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
 from fedhet.data.superclass import joined
@@ -58,7 +60,8 @@ _READ = (
 
 def dataset_names() -> list[str]:
     """Return the allowed values of `dataset`; PATH and DIR stand for a folder of the user's."""
-    return [*_BY_NAME, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
+    own = f"{KIND}:{PLACE}"
+    return [*_BY_NAME, own, *(f"{kind}:{place}" for kind, (place, _) in _BY_FOLDER.items())]
 
 
 def is_table(name: str) -> bool:
@@ -67,6 +70,9 @@ def is_table(name: str) -> bool:
     Of `npz:DIR` the head of the first file says so; a file that cannot be read says nothing.
     """
     kind, _, folder = name.partition(":")
+    if kind == KIND and folder:
+        with contextlib.suppress(DataError):  # said when it is loaded
+            return len(read_own(folder).shape) == 1
     return kind in _TABLES or (kind == "npz" and folder != "" and has_rows(folder))
 
 
@@ -153,6 +159,8 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
         if not folder:
             raise SettingsError(f"data.dataset = {name!r}: give the folder, as in {kind}:{place}")
         return lambda spec: read(folder, spec)
+    if kind == KIND:
+        return lambda spec: read_own(folder)
     close = nearest(name, [*_BY_NAME, *_BY_FOLDER])
     allowed = ", ".join(dataset_names())
     raise SettingsError(f"data.dataset = {name!r}: must be one of {allowed}{close}")
@@ -167,7 +175,7 @@ def _digits(spec: DataSpec) -> Dataset:
     test = stratified(y.numpy(), held_out, numpy_rng(_FIXED_SEED, "digits", "common"))
     train = np.setdiff1d(np.arange(len(y)), test)
     every, classes = Split(x, y), tuple(map(str, range(10)))
-    return Dataset("digits", every.take(train), every.take(test), classes)
+    return Dataset("digits", every.take(train), every.take(test), classes, scaled_images=True)
 
 
 def _digits_file() -> Path:

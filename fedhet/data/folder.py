@@ -260,16 +260,20 @@ def _write(
     shape = (len(files), _CHANNELS[mode], size[1], size[0])
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
-    for pixels in _decoded(files, mode, size, resize):
+    for pixels in decoded(files, mode, size, resize):
         file.write(pixels.tobytes())
     file.flush()
     os.fsync(file.fileno())
 
 
-def _decoded(
+def decoded(
     files: Sequence[str], mode: str, size: tuple[int, int], resize: bool
 ) -> Iterator[Pixels]:
-    """Yield the images in blocks [at most _ROWS, C, H, W]."""
+    """Yield image files, decoded, in blocks [at most _ROWS, C, H, W], in the order of `files`.
+
+    `mode` is "L" or "RGB", `size` (width, height). Raises DataError for a file that is no image or,
+    unless they are resized, of another size.
+    """
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(

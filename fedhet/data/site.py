@@ -20,7 +20,15 @@ from fedhet.data.folder import (
 )
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
-from fedhet.data.spec import UNKNOWN, DataSpec, Split, global_random_kept, shape_of
+from fedhet.data.spec import (
+    UNKNOWN,
+    DataSpec,
+    Split,
+    Stored,
+    global_random_kept,
+    shape_of,
+    stored_as,
+)
 from fedhet.data.texts import TXT, find_rows, read_files, read_folder, site_rows
 from fedhet.data.tokens import vocabulary_of
 from fedhet.errors import DataError
@@ -50,6 +58,8 @@ class ClientData:
     """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
     vocabulary: int = 0
     """For texts: the tokens are below it."""
+    stored: Stored = "given"
+    """How its samples are stored, which says how new ones are scaled."""
 
     @property
     def shape(self) -> Shape:
@@ -68,8 +78,9 @@ def client_data(spec: DataSpec, index: int) -> ClientData:
     if not len(test) and common is None:
         raise _no_test(name, spec)
     return ClientData(
-        name, train, test, common, dataset.classes, space, vocabulary=dataset.vocabulary
-    )
+        name, train, test, common, dataset.classes, space,
+        vocabulary=dataset.vocabulary, stored=dataset.stored,
+    )  # fmt: skip
 
 
 def _no_test(owner: str, spec: DataSpec) -> DataError:
@@ -151,7 +162,8 @@ def site_data(
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     size = vocabulary_of(spec) if is_text else 0
     own = (train.scaled(), test.scaled())
-    return ClientData(name, *own, None, names, space, rest, left_aside, size)
+    stored = stored_as(train.x)
+    return ClientData(name, *own, None, names, space, rest, left_aside, size, stored)
 
 
 def _holds_texts(train: Path, spec: DataSpec) -> bool:

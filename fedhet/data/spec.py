@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from fedhet.settings.tables import DataSettings, RunSettings
 
 Index = npt.NDArray[np.int64]
 
+Stored = Literal["bytes", "scaled", "given"]
+"""How samples are stored: images as bytes; images that are in [-1, 1] already, to which bytes may
+be scaled; or float32 that models take as it is, whatever its range."""
 UNKNOWN = -1
 """The label of a sample of unknown class."""
 
@@ -81,11 +85,18 @@ class Dataset:
     groups: Index | None = None
     """The number [N] of the person or site that each training sample is of, if `data.by` says so;
     numbers are in the order of the names."""
+    scaled_images: bool = False
+    """Whether `x` holds images as float32 that are in [-1, 1] already, as bytes become."""
 
     @property
     def shape(self) -> Shape:
         """The shape of one sample, as `fedhet.kinds` has it."""
         return shape_of(self.train.x, self.vocabulary)
+
+    @property
+    def stored(self) -> Stored:
+        """How samples are stored, which says how new ones are scaled."""
+        return "scaled" if self.scaled_images else stored_as(self.train.x)
 
     def keeping(self, rows: Index) -> Dataset:
         """Return the dataset with these rows of its training set."""
@@ -142,6 +153,11 @@ def refuse_more(size: int, spec: DataSettings, where: object) -> None:
 def scaled(x: Tensor) -> Tensor:
     """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+
+
+def stored_as(x: Tensor) -> Stored:
+    """Return how samples `x` are stored, as far as their type says so."""
+    return "bytes" if x.dtype == torch.uint8 else "given"
 
 
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:

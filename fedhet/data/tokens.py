@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.data.encoders import configuration, encoder_folder
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.encoders import configuration, encoder_folder
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import PADDING
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhet.encoders import configuration, encoder_folder, encoder_parts
+from fedhet.data.encoders import configuration, encoder_folder, encoder_parts
 from fedhet.errors import ModelError
 from fedhet.kinds import PADDING, Shape, kind_of
 from fedhet.models.het import HetModel, join

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fedhet.encoders import is_encoder
+from fedhet.data.encoders import is_encoder
 from fedhet.errors import ModelError, nearest, where_looked
 from fedhet.kinds import Shape
 from fedhet.models.classical import Classifier

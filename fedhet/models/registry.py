@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator
 
-from fedhet.encoders import is_encoder
+from fedhet.data.encoders import is_encoder
 from fedhet.errors import ModelError, SettingsError, nearest
 from fedhet.kinds import Shape, kind_of
 from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision

@@ -44,7 +44,7 @@ class DataSettings(Schema):
     dataset: str = Field(
         "digits",
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR, npz:DIR, text:PATH or signal:DIR",
+        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR or python:module:function",
     )
     sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
         "auto",

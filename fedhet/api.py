@@ -1,0 +1,159 @@
+"""fedhet from Python: `fedhet.run`, `fedhet.load` and `fedhet.compare`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedhet import report
+from fedhet.config.methods import find_method
+from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import full_name, layered, overlaid
+from fedhet.errors import SettingsError
+from fedhet.objects import dataset_name, hold, method_name, model_name
+from fedhet.runs.display import LineDisplay, LiveDisplay
+from fedhet.runs.log import Watcher
+from fedhet.runs.notebook import NotebookDisplay, in_notebook
+from fedhet.server_app import run_directory
+from fedhet.settings.schema import flatten
+from fedhet.settings.tables import RunSettings
+from fedhet.simulate import simulate
+from fedhet.trained.result import ComparedRuns, Result
+
+BACKEND = "engine.backend"
+
+
+def run(
+    method: Any = None,
+    *,
+    clients: int | None = None,
+    rounds: int | None = None,
+    models: Any = None,
+    dataset: Any = None,
+    seed: int | None = None,
+    backend: str | None = None,
+    out: str | Path | None = None,
+    preset: str | None = None,
+    config: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Result:
+    """Train a federation on this machine, as `fedhet run` does, and return its result.
+
+    `settings` are others by their names, such as `{"training.lr": 0.01}`; a name's last part is
+    enough where it is unique. What is given here takes precedence over `config`, a TOML file, and
+    that over `preset`.
+
+    Python objects may stand for names. `models` is "cnn2,mlp", or a list of names and of functions
+    (shape, classes) that return an extractor and a classifier. `dataset` may be a `fedhet.Dataset`,
+    a pair (x, y), a mapping of `train` and `test` to such pairs, or a function that returns one of
+    these. `method` may be a module, or a pair of classes (strategy, client). With the backend
+    "ray" such an object must be at the top level of a module, from which the workers import it;
+    with "inline" it may be any.
+
+    `progress` shows the rounds as they end. Raises FedhetError, with one line that says what is
+    wrong, before any training if this machine cannot run it.
+    """
+    given = {
+        "clients": clients, "rounds": rounds, "models.pool": models, "data.dataset": dataset,
+        "seed": seed, BACKEND: backend, "out": None if out is None else str(out),
+    }  # fmt: skip
+    chosen = _resolved(method, given, preset, config, flatten(settings or {}))
+    with _display(progress) as watchers:
+        return Result(simulate(chosen, run_directory(chosen), watchers))
+
+
+def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:
+    """Return the result of a run from its directory; of an interrupted one, what there is.
+
+    `objects`: the Python objects that the run was given, by the names it has for them, such as
+    `{"tiny": tiny}` for a model "fedhet.objects:tiny"; they are needed in another process than the
+    run's, and only for what uses the models. Raises StateError if it is no run's directory.
+    """
+    hold(objects or {})
+    return Result(report.load_run(Path(directory)))
+
+
+def compare(
+    runs: Iterable[Result | str | Path],
+    *,
+    out: str | Path | None = None,
+    target: float | None = None,
+    kind: str | None = None,
+    protocol: str | None = None,
+    against: str | None = None,
+) -> ComparedRuns:
+    """Compare runs, as `fedhet compare` does; runs of several seeds are grouped.
+
+    `runs` are results, or directories of runs. With `out` the page and the figure are written
+    there. For the others see `fedhet.report.compare`, whose errors it raises.
+    """
+    places = [each.directory if isinstance(each, Result) else each for each in runs]
+    return ComparedRuns(
+        report.compare(
+            places, out=out, target=target, kind=kind, protocol=protocol, against=against
+        )
+    )
+
+
+def _resolved(
+    method: Any,
+    given: Mapping[str, Any],
+    preset: str | None,
+    config: str | Path | None,
+    settings: Mapping[str, Any],
+) -> Config:
+    """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
+    path = None if config is None else Path(config)
+    inline = _backend(given, settings, layered(preset, path, None)) == "inline"
+    named = None if method is None else method_name(method, inline=inline)
+    values = layered(preset, path, named)
+    if "method" not in values:
+        raise SettingsError("which method? fedhet.run('felo', ...); `fedhet methods` lists them")
+    known = RunSettings.fields() | find_method(str(values["method"])).settings()
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for key, value in settings.items():
+        name = full_name(key, known)
+        if name in chosen:
+            raise SettingsError(f"setting '{name}' is given twice, the second time as {value!r}")
+        chosen[name] = value
+    return resolve(overlaid(values, {k: _named(k, v, inline) for k, v in chosen.items()}))
+
+
+def _backend(*sources: Mapping[str, Any]) -> object:
+    """Return the backend that the first of the sources names."""
+    for source in sources:
+        for name in (BACKEND, "backend"):
+            if source.get(name) is not None:
+                return source[name]
+    return RunSettings().engine.backend
+
+
+def _named(setting: str, value: Any, inline: bool) -> Any:
+    """Return a setting's value as text, numbers or truth: objects by name, several joined."""
+    if setting == "data.dataset":
+        return dataset_name(value, inline=inline)
+    if setting == "models.pool":
+        several = value if isinstance(value, list | tuple) else [value]
+        return ",".join(model_name(each, inline=inline) for each in several)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, Path) else value
+
+
+@contextlib.contextmanager
+def _display(progress: bool) -> Iterator[Sequence[Watcher]]:
+    console = Console()
+    if not progress:
+        yield ()
+    elif in_notebook():
+        yield (NotebookDisplay(),)
+    elif console.is_terminal:
+        with LiveDisplay(console) as live:
+            yield (live,)
+    else:
+        yield (LineDisplay(console),)

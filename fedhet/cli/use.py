@@ -1,0 +1,96 @@
+"""Commands that use what was trained: `predict` and `export`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fedhet.cli.options import console, say
+from fedhet.runs.units import printable, score
+
+if TYPE_CHECKING:
+    from fedhet.trained import Predictions
+
+MOST_COLUMNS = 12
+"""With more classes than this, the table shows the most probable ones alone."""
+TOP = 3
+
+Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A run's directory, or a site's own state folder."),
+]
+Client = Annotated[str, typer.Argument(help="The client, as the run's table names it.")]
+Kind = Annotated[str, typer.Option(help="Kind of model: private, with some methods also proxy.")]
+
+
+def predict_command(
+    directory: Directory,
+    client: Client,
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(help="Images or texts, folders of them, or one .npz file with an array x."),
+    ],
+    kind: Kind = "private",
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    resize: Annotated[
+        bool, typer.Option("--resize", help="Resize images to the size the model takes.")
+    ] = False,
+) -> None:
+    """Predict samples with a client's model: their classes and probabilities."""
+    from fedhet.trained import open_client, read_inputs
+
+    trained = open_client(directory, client)
+    names, x = read_inputs(inputs, trained.record, resize=resize)
+    found = trained.predict(x, kind)
+    if csv:
+        found.to_frame(names).to_csv(sys.stdout, index_label="sample")
+        return
+    console.print(_table(names, found))
+
+
+def _table(names: list[str], found: Predictions) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("sample", overflow="fold")
+    table.add_column("class")
+    several = len(found.classes) > MOST_COLUMNS
+    shown = [f"the {TOP} most probable"] if several else list(found.classes)
+    for name in shown:
+        table.add_column(_word(name), justify="left" if several else "right")
+    for sample, label, row in zip(names, found.labels, found.probabilities, strict=True):
+        cells = [score(value) for value in row]
+        if several:
+            top = row.argsort()[::-1][:TOP]
+            cells = [", ".join(f"{_word(found.classes[k])} {cells[k]}" for k in top)]
+        table.add_row(_word(sample), _word(found.classes[label]), *cells)
+    return table
+
+
+def _word(text: str) -> str:
+    return escape(printable(text))
+
+
+def export_command(
+    directory: Directory,
+    client: Client,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors: weights alone; pt2: torch.export's program; onnx.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")],
+    kind: Kind = "private",
+) -> None:
+    """Export a client's model, with a card beside it: what it takes, and how good it is."""
+    from fedhet.trained import export, open_client
+
+    card = export(open_client(directory, client), form, out, kind)
+    say(f"model: {out}")
+    say(f"card: {card}")

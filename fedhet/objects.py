@@ -1,0 +1,156 @@
+"""Python objects in place of names: models, a dataset or a method that a user passes to `run`.
+
+Settings are text, so that an object is named: by its import path if it can be imported, and else,
+inside this process alone, as an attribute of this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from fedhet.data import OWN
+from fedhet.errors import SettingsError
+
+HERE = __name__
+_held: dict[str, Any] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _held:
+        return _held[name]
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise SettingsError(
+        f"'{HERE}:{name}' was a Python object of the process that made the run: give it again, by "
+        f"fedhet.load(DIR, objects={{'{name}': ...}})"
+    )
+
+
+def model_name(given: object, *, inline: bool) -> str:
+    """Return the name of a model in a pool: text as it is, or that of a function.
+
+    Raises SettingsError for what is no function and, unless the run is `inline`, for one that
+    workers cannot import.
+    """
+    if isinstance(given, str):
+        return given
+    if not callable(given) or hasattr(given, "parameters"):
+        raise SettingsError(
+            f"models: {type(given).__name__} is no model: it takes names, and functions of "
+            "(shape, classes) that return an extractor and a classifier"
+        )
+    return _path_of(given) or _held_as(given, "models", inline)
+
+
+def dataset_name(given: object, *, inline: bool) -> str:
+    """Return the name of a dataset: text as it is, or that of a function or of data.
+
+    Raises SettingsError as `model_name` does; data itself cannot be named for workers.
+    """
+    if isinstance(given, str):
+        return given
+    path = _path_of(given) if callable(given) else ""
+    return f"{OWN}:{path or _held_as(_function(given), 'dataset', inline)}"
+
+
+def method_name(given: object, *, inline: bool) -> str:
+    """Return the name of a method: text as it is, a module's, or that of a pair of classes.
+
+    The pair is the server half, which extends HetStrategy, and the client half, which extends
+    HetClient. Raises SettingsError as `model_name` does.
+    """
+    if isinstance(given, str):
+        return given
+    if isinstance(given, ModuleType) and "." in given.__name__:
+        return given.__name__
+    if isinstance(given, ModuleType):
+        halves, like = [v for v in vars(given).values() if isinstance(v, type)], given.__name__
+    else:
+        halves = list(given) if isinstance(given, tuple | list) else []
+        like = getattr(next(iter(halves), None), "__name__", "").removesuffix("Strategy").lower()
+    if not halves or not all(isinstance(half, type) for half in halves):
+        raise SettingsError(
+            f"method: {type(given).__name__} is no method: it takes a name, a module, or the two "
+            "classes (strategy, client)"
+        )
+    module = _module_of(halves)
+    name = _held_as(module, "method", inline, like).partition(":")[2]
+    hold({name: module})
+    return f"{HERE}.{name}"
+
+
+def hold(objects: Mapping[str, Any]) -> None:
+    """Hold objects under the names that an earlier process had given them.
+
+    A method is a module, or its pair of classes; data is what a function of it would return.
+    """
+    for name, given in objects.items():
+        pair = isinstance(given, tuple) and all(isinstance(half, type) for half in given)
+        held = _module_of(list(given)) if pair else given
+        if isinstance(held, ModuleType):
+            sys.modules[f"{HERE}.{name}"] = held
+        _held[name] = held if isinstance(held, ModuleType) else _function(held)
+
+
+class _Data:
+    """Data as a function that returns it."""
+
+    __name__ = "data"
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __call__(self) -> Any:
+        return self.given
+
+
+def _function(given: Any) -> Callable[[], Any]:
+    """Return a function that returns the data: the given one, or one that holds the data."""
+    if callable(given):
+        return given  # type: ignore[no-any-return]
+    held = (each for each in _held.values() if isinstance(each, _Data) and each.given is given)
+    return next(held, None) or _Data(given)
+
+
+def _module_of(halves: list[type]) -> ModuleType:
+    """Return a module that holds the halves of a method: one that does so already, or a new one."""
+    for module in _held.values():
+        if isinstance(module, ModuleType) and set(halves) <= set(vars(module).values()):
+            return module
+    module = ModuleType("method")
+    for half in halves:
+        setattr(module, half.__name__, half)
+    return module
+
+
+def _path_of(given: Any) -> str:
+    """Return module:function if importing it gives this very object, or ""."""
+    module, name = getattr(given, "__module__", ""), getattr(given, "__qualname__", "")
+    if not module or module == "__main__" or not name.isidentifier():
+        return ""
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception:  # what cannot be imported has no path
+        return ""
+    return f"{module}:{name}" if found is given else ""
+
+
+def _held_as(given: Any, what: str, inline: bool, like: str = "") -> str:
+    """Hold an object; return the path by which this process finds it."""
+    own: str = like or getattr(given, "__name__", type(given).__name__)
+    if not inline:
+        raise SettingsError(
+            f"{what}: '{own}' cannot be used on Ray, whose workers import what they use: put it "
+            "at the top level of a module (module:function), or give backend='inline'"
+        )
+    base = re.sub(r"\W+", "", own, flags=re.ASCII) or "object"
+    for name in (base, *(f"{base}_{n}" for n in itertools.islice(itertools.count(2), 10**6))):
+        if _held.setdefault(name, given) is given:
+            return f"{HERE}:{name}"
+    raise SettingsError(f"{what}: too many objects are called '{base}'")

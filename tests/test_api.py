@@ -1,0 +1,339 @@
+"""fedhet from Python, as a person in a script or a notebook meets it."""
+
+import json
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from federation import SMALL, without_figures
+from torch import nn
+
+import fedhet
+from clients.local import LocalClient
+from fedhet.client.permissions import permitted
+from fedhet.data import dataset_names, is_table
+from fedhet.errors import DataError, FedhetError, SettingsError, StateError
+from fedhet.runs.log import Watcher
+from fedhet.runs.notebook import NotebookDisplay, in_notebook
+from fedhet.runs.records import RoundRecord, Seconds, spread
+from strategies.local import LocalStrategy
+
+ROOT = Path(__file__).parents[1]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(90, 5)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int64) + (X[:, 1] > 0)
+QUICK = {"training.local-epochs": 1, "data.partition": "iid"}
+
+
+def tiny(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), 8), nn.ReLU()), nn.Linear(8, classes)
+
+
+def tabular():
+    return X, Y
+
+
+class OwnStrategy(LocalStrategy):
+    pass
+
+
+class OwnClient(LocalClient):
+    pass
+
+
+def quick(method="local", **given):
+    """Run a federation of two clients and one round, without a sign."""
+    usual = {"clients": 2, "rounds": 1, "backend": "inline", "settings": QUICK, "progress": False}
+    with without_figures():
+        return fedhet.run(method, **{**usual, **given})
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("api") / "felo"
+    settings = {name: value for name, value in SMALL.items() if "." in name}
+    return fedhet.run("felo", clients=4, rounds=2, settings=settings, out=out, progress=False)
+
+
+def test_import_is_light_and_lists_what_there_is():
+    code = (
+        "import sys, fedhet; heavy = {'torch', 'flwr', 'pandas', 'ray'} & set(sys.modules); "
+        "print(heavy or 'light', 'run' in dir(fedhet))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.split() == ["light", "True"]
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = fedhet.trian
+
+
+def test_the_frames_hold_what_the_files_hold(result):
+    records = [json.loads(line) for line in (result.directory / "metrics.jsonl").open()]
+    summary = json.loads((result.directory / "summary.json").read_text())
+    history = result.history
+    assert history.index.tolist() == [1, 2]
+    for record in records:
+        row = history.loc[record["round"]]
+        for protocol, kinds in record["accuracy"].items():
+            for kind, scores in kinds.items():
+                assert row[f"accuracy.{protocol}.{kind}"] == pytest.approx(scores["mean"])
+        assert row["loss"] == pytest.approx(record["loss"]["mean"])
+        assert row["bytes_up"] == record["bytes_up"]
+    tidy = result.to_frame()
+    wanted = {
+        (r["round"], client, protocol, kind): value
+        for r in records
+        for protocol, kinds in r["accuracy"].items()
+        for kind, scores in kinds.items()
+        for client, value in scores["per_client"].items()
+    }
+    rows = tidy[["round", "client", "protocol", "kind"]].itertuples(index=False, name=None)
+    found = dict(zip(rows, tidy["accuracy"], strict=True))
+    assert found == pytest.approx(wanted)
+    clients = result.clients
+    assert clients["model"].to_dict() == summary["models"]
+    assert clients["answered"].tolist() == [2, 2, 2, 2]
+    last = summary["accuracy"]["personal"]["private"]["per_client"]
+    assert clients["accuracy.personal.private"].to_dict() == pytest.approx(last)
+    assert result.accuracy == pytest.approx(summary["accuracy"]["common"]["private"]["mean"])
+    assert result.summary.bytes_up == summary["bytes_up"]
+    assert result.figures["classes_covered"].tolist() == [
+        r["method"]["classes_covered"] for r in records
+    ]
+    assert result.plots["accuracy"].exists()
+
+
+def test_models_and_predictions(result, tmp_path):
+    model = result.model("client-1")
+    assert isinstance(model, nn.Module)
+    assert not model.training
+    x = np.zeros((2, 1, 8, 8), np.uint8)
+    with torch.no_grad():
+        wanted = model(torch.full((2, 1, 8, 8), -1.0)).softmax(1).numpy()
+    assert np.allclose(result.predict("client-1", x).probabilities, wanted, atol=1e-6)
+    assert result.kinds("client-1") == ("private",)
+    assert result.export("client-1", tmp_path / "m.safetensors").name == "m.safetensors.json"
+    with pytest.raises(StateError, match="no client 'client-9'"):
+        result.model("client-9")
+    with pytest.raises(SettingsError, match="it takes safetensors, pt2, onnx"):
+        result.export("client-1", tmp_path / "m.bin")
+
+
+def test_a_run_is_loaded_again(result, tmp_path):
+    again = fedhet.load(str(result.directory))
+    pd.testing.assert_frame_equal(again.history, result.history)
+    assert repr(again) == repr(result)
+    assert "felo on digits: 4 clients, round 2 of 2; accuracy (common) 0." in repr(again)
+    with pytest.raises(StateError, match="no such run directory"):
+        fedhet.load(tmp_path / "nowhere")
+
+
+def test_the_card_escapes_everything(result, tmp_path):
+    import shutil
+
+    evil = "<script>alert(1)</script>"
+    copy = tmp_path / "run"
+    shutil.copytree(result.directory, copy)
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps({**summary, "method": evil, "dataset": evil}))
+    html = fedhet.load(copy)._repr_html_()
+    assert "<script>" not in html
+    assert html.count("&lt;script&gt;") == 2
+    assert f"{result.accuracy:.4f}" in html
+    assert "<script>" not in fedhet.compare([copy])._repr_html_()
+
+
+def test_compare(result, tmp_path):
+    found = fedhet.compare([result, result.directory.parent], out=tmp_path / "c")
+    row = found.to_frame().iloc[0]
+    assert row["method"] == "felo"
+    assert row["accuracy.common.private.mean"] == pytest.approx(result.accuracy)
+    assert (tmp_path / "c" / "compare.html").exists()
+    assert "<table>" in found._repr_html_()
+
+
+def test_a_model_of_a_script_and_a_lambda(tmp_path):
+    def local(shape, classes):
+        return tiny(shape, classes)
+
+    models = [local, lambda shape, classes: tiny(shape, classes)]
+    found = quick(models=models, dataset=tabular, out=tmp_path / "run")
+    assert found.clients["model"].tolist() == ["fedhet.objects:local", "fedhet.objects:lambda"]
+    assert found.settings["data.dataset"] == "python:test_api:tabular"  # it can be imported
+    with torch.no_grad():
+        wanted = found.model("client-0")(torch.from_numpy(X)).softmax(1).numpy()
+    assert np.allclose(found.predict("client-0", X).probabilities, wanted, atol=1e-6)
+    named = quick(models=[tiny, "mlp"], dataset=tabular, out=tmp_path / "named")
+    assert named.settings["models.pool"] == "test_api:tiny,mlp"
+
+
+@pytest.mark.slow
+def test_another_process_is_told_to_give_the_objects_again(tmp_path):
+    def mine(shape, classes):
+        return tiny(shape, classes)
+
+    out = tmp_path / "run"
+    found = quick(models=[mine], dataset=(X, Y), out=out)
+    wanted = found.predict("client-0", X).names[:3]
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import fedhet, test_api as t\n"
+        f"out = {str(out)!r}\n"
+        "try: fedhet.load(out).model('client-0')\n"
+        "except fedhet.errors.FedhetError as error: print(error)\n"
+        "again = fedhet.load(out, objects={'mine': t.tiny, 'data': (t.X, t.Y)})\n"
+        "print(again.predict('client-0', t.X).names[:3])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    said = done.stdout.strip().splitlines()
+    assert "fedhet.load(DIR, objects={'mine': ...})" in said[0], done.stderr
+    assert said[-1] == str(wanted)
+
+
+def test_data_of_every_form(tmp_path):
+    data = {"train": (X, Y), "test": (torch.from_numpy(X[:30]), Y[:30]), "classes": "abc"}
+    found = quick(models="mlp", dataset=data, out=tmp_path / "run")
+    assert {"accuracy.common.private", "accuracy.personal.private"} <= set(found.clients)
+    assert set(found.predict("client-0", X).names) <= {"a", "b", "c"}
+    assert is_table(str(found.settings["data.dataset"]))
+    split = fedhet.Split(torch.from_numpy(X), torch.from_numpy(Y))
+    whole = fedhet.Dataset("mine", split, None, ("a", "b", "c"))
+    assert quick(models="mlp", dataset=whole, out=tmp_path / "whole").accuracy > 0
+    assert "python:module:function" in dataset_names()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ((X, Y[:5]), "x has 90 rows and y has 5"),
+        ({"train": (X, Y), "classes": ["a", "b"]}, "3 classes in y, but 2 names"),
+        ({"tran": (X, Y)}, "must be a fedhet.Dataset, a pair"),
+        ({"train": (X, Y), "test": (X[:, :2], Y)}, "another shape or type"),
+        ((X, Y.astype(float)), "y must be whole numbers"),
+        (lambda: 1 / 0, "the function failed: ZeroDivisionError"),
+        (3, "it is a int"),
+    ],
+)
+def test_data_that_cannot_be_used_is_one_line(tmp_path, data, says):
+    with pytest.raises(DataError, match=says) as fault:
+        quick(models="mlp", dataset=data, out=tmp_path / "run")
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("given", [(OwnStrategy, OwnClient), "module"])
+def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
+    if given == "module":
+        given = ModuleType("own_module")
+        given.OwnStrategy, given.OwnClient = OwnStrategy, OwnClient
+    found = quick(given, models="mlp", dataset=tabular, out=tmp_path / "run")
+    assert found.settings["method"] in ("fedhet.objects.own", "fedhet.objects.own_module")
+    assert found.predict("client-1", X).probabilities.shape == (90, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"models": [lambda s, c: tiny(s, c)]}, "models: '<lambda>' cannot be used on Ray"),
+        ({"dataset": (X, Y)}, "dataset: 'data' cannot be used on Ray"),
+        ({"method": (OwnStrategy, OwnClient)}, "method: 'own' cannot be used on Ray"),
+        ({"models": [nn.Linear(2, 2)]}, "models: Linear is no model"),
+        ({"method": 3}, "method: int is no method"),
+        ({"method": None}, "which method"),
+        ({"method": "fello"}, "did you mean 'felo'"),
+        ({"settings": {"rounds": 3}}, "'rounds' is given twice"),
+        ({"settings": {"training": {"lr": -1.0}}}, "'training.lr' = -1.0"),
+        ({"settings": {"locl-epochs": 1}}, "did you mean 'training.local-epochs'"),
+    ],
+)
+def test_a_mistake_is_one_line(given, says):
+    with pytest.raises(FedhetError, match=says) as fault:
+        fedhet.run(**{"method": "felo", "rounds": 1, "backend": "ray", **given})
+    assert "\n" not in str(fault.value)
+
+
+def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
+    seen = []
+    run = SimpleNamespace(path=tmp_path)
+    monkeypatch.setattr("fedhet.api.simulate", lambda config, *_: seen.append(config) or run)
+    (tmp_path / "c.toml").write_text("rounds = 7\n[training]\nlr = 0.5\n[data]\nalpha = 0.3\n")
+    fedhet.run(
+        "local", preset="demo", config=tmp_path / "c.toml", rounds=3, models=["mlp", "cnn2"],
+        settings={"training.lr": [0.25, 0.5]}, out=tmp_path / "run",
+    )  # fmt: skip
+    (config,) = seen
+    assert (config.run.rounds, config.run.data.alpha, config.method.name) == (3, 0.3, "local")
+    assert (config.run.training.lr, config.run.models.pool) == ("0.25,0.5", "mlp,cnn2")
+
+
+def test_a_site_imports_no_data_that_it_does_not_allow():
+    settings = {"method": "local", "models.pool": "mlp", "data.dataset": "python:evil:load"}
+    node = {"partition-id": 0, "num-partitions": 2}
+    with pytest.raises(SettingsError, match="does not let a run import 'evil:load'"):
+        permitted(node, settings)
+    assert permitted({**node, "allow-models": "evil"}, settings)["data.dataset"]
+    settings["data.public-dataset"] = "python:worse:load"
+    with pytest.raises(SettingsError, match="'worse:load'"):
+        permitted({**node, "allow-models": "evil"}, settings)
+
+
+class Page(ModuleType):
+    """IPython.display, as far as the display uses it."""
+
+    def __init__(self):
+        super().__init__("IPython.display")
+        self.shown = []
+
+    def HTML(self, text):
+        return text
+
+    def display(self, content, display_id):
+        self.shown.append(content)
+        return SimpleNamespace(update=self.shown.append)
+
+
+def test_progress_in_a_notebook(monkeypatch):
+    page = Page()
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    assert not in_notebook()
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    assert in_notebook()
+    from federation import small
+
+    display: Watcher = NotebookDisplay()
+    display.run_started(small("local"), Path("run"), {"client-0": "<b>mlp</b>"})
+    display.round_started(1, ["client-0"])
+    record = RoundRecord(1, accuracy={"common": {"private": spread({"client-0": 0.5})}})
+    display.round_finished(record)
+    display.notice("client <i>x</i>")
+    display.run_finished(SimpleNamespace(seconds=Seconds(total=1.5)))
+    assert 'value="0" max="2"' in page.shown[0]
+    assert "1 client train" in page.shown[1]
+    assert 'value="1" max="2"' in page.shown[2]
+    assert "accuracy (common) 0.5000" in page.shown[2]
+    assert "client &lt;i&gt;x" in page.shown[3]
+    assert page.shown[4].endswith("(1.5 s)<br>note: client &lt;i&gt;x&lt;/i&gt;")
+
+
+def test_the_example_notebook_runs(monkeypatch, tmp_path, capsys):
+    """Its code cells, in one namespace; a kernel would add nothing but the display."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    content = json.loads((ROOT / "examples" / "fedhet.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in content["cells"] if c["cell_type"] == "code"]
+    assert not any(c.get("outputs") for c in content["cells"])
+    namespace: dict[str, object] = {}
+    with without_figures():
+        for cell in cells:
+            exec(compile(cell, "fedhet.ipynb", "exec"), namespace)
+    assert namespace["felo"].accuracy > 0.3
+    assert namespace["felo"].accuracy == fedhet.load(namespace["felo"].directory).accuracy
+    assert namespace["card"].exists()

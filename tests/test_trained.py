@@ -1,0 +1,461 @@
+"""What was trained can be used after the run: predictions, exports, and their cards."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from federation import run, small, without_figures
+from rounds import SPACES
+from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
+from torch import nn
+
+from fedhet.cli import main
+from fedhet.client.node import read_node
+from fedhet.errors import DataError, FedhetError, ModelError, StateError
+from fedhet.trained import FORMATS, clients_in, export, open_client, read_inputs, samples_for
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
+
+MLP, CNN, TREE = "client-0", "client-1", "client-2"
+LEVELS = load_digits().images[:6]
+SCALED = (LEVELS / 8 - 1)[:, None].astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of clients that each tell two classes of four apart."""
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    config = small("local", clients=3, models="mlp,cnn2,sk-tree", **SPACES)
+    with without_figures():
+        return directory, run(config, directory)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def newest_state(directory, client):
+    return max((directory / "state").rglob(f"{client}/round-*.safetensors"))
+
+
+def by_hand(weights, x, space):
+    """The network mlp in numpy: layers of a matrix and a ReLU, and the softmax of own classes."""
+    layers = sorted({n.rpartition(".")[0] for n in weights if n.startswith("private/")})
+    h = x.reshape(len(x), -1).astype(np.float64)
+    for layer in sorted(layers, key=lambda name: ("classifier" in name, name)):
+        h = h @ weights[f"{layer}.weight"].T.astype(np.float64) + weights[f"{layer}.bias"]
+        h = h if "classifier" in layer else np.maximum(h, 0)
+    outside = [k for k in range(h.shape[1]) if k not in space]
+    h[:, outside] = -np.inf
+    odds = np.exp(h - h.max(1, keepdims=True))
+    return odds / odds.sum(1, keepdims=True)
+
+
+def test_predictions_are_those_of_the_state_by_hand_within_the_label_space(trained):
+    directory, _ = trained
+    client = open_client(directory, MLP)
+    weights = load_file(newest_state(directory, MLP))
+    found = client.predict(samples_for(client.record, SCALED))
+    wanted = by_hand(weights, SCALED, client.record.space)
+    assert len(client.record.space) == 2
+    assert np.allclose(found.probabilities, wanted, atol=1e-6)
+    assert (found.labels == wanted.argmax(1)).all()
+    assert found.names == [["0+1", "2+3", "4+5", "6+7+8+9"][k] for k in found.labels]
+    frame = found.to_frame()
+    assert np.allclose(frame["probability"], wanted.max(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("client", [MLP, CNN, TREE])
+def test_a_restored_model_scores_as_in_the_run(trained, client):
+    directory, summary = trained
+    measured = open_client(directory, client).accuracy()
+    assert set(measured) == {"common", "personal"}
+    for protocol, accuracy in measured.items():
+        assert accuracy == summary["accuracy"][protocol]["private"]["per_client"][client]
+
+
+def test_kinds_beside_the_private_model(tmp_path):
+    config = small("fedtype", clients=2, rounds=1, models="mlp", **{"fedtype.proxy": "mlp2"})
+    with without_figures():
+        summary = run(config, tmp_path / "run")
+    client = open_client(tmp_path / "run", "client-1")
+    assert set(client.kinds) == {"private", "proxy"}
+    scores = summary["accuracy"]["common"]["proxy"]["per_client"]
+    assert client.accuracy("proxy")["common"] == scores["client-1"]
+    with pytest.raises(StateError, match="no model of kind 'proxi', but private, proxy; did you"):
+        client.model("proxi")
+
+
+def test_a_network_takes_neither_the_data_nor_the_run(trained, tmp_path, monkeypatch):
+    """A site has its own state folder alone."""
+    directory, _ = trained
+    before = open_client(directory, CNN).predict(torch.from_numpy(SCALED)).probabilities
+    shutil.copytree(directory / "state", tmp_path / "state")
+    monkeypatch.setattr("clients.base.load_samples", lambda *_: pytest.fail("the data was read"))
+    (run_folder,) = (tmp_path / "state").iterdir()
+    for folder in (tmp_path / "state", run_folder, run_folder / CNN):
+        client = open_client(folder, CNN)
+        assert (client.round, client.participations) == (2, 2)
+        assert not client.model().training
+        after = client.predict(torch.from_numpy(SCALED)).probabilities
+        assert (after == before).all()
+
+
+def test_without_the_data_a_tree_cannot_be_fitted_again_and_no_accuracy_measured(
+    trained, tmp_path, monkeypatch
+):
+    directory, _ = trained
+
+    def gone(*_):
+        raise DataError("the data is gone")
+
+    monkeypatch.setattr("clients.base.load_samples", gone)
+    with pytest.raises(DataError, match="gone"):
+        open_client(directory, TREE)
+    path = export(open_client(directory, MLP), "safetensors", tmp_path / "m.safetensors")
+    card = json.loads(path.read_text())
+    assert card["accuracy"] is None
+    assert "cannot be read" in card["accuracy_unknown"]
+
+
+def test_a_state_of_before_there_were_records(trained, tmp_path):
+    directory, summary = trained
+    copy = tmp_path / "run"
+    shutil.copytree(directory, copy)
+    for path in copy.rglob("client.json"):
+        path.unlink()
+    scores = summary["accuracy"]["common"]["private"]["per_client"]
+    assert open_client(copy, CNN).accuracy()["common"] == scores[CNN]
+    with pytest.raises(StateError, match="name the run's directory"):
+        open_client(copy / "state", CNN)
+
+
+def test_a_record_says_what_is_needed_and_is_private(trained):
+    directory, _ = trained
+    path = newest_state(directory, MLP).parent / "client.json"
+    record = json.loads(path.read_text())
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert record["stored"] == "scaled"
+    assert record["shape"] == [1, 8, 8]
+    assert "out" not in record["settings"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "client.json is no record"),
+        ('{"run": 3}', "run: Input should be a valid string"),
+        ("[]", "client.json is no record"),
+    ],
+)
+def test_a_damaged_record_is_one_line(trained, tmp_path, content, says):
+    directory, _ = trained
+    shutil.copytree(directory, tmp_path / "run")
+    path = newest_state(tmp_path / "run", MLP).parent / "client.json"
+    path.write_text(content)
+    with pytest.raises(StateError, match=says):
+        open_client(tmp_path / "run", MLP)
+
+
+def test_a_record_of_another_client_or_with_strange_classes_is_refused(trained, tmp_path):
+    directory, _ = trained
+    shutil.copytree(directory, tmp_path / "run")
+    path = newest_state(tmp_path / "run", MLP).parent / "client.json"
+    record = json.loads(path.read_text())
+    for change, says in [({"client": CNN}, "holds the record of"), ({"space": [0, 9]}, "space")]:
+        path.write_text(json.dumps({**record, **change}))
+        with pytest.raises(StateError, match=says):
+            open_client(tmp_path / "run", MLP)
+
+
+def test_the_places_of_states(trained, tmp_path):
+    directory, _ = trained
+    assert clients_in(directory) == clients_in(directory / "state") == [MLP, CNN, TREE]
+    with pytest.raises(StateError, match="no client 'client-9', but client-0, client-1, client-2"):
+        open_client(directory, "client-9")
+    with pytest.raises(StateError, match="no such folder"):
+        open_client(tmp_path / "nowhere", MLP)
+    with pytest.raises(StateError, match="holds no states of clients, and is no run's"):
+        open_client(tmp_path, MLP)
+    (tmp_path / "run.json").write_text(json.dumps({"run": "felo-1"}))
+    with pytest.raises(StateError, match="at its sites"):
+        open_client(tmp_path, MLP)
+
+
+def test_several_runs_in_one_state_folder(trained, tmp_path):
+    directory, _ = trained
+    (one,) = (directory / "state").iterdir()
+    for name in (one.name, "local-other"):
+        shutil.copytree(one, tmp_path / name)
+    with pytest.raises(StateError, match=r"several runs: .*local-other"):
+        open_client(tmp_path, MLP)
+    assert open_client(tmp_path / one.name, MLP).record.run == one.name
+    with pytest.raises(StateError, match="holds the record of client-0 of"):
+        open_client(tmp_path / "local-other", MLP)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Digits as a person has them: image files of bytes, in a tree of folders."""
+    for k, levels in enumerate(LEVELS):
+        path = tmp_path / "images" / f"part-{k % 2}" / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(np.round(levels * 255 / 16).astype(np.uint8)).save(path)
+    return tmp_path / "images"
+
+
+def test_image_files_are_scaled_as_in_training(trained, images):
+    record = open_client(trained[0], MLP).record
+    names, x = read_inputs([images], record)
+    order = [0, 2, 4, 1, 3, 5]  # folder by folder
+    assert [name.rpartition("/")[2] for name in names] == [f"{k}.png" for k in order]
+    pixels = np.round(LEVELS[order] * 255 / 16)[:, None]
+    assert np.allclose(x.numpy(), pixels / 127.5 - 1, atol=1e-6)
+    assert x.dtype == torch.float32
+
+
+def test_other_sizes_are_refused_or_resized_and_colours_become_grey(trained, tmp_path):
+    record = open_client(trained[0], MLP).record
+    path = tmp_path / "red.png"
+    PIL.Image.new("RGB", (20, 10), (255, 0, 0)).save(path)
+    with pytest.raises(DataError, match=r"red.png: is 20 x 10 pixels, .* 8 x 8; --resize"):
+        read_inputs([path], record)
+    _, x = read_inputs([path], record, resize=True)
+    assert x.shape == (1, 1, 8, 8)
+    assert np.allclose(x.numpy(), 76 / 127.5 - 1)  # the luma of red, ITU-R 601
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (
+            np.zeros((2, 1, 9, 8), np.uint8),
+            r"shape \[1, 9, 8\], client-0's model takes \[1, 8, 8\]",
+        ),
+        (np.full((2, 8, 8), 16.0), "holds 16, but images are bytes"),
+        (np.full((2, 8, 8), np.nan), "NaN"),
+        (np.array(["a"]), "x must be"),
+    ],
+)
+def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):
+    record = open_client(trained[0], MLP).record
+    with pytest.raises(DataError, match=says):
+        samples_for(record, x)
+    with pytest.raises(DataError, match="give float32 in the range"):
+        samples_for(record.model_copy(update={"stored": "given"}), np.zeros((1, 8, 8), np.uint8))
+
+
+def test_npz_files(trained, tmp_path):
+    record = open_client(trained[0], MLP).record
+    np.savez(tmp_path / "x.npz", x=SCALED)
+    names, x = read_inputs([tmp_path / "x.npz"], record)
+    assert names == ["0", "1", "2", "3", "4", "5"]
+    assert (x.numpy() == SCALED).all()
+    np.savez(tmp_path / "z.npz", z=SCALED)
+    np.savez(tmp_path / "o.npz", x=np.array([object()]))
+    (tmp_path / "t.npz").write_text("text")
+    for name in ("z", "o", "t"):
+        with pytest.raises(DataError, match=f"{name}.npz: must be an .npz file with an array x"):
+            read_inputs([tmp_path / f"{name}.npz"], record)
+    with pytest.raises(DataError, match="no such file"):
+        read_inputs([tmp_path / "none.npz"], record)
+    with pytest.raises(DataError, match="give it alone"):
+        read_inputs([tmp_path / "x.npz", tmp_path / "x.npz"], record)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images"):
+        read_inputs([tmp_path / "empty"], record)
+
+
+def probabilities_of(form, path, x):
+    """What the exported file gives, by the library that reads it, without fedhet."""
+    if form == "pt2":
+        with torch.no_grad():
+            return torch.export.load(path).module()(torch.from_numpy(x)).numpy()
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(["probabilities"], {"x": x})[0]
+
+
+@pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_an_exported_program_gives_the_predictions_in_batches_of_any_size(trained, tmp_path, form):
+    if form == "onnx":
+        pytest.importorskip("onnxscript")
+    client = open_client(trained[0], CNN)
+    card = json.loads(export(client, form, tmp_path / f"m.{form}").read_text())
+    for count in (1, 6):
+        x = SCALED[:count]
+        found = probabilities_of(form, tmp_path / f"m.{form}", x)
+        wanted = client.predict(torch.from_numpy(x)).probabilities
+        assert np.allclose(found, wanted, atol=1e-5)
+        outside = [k for k in range(4) if k not in client.record.space]
+        assert (found[:, outside] == 0).all()
+    assert card["input"]["type"] == "float32"
+    assert card["label_space"] == [card["classes"][k] for k in client.record.space]
+
+
+def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
+    client = open_client(trained[0], MLP)
+    pixels = np.round(LEVELS * 255 / 16).astype(np.uint8)[:, None]
+    wanted = client.predict(samples_for(client.record, pixels)).probabilities
+    object.__setattr__(client, "record", client.record.model_copy(update={"stored": "bytes"}))
+    card = json.loads(export(client, "pt2", tmp_path / "m.pt2").read_text())
+    assert card["input"] == {
+        "name": "x", "shape": ["N", 1, 8, 8], "type": "uint8", "scaling": "in the file",
+    }  # fmt: skip
+    assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", pixels), wanted, atol=1e-6)
+
+
+def test_weights_are_those_of_the_state_and_the_card_says_how_good_they_are(trained, tmp_path):
+    directory, summary = trained
+    path = tmp_path / "m.safetensors"
+    card = json.loads(export(open_client(directory, MLP), "safetensors", path).read_text())
+    state = load_file(newest_state(directory, MLP))
+    weights = load_file(path)
+    assert {f"private/{name}" for name in weights} == {n for n in state if "private/" in n}
+    assert all((state[f"private/{name}"] == value).all() for name, value in weights.items())
+    scores = summary["accuracy"]
+    assert card["accuracy"] == {p: scores[p]["private"]["per_client"][MLP] for p in scores}
+    assert card["input"]["scaling"].startswith("x / 127.5 - 1")
+    assert (card["method"], card["model"], card["dataset"]) == ("local", "mlp", "digits")
+    assert str(directory) not in json.dumps(card)
+
+
+def test_what_has_no_weights_says_what_is_possible(trained, tmp_path):
+    client = open_client(trained[0], TREE)
+    found = client.predict(samples_for(client.record, SCALED))
+    assert np.allclose(found.probabilities.sum(1), 1)
+    assert set(found.labels) <= set(client.record.space)
+    for form in FORMATS:
+        with pytest.raises(ModelError, match=r"no weights to export.*`fedhet predict`") as fault:
+            export(client, form, tmp_path / "m")
+        assert "\n" not in str(fault.value)
+    assert not (tmp_path / "m").exists()
+
+
+def test_without_onnx_the_error_says_how_to_install_it(trained, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    client = open_client(trained[0], MLP)
+    with pytest.raises(ModelError, match=r"pip install 'fedhet\[onnx\]'"):
+        export(client, "onnx", tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_traced_is_one_line(trained, tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :4] * float(x.sum() > 0)
+
+    client = open_client(trained[0], MLP)
+    client._half.models["private"] = Odd()
+    with pytest.raises(FedhetError, match="model 'mlp' cannot be exported as pt2") as fault:
+        export(client, "pt2", tmp_path / "m.pt2")
+    assert "\n" not in str(fault.value)
+
+
+def test_the_commands(trained, images, call, tmp_path):
+    directory, _ = trained
+    status, out, _ = call("predict", directory, MLP, images)
+    assert status == 0
+    assert "images/part-0/0.png" in out.replace("\n", "")
+    status, out, _ = call("predict", directory, TREE, images / "part-0" / "0.png", "--csv")
+    head, row = out.strip().splitlines()
+    assert head == "sample,class,probability,0+1,2+3,4+5,6+7+8+9"
+    assert row.startswith(f"{images}/part-0/0.png,")
+    path = tmp_path / "m.safetensors"
+    words = ("export", directory, MLP, "--format", "safetensors", "--out", path)
+    status, out, _ = call(*words)
+    assert status == 0
+    assert f"card: {path}.json" in out
+    for words, says in [
+        (("predict", directory, "client-7", images), "no client 'client-7'"),
+        (("predict", directory, MLP, images, "--kind", "proxy"), "no model of kind 'proxy'"),
+        (("export", directory, MLP, "--format", "pickle", "--out", path), "it takes safetensors"),
+    ]:
+        status, _, error = call(*words)
+        assert status == 2
+        assert says in error
+        assert len(error.strip().splitlines()) == 1
+
+
+def site_folder(root):
+    """A site's own images, as bytes: two of the run's three classes."""
+    for part, count in (("train", 12), ("test", 4)):
+        for label, name in enumerate(["cat", "dog"]):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                pixels = np.full((8, 8), 40 + 150 * label + k, np.uint8)
+                PIL.Image.fromarray(pixels).save(folder / f"{k}.png")
+    (root / "classes.txt").write_text("cat\ncow\ndog\n")
+    return root
+
+
+def test_a_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    folder = site_folder(tmp_path / "data")
+    config = small("local", models="mlp", num_classes=3, lr=0.05, local_epochs=5)
+    about = {"name": "site-a", "data": str(folder), "state-dir": str(tmp_path / "state")}
+    client = config.method.client(config, read_node(about, config.run))
+    envelope = Envelope("local-1", "local", 1, "server")
+    instruction = encode(envelope, Knowledge())
+    _, _, metrics = client.fit(instruction, {})
+    assert metrics["accuracy.personal.private"] == 1.0
+    shutil.rmtree(folder / "train")  # nothing of the data is needed
+    status, out, _ = call("predict", tmp_path / "state", "site-a", folder / "test", "--csv")
+    rows = [line.split(",") for line in out.strip().splitlines()[1:]]
+    assert status == 0
+    assert len(rows) == 8
+    assert all(f"/{row[1]}/" in row[0] for row in rows)  # each in the folder of its class
+    assert all(float(row[4]) == 0 for row in rows), "cow is outside the site's label space"
+    path = tmp_path / "m.pt2"
+    assert call("export", tmp_path / "state", "site-a", "--format", "pt2", "--out", path)[0] == 0
+    card = json.loads((tmp_path / "m.pt2.json").read_text())
+    assert (card["dataset"], card["label_space"]) == ("a site's own data", ["cat", "dog"])
+    assert card["input"]["type"] == "uint8"
+    assert str(folder) not in json.dumps(card)
+    found = probabilities_of("pt2", path, np.full((1, 1, 8, 8), 190, np.uint8))
+    assert found.argmax() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
+    from fedhet.config.resolve import resolve
+    from fedhet.deployment.flower_cli import submit
+    from fedhet.deployment.local import LocalDeployment
+
+    config = small("felo", clients=2, rounds=1, join_timeout=300.0)
+    deployment = LocalDeployment(tmp_path / "deployment", nodes=2)
+    deployment.prepare()
+    deployment.start_server()
+    try:
+        for k in range(2):
+            deployment.register(k)
+            deployment.start_node(k)
+        placed = resolve({**config.flat(), "out": str(tmp_path / "deployed")})
+        submit(placed, deployment.connection, lambda line: None)
+    finally:
+        deployment.stop()
+    summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
+    with pytest.raises(StateError, match="at its sites"):
+        open_client(tmp_path / "deployed", "client-0")
+    for k in range(2):
+        name = f"client-{k}"
+        client = open_client(tmp_path / "deployment" / "state" / f"site-{k}", name)
+        scores = summary["accuracy"]["common"]["private"]["per_client"]
+        assert client.accuracy()["common"] == scores[name]
