@@ -1,8 +1,10 @@
 """What was trained can be used after the run: predictions, exports, and their cards."""
 
+import csv
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -16,6 +18,7 @@ from torch import nn
 
 from fedhet.cli import main
 from fedhet.client.node import read_node
+from fedhet.data.examples import write_example
 from fedhet.errors import DataError, FedhetError, ModelError, StateError
 from fedhet.trained import FORMATS, clients_in, export, open_client, read_inputs, samples_for
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -459,3 +462,33 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
         client = open_client(tmp_path / "deployment" / "state" / f"site-{k}", name)
         scores = summary["accuracy"]["common"]["private"]["per_client"]
         assert client.accuracy()["common"] == scores[name]
+
+
+@pytest.mark.parametrize("kind", ["text", "signal"])
+def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
+    """On the common test set as its files have it: sentences, and arrays."""
+    folder, directory = tmp_path / "data", tmp_path / "run"
+    write_example(kind, folder)
+    models = "text-bag" if kind == "text" else "signal-cnn2"
+    few = {"dataset": f"{kind}:{folder}", "models": models, "max_test_samples": 0, "lr": 0.01}
+    summary = run(small("local", clients=2, **few), directory)
+    if kind == "text":
+        with (folder / "test.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        x, names = [row["text"] for row in rows], [row["label"] for row in rows]
+    else:
+        with np.load(folder / "test.npz") as file:
+            x, names = file["x"], [str(label) for label in file["y"]]
+    found = open_client(directory, "client-1")
+    said = found.predict(samples_for(found.record, x))
+    right = np.mean([said.classes[k] == name for k, name in zip(said.labels, names, strict=True)])
+    common = summary["accuracy"]["common"]["private"]["per_client"]["client-1"]
+    assert right == pytest.approx(common)
+    with pytest.raises(DataError, match="takes"):
+        samples_for(found.record, np.zeros((2, 5), np.float32))
+    if kind == "text":
+        for number, text in enumerate(x[:3]):
+            (tmp_path / f"{number}.txt").write_text(text)
+        names, read = read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record)
+        assert [Path(name).name for name in names] == ["0.txt", "1.txt", "2.txt"]
+        assert torch.equal(read, samples_for(found.record, x[:3]))
