@@ -105,7 +105,7 @@ def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
 def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.but(public_fraction=0, public_dataset=name)
-    with pytest.raises(DataError, match=r"shape \[3\], the clients' \[1, 8, 8\]"):
+    with pytest.raises(DataError, match=r"shape \[3\], the clients' shape \[1, 8, 8\]"):
         public_set(spec, SHAPE, None)
     with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
         public_set(spec, (3,), 10)

@@ -20,7 +20,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 @pytest.fixture(scope="module")
 def felo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("felo") / "first"
-    return directory, run(small(), directory)
+    return directory, run(small(), directory, report=True)
 
 
 def states(directory):

@@ -184,6 +184,8 @@ NEW_KEYS = {
     "training.semi", "training.semi-threshold", "training.semi-weight",
     "data.labelled-least", "data.max-bytes", "engine.samples-cap", "engine.outlier-factor",
     "engine.refusals", "engine.silences", "engine.divergences", "attack.direction",
+    "data.by", "data.label-column", "data.max-tokens", "data.sample-kind", "data.text-column",
+    "data.tokenizer", "data.vocabulary",
 }  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
@@ -440,6 +442,7 @@ LITERALS = [n for n, i in RunSettings.fields().items() if allowed(i).startswith(
 
 def test_the_choices_are_found():
     assert set(LITERALS) == {
+        "data.sample-kind",
         "data.partition",
         "models.deal",
         "training.optimizer",
@@ -633,7 +636,7 @@ def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names
     [
         ("attack", "attack.kind, attack.attackers, attack.scale"),
         ("models", "models.pool, models.deal, models.num-classes"),
-        ("data", "data.dataset, data.data-dir"),
+        ("data", "data.dataset, data.sample-kind, data.data-dir"),
         ("training", "training.lr"),
         ("engine", "engine.device"),
         ("felo", "felo.weighting, felo.feature-dim, felo.alpha, felo.feature-weight"),
@@ -681,7 +684,7 @@ def test_the_last_part_is_enough_on_the_command_line_alone():
         ("download=True", ["'data.download'", "'True'", "true or false"]),
         ("download=1", ["'data.download'", "1", "true or false"]),
         ("partition=dirichle", ["'data.partition'", "'dirichle'", "dirichlet, iid"]),
-        ("data.lr=1", ["unknown setting 'data.lr'", "'data.alpha'"]),
+        ("data.lr=1", ["unknown setting 'data.lr'", "did you mean"]),
         ("felo.alpah=1", ["'felo.alpah'", "'felo.alpha'"]),
         ("felo.weighting=sample", ["'felo.weighting'", "'sample'", "samples"]),
     ],

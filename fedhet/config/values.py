@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fedhet.config.declared import Declared, declared
 from fedhet.config.sources import all_settings
 from fedhet.errors import SettingsError
+from fedhet.settings.portable import has_several_types
 from fedhet.settings.schema import build, refused, unknown
 from fedhet.settings.tables import RENAMED, RunSettings
 
@@ -42,8 +43,14 @@ def read_values(values: Mapping[str, object]) -> Values:
         else:
             _refuse_unless_default(name, value, method)
     run = build(RunSettings, shared)
-    build(method.schema, own, f"{method.table}.")
+    build(method.schema, _of_one_type(own, method), f"{method.table}.")
     return Values(method.name, run, own)
+
+
+def _of_one_type(own: Mapping[str, object], method: Declared) -> dict[str, object]:
+    """Return the settings of a single type; the rules of the others are code, and say more."""
+    known = method.settings()
+    return {k: v for k, v in own.items() if not has_several_types(known[f"{method.table}.{k}"])}
 
 
 def _refuse_unless_default(name: str, value: object, method: Declared) -> None:

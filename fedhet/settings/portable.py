@@ -31,10 +31,15 @@ def from_data(name: str, settings: Iterable[Mapping[str, Any]]) -> type[MethodSe
     return create_model(name, __base__=MethodSettings, **fields)
 
 
+def has_several_types(info: FieldInfo) -> bool:
+    """Tell whether a setting takes values of several types, such as a word or a number."""
+    return get_origin(info.annotation) in (Union, UnionType)
+
+
 def _setting(name: str, info: FieldInfo) -> dict[str, Any]:
     kind = info.annotation
     choices = list(get_args(kind)) if get_origin(kind) is Literal else []
-    types = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    types = get_args(kind) if has_several_types(info) else (kind,)
     bounds = {
         sign: getattr(rule, sign)
         for rule in info.metadata
