@@ -1,5 +1,6 @@
 """What Flower says of the nodes of a deployment: who a key belongs to, and who has restarted."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,37 @@ def test_the_message_that_the_former_session_took_may_expire(grid):
     grid.answers = lambda message: grid.looks > 20 and message is grid.sent[-1][1]
     assert asking(grid).num_examples == 7
     assert len(grid.sent) == 2
+
+
+def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, monkeypatch):
+    """Flower waits for the rest of the first reply, which will never come."""
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.01)
+    over, pull = threading.Event(), grid.pull_messages
+
+    def pull_messages(numbers):
+        if list(numbers) == ["message-0"]:
+            over.wait(60)
+            return []
+        return list(pull(numbers))
+
+    grid.pull_messages = pull_messages
+    monkeypatch.setattr(nodes, "FRESH_SECONDS", 0.0)
+    looks = iter(range(100))
+    grid.get_nodes = lambda: [
+        SimpleNamespace(node_id=1, name=None, last_activated_at="b" if next(looks) > 3 else "a")
+    ]
+    assert asking(grid).num_examples == 7
+    assert len(grid.sent) == 2
+    over.set()
+
+
+def test_a_look_that_fails_is_an_error(grid):
+    def pull_messages(numbers):
+        raise ConnectionError("the server is gone")
+
+    grid.pull_messages = pull_messages
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        asking(grid)
 
 
 def test_a_message_whose_time_is_over_fails(grid):

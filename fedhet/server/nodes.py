@@ -73,29 +73,63 @@ class AskingAgain:
         self._grid, self._nodes = grid, nodes
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
-        """Send the one message; return its reply, or Flower's error once its time is over."""
+        """Send the one message; return its reply, or Flower's error once its time is over.
+
+        An error counts only if no other message is under way: Flower may give up the first.
+        """
         (message,) = messages
         node, end = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
         session = self._nodes.session(node, fresh=True)
-        sent = set(self._grid.push_messages([message]))
-        while not (replies := self._received(sent)):
+        pending = self._send(message)
+        while True:
+            for look in list(pending):
+                if (reply := look.reply()) is not None:
+                    pending.remove(look)
+                    if not (reply.has_error() and pending):
+                        return [reply]
             time.sleep(POLL_SECONDS)
             now, left = self._nodes.session(node), end - time.monotonic()
             if now not in ("", session) and left > 0:
                 session = now
-                sent |= set(self._grid.push_messages([_anew(message, left)]))
-        return replies
+                pending += self._send(_anew(message, left))
 
-    def _received(self, sent: set[str]) -> list[Message]:
-        """Return the first reply to any of the messages `sent`, if there is one.
+    def _send(self, message: Message) -> list[Look]:
+        return [Look(self._grid, number) for number in self._grid.push_messages([message])]
 
-        An error counts only if no other message is under way: Flower may give up the first.
-        """
-        for reply in self._grid.pull_messages(sent):
-            sent.discard(reply.metadata.reply_to_message_id)
-            if not (reply.has_error() and sent):
-                return [reply]
-        return []
+
+class Look:
+    """Looks for the reply to one message, in a thread of its own.
+
+    Of a node that was killed while it sent its reply, Flower waits minutes for the rest.
+    """
+
+    def __init__(self, grid: Any, number: str) -> None:
+        self._grid, self._number = grid, number
+        self._found: list[Message] = []
+        self._fault: Exception | None = None
+        self._thread = self._started()
+
+    def reply(self) -> Message | None:
+        """Return the reply, or None if it has not come. Raises what the look has raised."""
+        self._thread.join(POLL_SECONDS)
+        if self._thread.is_alive():
+            return None
+        if self._fault is not None:
+            raise self._fault
+        if not self._found:
+            self._thread = self._started()
+        return self._found[0] if self._found else None
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._look, daemon=True)
+        thread.start()
+        return thread
+
+    def _look(self) -> None:
+        try:
+            self._found = list(self._grid.pull_messages([self._number]))
+        except Exception as error:  # it is raised where the reply is waited for
+            self._fault = error
 
 
 def registered_name(proxy: ClientProxy) -> str:
