@@ -107,23 +107,20 @@ class Look:
         self._grid, self._number = grid, number
         self._found: list[Message] = []
         self._fault: Exception | None = None
-        self._thread = self._started()
+        self._thread: threading.Thread | None = None
 
     def reply(self) -> Message | None:
         """Return the reply, or None if it has not come. Raises what the look has raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
         self._thread.join(POLL_SECONDS)
         if self._thread.is_alive():
             return None
+        self._thread = None
         if self._fault is not None:
             raise self._fault
-        if not self._found:
-            self._thread = self._started()
         return self._found[0] if self._found else None
-
-    def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._look, daemon=True)
-        thread.start()
-        return thread
 
     def _look(self) -> None:
         try:
