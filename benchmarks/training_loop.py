@@ -1,7 +1,8 @@
 """One client's training loop over the same epochs in a plain PyTorch loop with a DataLoader.
 
-    python -m benchmarks.training_loop [--pairs 7] [--device cpu]
+    python -m benchmarks.training_loop [--pairs 7] [--device cpu] [--ag-news FILE]
 
+Networks of images on digits, and `text-cnn` on made-up texts or on AG News, of which FILE has rows.
 Bound: 1.0 for the loop with cross-entropy. Felo's line, which also trains on the two distillation
 terms and gathers class means, is compared with the same plain cross-entropy loop.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,12 +22,17 @@ from benchmarks.timing import ratios, show
 from clients.base import HetClient
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
+from fedhet.data.examples import write_example
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 
+DIGITS = ("mlp", "cnn2", "cnn3", "resnet10")
 
-def open_new(method: str, model: str, device: str, directory: Path) -> HetClient:
-    """Return a client of `method` with all digits but its test split, and its models set up."""
+
+def open_new(
+    method: str, model: str, device: str, directory: Path, data: Mapping[str, object]
+) -> HetClient:
+    """Return a client of `method` with all the data but its test split, and its models set up."""
     config = resolve(
         {
             "method": method,
@@ -35,6 +41,7 @@ def open_new(method: str, model: str, device: str, directory: Path) -> HetClient
             "models.pool": model,
             "training.local-epochs": 3,
             "engine.device": device,
+            **data,
         }
     )
     node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(directory))
@@ -78,20 +85,31 @@ def teaching(client: HetClient) -> Knowledge:
     return Knowledge({n: answer.tensors[n] for n in ("classes", "features", "logits")})
 
 
+def texts_in(folder: Path, ag_news: str | None) -> dict[str, object]:
+    """Return the settings of AG News, or of texts made in `folder`."""
+    if ag_news:
+        columns = {"data.label-column": "1", "data.text-column": "2,3"}
+        return {"data.dataset": f"text:{ag_news}", "data.max-samples": 7600, **columns}
+    write_example("text", folder / "texts")
+    return {"data.dataset": f"text:{folder / 'texts'}"}
+
+
 def main() -> None:
     """Print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ag-news", help="AG News as published, without a header: .csv or .csv.gz")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for model in ("mlp", "cnn2", "cnn3", "resnet10"):
-            local = open_new("local", model, chosen.device, Path(folder))
+        texts = texts_in(Path(folder), chosen.ag_news)
+        for model, data in [*((model, {}) for model in DIGITS), ("text-cnn", texts)]:
+            local = open_new("local", model, chosen.device, Path(folder), data)
             plain = plain_epochs(local, model)
             values = ratios(our_epochs(local, Knowledge()), plain, chosen.pairs)
             show(f"cross-entropy, {model} / plain loop", values, 1.0)
-            felo = open_new("felo", model, chosen.device, Path(folder))
+            felo = open_new("felo", model, chosen.device, Path(folder), data)
             values = ratios(our_epochs(felo, teaching(felo)), plain, chosen.pairs)
             show(f"felo, {model} / plain loop", values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import socket
 import threading
@@ -14,6 +15,9 @@ from federation import run, small, without_times
 
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
+from fedhet.data import DataSpec
+from fedhet.data.examples import write_example
+from fedhet.data.partition import split_rows
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
@@ -119,6 +123,60 @@ def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
     assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
     check_wire(relay.heard)
     check_state(tmp_path / "deployment" / "state", summary)
+
+
+TEXT_MODELS = ["text-cnn", "text-gru", "text-bag"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
+    """Each site has a folder of texts; simulated, one file says whose a text is."""
+    write_example("text", tmp_path / "texts")
+    everyone = tmp_path / "texts" / "train.csv"
+    lengths = {"data.max-tokens": 24, "models.num-classes": 4, "data.test-fraction": 0.2}
+    common = {**lengths, "models": ",".join(TEXT_MODELS), "clients": 3, "rounds": 3}
+    simulated = small("felo", **common, dataset=f"text:{everyone}", by="site", max_samples=0)
+    folders = site_folders(everyone, simulated, tmp_path / "sites")
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
+        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
+        for k, folder in enumerate(folders):
+            node = {"data": folder, "name": f"client-{k}", "model": TEXT_MODELS[k]}
+            words = " ".join(f'{key}="{value}"' for key, value in node.items())
+            deployment.start_node(k, **{"node-config": words})
+        deployed = small("felo", **common, **{"data.sample-kind": "text"}, join_timeout=300.0)
+        summary, said = to_the_end(deployment, deployed, tmp_path / "deployed")
+    assert not any("left out" in line for line in said)
+    alone = run(simulated, tmp_path / "simulated")
+    assert summary["accuracy"]["personal"] == alone["accuracy"]["personal"]
+    assert (
+        summary["models"]
+        == alone["models"]
+        == {f"client-{k}": m for k, m in enumerate(TEXT_MODELS)}
+    )
+    numbers = [
+        [(record["accuracy"], record["bytes_up"]) for record in found["history"]]
+        for found in (summary, alone)
+    ]
+    assert numbers[0] == numbers[1]
+
+
+def site_folders(everyone, config, root):
+    """Write each client's texts of the simulation as a site has them; return the folders."""
+    rows = list(csv.reader(everyone.open(encoding="utf-8", newline="")))[1:]
+    found = []
+    for k in range(config.run.clients):
+        folder = root / f"{k}"
+        folder.mkdir(parents=True)
+        (folder / "classes.txt").write_text("\n".join(sorted({label for _, label, _ in rows})))
+        own = split_rows(DataSpec.of(config.run), k)
+        for part, places in zip(("train", "test"), own, strict=True):
+            with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+                written = csv.writer(file)
+                written.writerow(("text", "label"))
+                written.writerows(rows[place][:2] for place in places)
+        found.append(folder)
+    return found
 
 
 def check_wire(heard):

@@ -9,6 +9,7 @@ from fedhet.cli.options import gather
 from fedhet.cli.sweep import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
+from fedhet.data.encoders import VARIABLE
 from fedhet.errors import SettingsError
 
 # FedType, Appendix F and Section 4.1; Appendix C for the data.
@@ -184,6 +185,18 @@ FEDGEMS_HOMOGENEOUS = {
     "data.partition": "iid",
     "models.pool": "gems-resnet11",
 }
+# FedType, Appendix K: DistilBERT kept fixed below 3, 4 or 5 linear layers; 50 rounds.
+FEDTYPE_TEXTS = {
+    "rounds": 50,
+    "data.alpha": 0.5,
+    "models.pool": ",".join(f"encoder-{n}-frozen:distilbert" for n in (3, 4, 5)),
+    "fedtype.proxy": "encoder-3-frozen:distilbert",
+    "fedtype.aggregation": "fedavg",
+}
+FEDTYPE_ONE_TEXT_MODEL = FEDTYPE_TEXTS | {
+    "models.pool": "encoder-4-frozen:distilbert",
+    "fedtype.proxy": "encoder-4-frozen:distilbert",
+}
 EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4
 TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a round, Section 4.3
 
@@ -201,11 +214,16 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
         ("table1-fmnist", "fashion-mnist", FEDTYPE),
         ("table1-cifar10", "cifar10", FEDTYPE),
         ("table1-cifar100", "cifar100", FEDTYPE),
+        ("table8-agnews", "text:data/agnews", FEDTYPE | FEDTYPE_TEXTS),
+        ("table8-agnews,table8-homogeneous", "text:data/agnews", FEDTYPE | FEDTYPE_ONE_TEXT_MODEL),
         ("um-pfssl-fmnist", "fashion-mnist", UM_PFSSL),
         ("um-pfssl-cifar10", "cifar10", UM_PFSSL),
     ],
 )
-def test_a_preset_has_the_papers_numbers(name, dataset, expected):
+def test_a_preset_has_the_papers_numbers(name, dataset, expected, tmp_path, monkeypatch):
+    (tmp_path / "distilbert").mkdir()
+    (tmp_path / "distilbert" / "config.json").write_text('{"vocab_size": 30522}')
+    monkeypatch.setenv(VARIABLE, str(tmp_path))  # where encoders are
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in expected} == expected
     assert found["data.dataset"] == dataset
