@@ -191,7 +191,7 @@ def test_one_direction_for_the_run(kind):
 
 def test_the_runs_direction_is_of_the_samples_whichever_are_asked():
     """Which of the public samples a reply is about changes from round to round."""
-    strike, every = attack("paf", direction="run"), np.arange(6)
+    strike, every = attack("paf", direction="run"), np.arange(6, dtype=np.uint16)
     replies = logits_of("abc")
     benign = [replies[name] for name in "bc"]
     whole = theta(strike.poison(1, replies, {"a"}, {"a": {"Q": every}})["a"], benign)

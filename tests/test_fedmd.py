@@ -182,6 +182,26 @@ def test_cronus_is_hardly_moved_by_a_hostile_client(tmp_path, aggregation):
         assert 0.1 <= strategy.filtered < 0.2
 
 
+def under(tmp_path, method, seed, **attack):
+    """Return the clients' accuracy on the common test set after six rounds of ten clients."""
+    config = md(
+        method, clients=10, rounds=6, max_samples=0, max_test_samples=0, partition="iid",
+        local_epochs=3, public_fraction=0.2, **{"own_public-epochs": 0}, seed=seed, **attack,
+    )  # fmt: skip
+    found = run(config, tmp_path / f"{method}-{len(attack)}")
+    return found["accuracy"]["common"]["private"]["mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cronus_with_one_hostile_client_of_ten_stays_within_a_point(tmp_path, seed):
+    """FedMD, whose mean of logits nothing bounds, loses nearly all that it has learned."""
+    paf = {"attack": "paf", "attackers": 1, "attack.direction": "run", "attack.scale": 100.0}
+    accuracy = {m: [under(tmp_path, m, seed, **a) for a in ({}, paf)] for m in ("cronus", "fedmd")}
+    assert abs(accuracy["cronus"][0] - accuracy["cronus"][1]) < 0.01
+    assert accuracy["fedmd"][0] - accuracy["fedmd"][1] > 0.2
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ds_fls_server_trains_on_the_consensus(tmp_path, loss):
     chosen = {**PLAIN, "own_server-epochs": 4, "own_sample": 15, "own_loss": loss}
@@ -221,7 +241,7 @@ def test_a_label_space_of_its_own(tmp_path, method):
     server = Server(config, tmp_path)
     before = {n: state_of(c.setup()["private"]) for n, c in clients(server).items()}
     if method == "fedmd":  # without the public labels
-        server = Server(md(method, clients=4, own_public_epochs=0, **SPACES), tmp_path / "0")
+        server = Server(md(method, clients=4, **{"own_public-epochs": 0}, **SPACES), tmp_path / "0")
     replies = learn(server, 1)
     for name, client in clients(server).items():
         inside = np.isin(np.arange(client.info.classes), client.space.numpy())

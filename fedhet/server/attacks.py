@@ -206,7 +206,7 @@ class Attack:
         rng = numpy_rng(self.seed, "attack", "run", name)
         if rows is None:
             return rng.standard_normal(shape)
-        most = int(rows.max(initial=-1)) + 1
+        most = int(rows.max()) + 1 if len(rows) else 0
         return rng.standard_normal((most, *shape[1:]))[rows]
 
     def _craft(self, benign: Benign, direction: Array, *, malicious: int, turn: int) -> Array:
