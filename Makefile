@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench clean
+.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -89,6 +89,9 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.knowledge_share
 	$(BIN)/python -m benchmarks.model_pool
+
+gpu: install     ## what only an accelerator can show, in pieces of a few minutes
+	$(BIN)/python -m benchmarks.gpu
 
 clean:           ## what the build and the runs left, but not .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,343 @@
+"""What an accelerator alone can show, in pieces of a few minutes that need nothing from outside.
+
+    make gpu                                      # all of them, one after another
+    python -m benchmarks.gpu precision vmap       # some
+    python -m benchmarks.gpu --device cpu --quick # small, on a processor: do they run?
+
+All runs are in this process (`inline`), on images that are made here: ten classes, each a pattern
+of its own in noise. Their accuracies compare settings with each other, and say nothing of CIFAR-10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn import functional as F
+
+import fedhet
+from benchmarks import conformal_step
+from benchmarks.timing import ratios, show
+from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import read_preset
+from fedhet.devices import compute_for, find_device
+from fedhet.models import build
+from fedhet.objects import dataset_name
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import RoundRecord
+from fedhet.settings.tables import ComputeSettings
+from fedhet.simulate import simulate
+
+SHAPE, CLASSES = (3, 32, 32), 10
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device of all pieces, and whether they are cut to seconds."""
+
+    device: str
+    quick: bool
+    folder: Path
+    """Where runs leave their files, until the last piece has ended."""
+
+    def choose(self, usual: Any, quick: Any) -> Any:
+        """Return the usual number, or the one for a quick look."""
+        return quick if self.quick else usual
+
+    def wait(self) -> None:
+        """Wait until the accelerator has done what it was given."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize()
+
+
+def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return images uint8 [N, 3, 32, 32] and labels [N]: a pattern for each class, in noise."""
+    rng = np.random.default_rng(0)
+    patterns = rng.integers(0, 256, (CLASSES, *SHAPE)).astype(np.float32)
+
+    def part(count: int) -> tuple[np.ndarray, np.ndarray]:
+        y = rng.integers(CLASSES, size=count)
+        noise = rng.integers(0, 256, (count, *SHAPE), dtype=np.uint8)
+        return (0.12 * patterns[y] + 0.88 * noise).astype(np.uint8), y
+
+    return {"train": part(train), "test": part(test)}
+
+
+def settings_of(where: Where, method: str, **settings: Any) -> Config:
+    """Return the settings of a small federation of four architectures."""
+    images = made_images(*where.choose((8000, 2000), (200, 50)))
+    usual = {
+        "method": method,
+        "clients": where.choose(8, 2),
+        "rounds": where.choose(6, 2),
+        "models.pool": where.choose("cnn2,resnet10,vgg11,mlp", "cnn2,mlp"),
+        "data.dataset": dataset_name(images, inline=True),
+        "training.local-epochs": 2,
+        "engine.backend": "inline",
+        "engine.device": where.device,
+    }
+    return resolve({**usual, **settings})
+
+
+def finished(config: Config, folder: Path, *watchers: Watcher) -> fedhet.Result:
+    """Run a federation; return its result."""
+    return fedhet.Result(simulate(config, folder, watchers))
+
+
+def common(result: fedhet.Result) -> float:
+    """Return the mean accuracy of the clients' own models on the common test set."""
+    assert result.summary is not None
+    return result.summary.accuracy["common"]["private"].mean
+
+
+def resume(where: Where) -> None:
+    """A run that is made twice, and one that is cut off and resumed: equal to the last bit?"""
+    config = settings_of(where, "felo", rounds=4)
+    whole, again = (finished(config, where.folder / name) for name in ("whole", "again"))
+    with contextlib.suppress(TimeIsUpError):
+        finished(config, where.folder / "cut", Until(rounds=2))
+    on = resolve({**config.flat(), "out": str(where.folder / "cut"), "resume": True})
+    cut = finished(on, where.folder / "cut")
+    for name, other in (("made twice", again), ("cut off and resumed", cut)):
+        print(f"{name}: {'equal to the last bit' if same(whole, other) else 'DIFFERENT'}")
+
+
+def same(one: fedhet.Result, other: fedhet.Result) -> bool:
+    """Tell whether all clients' models have the same tensors."""
+    assert one.summary is not None
+    clients = sorted(one.summary.models)
+    pairs = ((one.model(c).state_dict(), other.model(c).state_dict()) for c in clients)
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def precision(where: Where) -> None:
+    """Felo in bfloat16 and float16 against float32, and channels-last: accuracy, and time."""
+    seeds = range(where.choose(3, 1))
+    kinds = [{"engine.precision": p} for p in ("float32", "bfloat16", "float16")]
+    kinds += [{"engine.precision": "float32", "engine.channels-last": "true"}]
+    accuracy, seconds = {}, {}
+    for kind in kinds:
+        if kind["engine.precision"] == "float16" and where.device == "cpu":
+            continue
+        name = ", ".join(kind.values())
+        started = time.perf_counter()
+        settings = {"engine.channels-last": "false", **kind}
+        configs = [settings_of(where, "felo", seed=seed, **settings) for seed in seeds]
+        runs = [finished(config, where.folder / name / str(config.run.seed)) for config in configs]
+        accuracy[name] = [common(run) for run in runs]
+        seconds[name] = time.perf_counter() - started
+    plain, time_of_plain = np.array(accuracy["float32"]), seconds["float32"]
+    for name, found in accuracy.items():
+        apart = np.array(found) - plain
+        error = apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
+        print(
+            f"{name:24} accuracy {np.mean(found):.4f} ({apart.mean():+.4f} ± {error:.4f}), "
+            f"time {seconds[name] / time_of_plain:.2f} of float32's"
+        )
+
+
+def trained_steps(name: str, batch: int, where: Where) -> Iterator[int]:
+    """Train a model step after step on random images; yield the samples of each step."""
+    compute = compute_for(ComputeSettings(device=where.device, precision="auto"))
+    model = build(name, SHAPE, CLASSES, seed=0).train()
+    compute.place(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x = compute.images(torch.randn(batch, *SHAPE))
+    y = torch.zeros(batch, dtype=torch.int64, device=compute.device)
+    while True:
+        with compute.autocast():
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield batch
+
+
+def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -> None:
+    """Train for so many seconds, once all are ready; say how many samples it were."""
+    torch.set_num_threads(1)
+    steps = trained_steps("resnet18", 16, where)
+    for _ in islice(steps, 3):
+        pass
+    where.wait()
+    ready.wait()
+    end, done = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        done += sum(islice(steps, 5))
+        where.wait()
+    samples.put(done)
+
+
+def shared(where: Where) -> None:
+    """1, 2, 4 and 8 clients that train at a time on one accelerator: samples a second in all."""
+    processes, seconds = multiprocessing.get_context("spawn"), where.choose(20.0, 1.0)
+    alone = 0.0
+    for clients in where.choose((1, 2, 4, 8), (1, 2)):
+        ready, samples = processes.Barrier(clients), processes.Queue()
+        args = (where, ready, samples, seconds)
+        started = [processes.Process(target=one_of_many, args=args) for _ in range(clients)]
+        for process in started:
+            process.start()
+        rate = sum(samples.get() for _ in started) / seconds
+        for process in started:
+            process.join()
+        alone = alone or rate
+        print(f"{clients} at a time: {rate:.0f} samples/s, {rate / alone:.2f} of one alone")
+
+
+def conformal(where: Where) -> None:
+    """FedType's conformal step, as `benchmarks.conformal_step` measures it."""
+    batches = where.choose((16, 128), (16,))
+    conformal_step.measure(where.choose(2800, 24), where.choose(5, 1), where.device, batches)
+
+
+def batched(where: Where) -> None:
+    """Clients of one architecture as one model (`torch.func.vmap`), against one after another."""
+    for name in ("mlp", "lenet5"):
+        for clients in where.choose((8, 32), (4,)):
+            one, many = steps_of(name, clients, where)
+            show(f"vmap / one by one, {clients} x {name}", ratios(many, one, where.choose(9, 1)))
+
+
+def steps_of(name: str, clients: int, where: Where) -> tuple[Callable[[], None], ...]:
+    """Return ten steps of SGD of all clients, one by one, and all at once by `vmap`."""
+    device, lr = torch.device(where.device), 0.01
+    models = [build(name, SHAPE, CLASSES, seed=k).to(device) for k in range(clients)]
+    x = torch.randn(clients, 32, *SHAPE, device=device)
+    y = torch.randint(0, CLASSES, (clients, 32), device=device)
+    weights, buffers = stack_module_state(models)
+
+    def loss(weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
+        return F.cross_entropy(functional_call(models[0], (weights, buffers), (x,)), y)
+
+    gradients = vmap(grad(loss))
+
+    def all_at_once() -> None:
+        for _ in range(10):
+            for name, slope in gradients(weights, buffers, x, y).items():
+                weights[name].data.sub_(slope, alpha=lr)
+        where.wait()
+
+    def one_by_one() -> None:
+        for model, images, labels in zip(models, x, y, strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            for _ in range(10):
+                descend(model, optimizer, images, labels)
+        where.wait()
+
+    return one_by_one, all_at_once
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Do one step of training."""
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def memory(where: Where) -> None:
+    """The accelerator's memory while a model trains: the peak, in MB."""
+    if torch.device(where.device).type != "cuda":
+        print("nothing to measure: not a GPU")
+        return
+    for name in ("cnn2", "resnet18", "resnet50", "vgg19"):
+        for batch in (16, 128, 1024):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            for _ in islice(trained_steps(name, batch, where), 3):
+                pass
+            print(f"{name}, batch {batch}: {torch.cuda.max_memory_allocated() / 1e6:.0f} MB")
+
+
+def fedtype(where: Where) -> None:
+    """FedType, Table 1 at its size on made images, for as many rounds as fit."""
+    as_many_rounds_as_fit(where, "table1-cifar10")
+
+
+def felo(where: Where) -> None:
+    """Felo, Section 4 at its size on made images, for as many rounds as fit."""
+    as_many_rounds_as_fit(where, "felo-cifar10")
+
+
+def as_many_rounds_as_fit(where: Where, preset: str) -> None:
+    """Run a preset for some minutes; print the seconds of each round."""
+    images = made_images(*where.choose((50_000, 10_000), (400, 50)))
+    small = {"clients": 2, "models.pool": "mlp", "data.min-samples": 2} if where.quick else {}
+    if where.quick and preset == "table1-cifar10":
+        small |= {"fedtype.proxy": "mlp"}
+    here = {
+        "data.dataset": dataset_name(images, inline=True),
+        "engine.backend": "inline",
+        "engine.device": where.device,
+        **small,
+    }
+    config = resolve(read_preset(preset) | here)
+    with contextlib.suppress(TimeIsUpError):
+        finished(config, where.folder / preset, Until(seconds=where.choose(300.0, 1.0)))
+
+
+class TimeIsUpError(Exception):
+    """A run has had its rounds, or its time."""
+
+
+class Until(Watcher):
+    """Prints what each round took, and ends the run after so many rounds or seconds."""
+
+    def __init__(self, rounds: int = 1_000_000, seconds: float = 1e9) -> None:
+        self.rounds, self.end = rounds, time.perf_counter() + seconds
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Print the round's time. Raises TimeIsUpError after the last that fits."""
+        print(f"round {record.round}: {record.seconds.total:.1f} s", flush=True)
+        if record.round >= self.rounds or time.perf_counter() > self.end:
+            raise TimeIsUpError
+
+
+PIECES = {
+    "resume": resume,
+    "precision": precision,
+    "shared": shared,
+    "conformal": conformal,
+    "vmap": batched,
+    "memory": memory,
+    "fedtype": fedtype,
+    "felo": felo,
+}
+
+
+def main() -> None:
+    """Measure the pieces that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], help="default: all")
+    parser.add_argument("--device", default="auto", help="as engine.device; default: a GPU")
+    parser.add_argument("--quick", action="store_true", help="a few seconds each: do they run?")
+    chosen = parser.parse_args()
+    device = find_device(chosen.device)
+    if chosen.device == "auto" and device.type == "cpu":
+        raise SystemExit("no accelerator is here; --device cpu runs the pieces on the processor")
+    named = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
+    print(f"{named}, PyTorch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as folder:
+        where = Where(str(device), chosen.quick, Path(folder))
+        for name in chosen.pieces or PIECES:
+            piece, started = PIECES[name], time.perf_counter()
+            print(f"\n{name}: {piece.__doc__}", flush=True)
+            piece(where)
+            print(f"({time.perf_counter() - started:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
