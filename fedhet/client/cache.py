@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -25,7 +25,45 @@ class OpenClient(Protocol):
         """Return the client as Flower's `Client`."""
 
 
-_open: OrderedDict[tuple[Config, Node], OpenClient] = OrderedDict()
+Key = tuple[Config, Node]
+
+
+class OpenClients:
+    """The clients that were used last, whose tensors take no more than `most` bytes.
+
+    A client is measured when the next one is opened: only the one in use grows or shrinks, and to
+    measure all of them each time would take the square of their number.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._clients: dict[Key, OpenClient] = {}
+        """In the order of their last use."""
+        self._bytes: dict[Key, int] = {}
+        self._total = 0
+
+    def open(self, key: Key, new: Callable[[], OpenClient]) -> OpenClient:
+        """Return the client of `key`, a new one if it is not kept; close the oldest for room."""
+        if self._clients:
+            self._measure(next(reversed(self._clients)))
+        self._total -= self._bytes.pop(key, 0)
+        client = self._clients.pop(key, None) or new()
+        while self._total > self.most:
+            self._close(next(iter(self._clients)))
+        self._clients[key] = client
+        return client
+
+    def _measure(self, key: Key) -> None:
+        size = self._clients[key].held_bytes()
+        self._total += size - self._bytes.get(key, 0)
+        self._bytes[key] = size
+
+    def _close(self, key: Key) -> None:
+        del self._clients[key]
+        self._total -= self._bytes.pop(key)
+
+
+_open = OpenClients(MOST_BYTES)
 
 
 def open_client(config: Config, node: Node) -> OpenClient:
@@ -35,9 +73,4 @@ def open_client(config: Config, node: Node) -> OpenClient:
     may have trained the client meanwhile.
     """
     torch.set_num_threads(config.run.engine.threads)
-    key = (config, node)
-    client = _open.pop(key, None) or config.method.client(config, node)
-    while _open and sum(kept.held_bytes() for kept in _open.values()) > MOST_BYTES:
-        _open.popitem(last=False)
-    _open[key] = client
-    return client
+    return _open.open((config, node), lambda: config.method.client(config, node))
