@@ -1,0 +1,111 @@
+"""What a client costs where there are many: milliseconds of a round for each, at every count.
+
+    python -m benchmarks.many_clients [--counts 100,400,1000] [--backend inline] [--rounds 3]
+
+Clients of twenty made-up images train an `mlp` for an epoch. A client's cost is that of the
+process's CPU with `inline`, and with `ray` the time on the clock times the workers, in the rounds
+after the first. Bound: 1.2 of the first count's. Beside it: the peak memory of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedhet.config.resolve import resolve
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import RoundRecord
+from fedhet.simulate import ray_workers, simulate
+
+IMAGES, BOUND = 20, 1.2
+
+
+class ProcessTimes(Watcher):
+    """Notes the process's CPU time at the end of each round."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Note the time."""
+        self.at.append(time.process_time())
+
+
+def write_images(folder: Path, clients: int) -> None:
+    """Write the images, uint8 [N, 28, 28], in one file; a few more are the common test set."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for part, count in (("train", IMAGES * clients), ("test", 50)):
+        x = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        np.savez(folder / f"{part}.npz", x=x, y=np.arange(count) % 10)
+
+
+def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, float]:
+    """Run a federation; return a client's milliseconds a round, and the peak memory in MB."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(folder / "images", clients)
+        config = resolve(
+            {
+                "method": method,
+                "clients": clients,
+                "rounds": rounds,
+                "evaluate-every": rounds + 1,
+                "data.dataset": f"signal:{folder / 'images'}",
+                "data.partition": "iid",
+                "data.min-samples": 2,
+                "models.pool": "mlp",
+                "training.local-epochs": 1,
+                "engine.backend": backend,
+            }
+        )
+        times = ProcessTimes()
+        simulate(config, folder / "run", [times])
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    if backend == "inline":
+        spent = float(np.median(np.diff(times.at[:-1])))
+    else:
+        totals = [json.loads(line)["seconds"]["total"] for line in lines[1:-1]]
+        spent = float(np.median(totals)) * ray_workers(config)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"milliseconds": 1000 * spent / clients, "megabytes": peak}
+
+
+def main() -> None:
+    """Print the costs, each count in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--counts", default="100,400,1000")
+    parser.add_argument("--method", default="felo")
+    parser.add_argument("--backend", default="inline", choices=["inline", "ray"])
+    parser.add_argument("--rounds", type=int, default=4)
+    chosen = parser.parse_args()
+    first = 0.0
+    for count in map(int, chosen.counts.split(",")):
+        found: dict[str, Any] = apart(count, chosen.method, chosen.backend, chosen.rounds)
+        first = first or found["milliseconds"]
+        ratio = found["milliseconds"] / first
+        verdict = "holds" if ratio <= BOUND else "DOES NOT HOLD"
+        print(
+            f"{count} clients: {found['milliseconds']:.1f} ms a client and round, {ratio:.2f} of "
+            f"the first (bound {BOUND} {verdict}); {found['megabytes']:.0f} MB",
+            flush=True,
+        )
+
+
+def apart(*args: Any) -> dict[str, float]:
+    """Return `cost` of these arguments, from a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found: dict[str, float] = pool.apply(cost, args)
+        return found
+
+
+if __name__ == "__main__":
+    main()
