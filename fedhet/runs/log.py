@@ -12,6 +12,7 @@ import math
 import platform
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -38,11 +39,17 @@ from fedhet.wire.identity import ClientInfo
 class Watcher:
     """Is notified of a run's events; calls must be short and must not fail. By default a no-op."""
 
+    def waiting(self, what: str) -> None:
+        """What the run waits for before its first round, such as "starting Ray"."""
+
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """The run has started; `models` maps client names to models."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """A round has started; `asked` are its clients."""
+
+    def client_started(self, client: str) -> None:
+        """A client trains now, as far as the server can tell; see `RunLog.client_answered`."""
 
     def client_answered(self, client: str, error: str) -> None:
         """A client has replied or, if `error` is not empty, has failed."""
@@ -80,6 +87,8 @@ class RunLog:
         """The checkpoint from which the run resumes; None for a new run."""
         self.workers = workers
         """Number of clients that train at once."""
+        self._queue: deque[str] = deque()
+        """The clients that were asked in this round and have not begun to train."""
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -146,11 +155,31 @@ class RunLog:
             self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
             watcher.round_started(number, asked)
+        self._queue = deque(asked)
+        for _ in range(self.workers):
+            self._next_started()
+
+    def waiting(self, what: str) -> None:
+        """Tell watchers what the run waits for before its first round."""
+        for watcher in self.watchers:
+            watcher.waiting(what)
 
     def client_answered(self, client: str, error: str = "") -> None:
-        """Notify watchers of a client's reply."""
+        """Notify watchers of a client's reply, and that the next one has begun to train.
+
+        `workers` clients train at once, in the order in which they are asked.
+        """
         for watcher in self.watchers:
             watcher.client_answered(client, one_line(error))
+        self._next_started()
+
+    def _next_started(self) -> None:
+        try:
+            client = self._queue.popleft()
+        except IndexError:  # all have begun; clients answer in several threads
+            return
+        for watcher in self.watchers:
+            watcher.client_started(client)
 
     def notice(self, text: str) -> None:
         """Pass a notice to watchers, as one printable line: a peer may have chosen its words."""
