@@ -49,11 +49,11 @@ def simulate(
     any training if this machine cannot run it.
     """
     begun = time.perf_counter() if begun is None else begun
+    watchers = tuple(watchers)
+    _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     check(config)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
     workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
-    watchers = tuple(watchers)
-    _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
     _write_partition(config, directory)
     if config.run.engine.backend == "ray":

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedhet.runs.display import LineDisplay, headline_of
 from fedhet.runs.live import LiveDisplay
-from fedhet.runs.log import Watcher
+from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.progress import Progress, State
 from fedhet.runs.records import RoundRecord, Score, Seconds
 
@@ -113,7 +113,9 @@ class Hundred:
         self.values = {name: rng.random() for name in self.names}
         self.now = 0.0
         self.live.run_started(
-            small(rounds=10), Path("/a/long/directory/of/runs/felo"), dict.fromkeys(self.names, "mlp")
+            small(rounds=10),
+            Path("/a/long/directory/of/runs/felo"),
+            dict.fromkeys(self.names, "mlp"),
         )
         self.live._run._clock = lambda: self.now
 
@@ -246,8 +248,6 @@ def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
         def client_answered(self, client, error):
             seen.append(error or "answered")
 
-    from fedhet.runs.log import RunLog
-
     log = RunLog(small(), tmp_path / "run", workers=2, watchers=[Started()])
     log.round_started(1, ["a", "b", "c"])
     assert seen == ["a", "b"]
@@ -256,6 +256,21 @@ def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
     log.client_answered("a", "boom")
     log.client_answered("c")
     assert seen[4:] == ["boom", "answered"]
+
+
+def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
+    """Ray may begin with another client than the first that was asked."""
+    started = []
+
+    class Started(Watcher):
+        def client_started(self, client):
+            started.append(client)
+
+    log = RunLog(small(), tmp_path / "run", workers=1, watchers=[Started()])
+    log.round_started(1, ["a", "b", "c"])
+    log.client_answered("b")
+    log.client_answered("a")
+    assert started == ["a", "c"]
 
 
 def test_the_private_models_come_first_and_the_others_after():

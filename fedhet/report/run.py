@@ -7,7 +7,7 @@ is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` ma
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

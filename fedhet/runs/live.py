@@ -140,8 +140,9 @@ class LiveDisplay(Watcher):
             cost = [
                 f"{human_bytes(run.bytes_moved)} sent",
                 f"{human_seconds(run.seconds_a_round)} a round",
-                f"about {human_seconds(run.seconds_left)} left",
             ]
+            if run.seconds_left > 0:
+                cost.append(f"about {human_seconds(run.seconds_left)} left")
             lines.append(_cut(" · ".join(cost)))
         return lines
 

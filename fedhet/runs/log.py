@@ -11,8 +11,8 @@ import json
 import math
 import platform
 import secrets
+import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -87,8 +87,10 @@ class RunLog:
         """The checkpoint from which the run resumes; None for a new run."""
         self.workers = workers
         """Number of clients that train at once."""
-        self._queue: deque[str] = deque()
+        self._queue: list[str] = []
         """The clients that were asked in this round and have not begun to train."""
+        self._queue_lock = threading.Lock()
+        """Clients answer in several threads."""
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -155,9 +157,9 @@ class RunLog:
             self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
             watcher.round_started(number, asked)
-        self._queue = deque(asked)
-        for _ in range(self.workers):
-            self._next_started()
+        with self._queue_lock:
+            first, self._queue = [*asked[: self.workers]], [*asked[self.workers :]]
+        self._started(first)
 
     def waiting(self, what: str) -> None:
         """Tell watchers what the run waits for before its first round."""
@@ -167,19 +169,21 @@ class RunLog:
     def client_answered(self, client: str, error: str = "") -> None:
         """Notify watchers of a client's reply, and that the next one has begun to train.
 
-        `workers` clients train at once, in the order in which they are asked.
+        `workers` clients train at once, roughly in the order in which they are asked.
         """
         for watcher in self.watchers:
             watcher.client_answered(client, one_line(error))
-        self._next_started()
+        with self._queue_lock:
+            if client in self._queue:  # it was earlier than its turn
+                self._queue.remove(client)
+                return
+            following, self._queue = self._queue[:1], self._queue[1:]
+        self._started(following)
 
-    def _next_started(self) -> None:
-        try:
-            client = self._queue.popleft()
-        except IndexError:  # all have begun; clients answer in several threads
-            return
-        for watcher in self.watchers:
-            watcher.client_started(client)
+    def _started(self, clients: Iterable[str]) -> None:
+        for client in clients:
+            for watcher in self.watchers:
+                watcher.client_started(client)
 
     def notice(self, text: str) -> None:
         """Pass a notice to watchers, as one printable line: a peer may have chosen its words."""
