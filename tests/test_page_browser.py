@@ -135,6 +135,9 @@ def test_bytes_have_a_logarithmic_axis_and_true_values(opened: Opened, report: P
     # Equal ratios are equal distances.
     scale = np.diff(heights) / np.diff(np.log10(down))
     assert np.allclose(scale, scale[0], rtol=0.03)
+    for place in places:
+        opened.hover(place)
+        assert min(np.hypot(x - place[0], y - place[1]) for x, y in opened.dots()) < 1.0
     assert opened.hover(places[0])[1:] == ["up  40 B", "down  1.00 kB"]
     assert opened.hover(places[5])[1:] == [f"up  {up[5]} B", f"down  {down[5] / 1e6:.2f} MB"]
     assert opened.hover((2.0, 2.0)) == []
