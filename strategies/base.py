@@ -25,7 +25,6 @@ from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured, mean_figures
-from fedhet.runs.units import plural
 from fedhet.seeding import numpy_rng
 from fedhet.server.attacks import attack_of
 from fedhet.server.exchange import Exchange, Reply, in_proportion
@@ -155,8 +154,7 @@ class HetStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
-        whom = plural(self.run.clients, "client")
-        self.log.waiting(f"waiting for {whom}, which load their data and build their models")
+        self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)

@@ -31,7 +31,7 @@ def test_lines_say_what_the_start_waits_for(tmp_path):
     lines = console.export_text().splitlines()
     assert lines[:2] == [
         "reading digits, and splitting it between the clients",
-        "waiting for 4 clients, which load their data and build their models",
+        "waiting for 4 clients to load data and build models",
     ]
 
 
