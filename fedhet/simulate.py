@@ -27,6 +27,7 @@ from fedhet.client_app import simulated_app
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.devices import find_device
 from fedhet.runs.log import Watcher
+from fedhet.runs.units import plural
 from fedhet.server_app import components
 from fedhet.settings.schema import refused
 from fedhet.storage import replacing
@@ -48,16 +49,26 @@ def simulate(
     any training if this machine cannot run it.
     """
     begun = time.perf_counter() if begun is None else begun
+    watchers = tuple(watchers)
+    _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     check(config)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
     workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
     parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
     _write_partition(config, directory)
+    if config.run.engine.backend == "ray":
+        _tell(watchers, f"starting Ray with {plural(workers, 'worker')}")
     with _logging_to(directory / "flower.log"):
         run_it(config, directory, parts)
     from fedhet import report  # pandas and matplotlib: the clients need not wait for them
 
     return report.write(directory)
+
+
+def _tell(watchers: Iterable[Watcher], what: str) -> None:
+    """Tell watchers what the run waits for."""
+    for watcher in watchers:
+        watcher.waiting(what)
 
 
 def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:

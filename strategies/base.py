@@ -154,6 +154,7 @@ class HetStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
+        self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)

@@ -1,11 +1,19 @@
 """What a person sees while a run goes on."""
 
+import math
+import random
 from io import StringIO
+from pathlib import Path
 
+import pytest
 from federation import run, small
 from rich.console import Console
 
-from fedhet.runs.display import LineDisplay, LiveDisplay
+from fedhet.runs.display import LineDisplay, headline_of
+from fedhet.runs.live import LiveDisplay
+from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.progress import Progress, State
+from fedhet.runs.records import RoundRecord, Score, Seconds
 
 
 def test_lines_say_each_round(tmp_path):
@@ -17,45 +25,260 @@ def test_lines_say_each_round(tmp_path):
     assert "4/4 clients" in text
 
 
-def test_live_shows_every_client(tmp_path):
-    console = Console(width=120, force_terminal=True, file=StringIO())
-    display = LiveDisplay(console)
-    seen = []
+def test_lines_say_what_the_start_waits_for(tmp_path):
+    console = Console(width=200, record=True, file=StringIO())
+    run(small(rounds=1), tmp_path / "run", [LineDisplay(console)])
+    lines = console.export_text().splitlines()
+    assert lines[:2] == [
+        "reading digits, and splitting it between the clients",
+        "waiting for 4 clients to load data and build models",
+    ]
 
-    with display:
-        run(small(), tmp_path / "run", [display, Recorder(display, seen)])
-    training, done = seen[0], seen[-1]
-    assert training.count("training") == 4
+
+@pytest.mark.parametrize("method", ["central", "fedgems"])
+def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, method):
+    """`central` has one global model and the server's, and no private ones."""
+    console = Console(width=200, record=True, file=StringIO())
+    changes = {"public_samples": 40} if method == "fedgems" else {}
+    run(small(method, rounds=1, clients=2, **changes), tmp_path / "run", [LineDisplay(console)])
+    (line,) = (line for line in console.export_text().splitlines() if "round   1" in line)
+    wanted = "accuracy (common, global) 0." if method == "central" else "accuracy (common) 0."
+    assert wanted in line
+    assert ", server 0." in line
+
+
+def test_live_shows_every_client(tmp_path):
+    seen = []
+    with LiveDisplay(Console(width=120, height=50, force_terminal=True, file=StringIO())) as live:
+        run(small(), tmp_path / "run", [live, Recorder(live, seen)])
+    begun, done = seen[0], seen[-1]
+    # One worker trains one client at a time.
+    assert (begun.count("training"), begun.count("waiting")) == (2, 3)  # also "1 training"
     assert done.count("done") == 4
-    for word in ("client-0", "mlp", "client-3", "cnn2", "mean accuracy (common) by round"):
+    for word in ("client-0", "mlp", "client-3", "cnn2", "accuracy (common) 0.", "mean by round"):
         assert word in done
 
 
-class Recorder:
-    """Takes a picture of the display at each round's start and end."""
+class Recorder(Watcher):
+    """Takes a picture of the display after each round's first client has begun, and at its end."""
 
     def __init__(self, display, seen):
         self.display, self.seen = display, seen
 
-    def _take(self):
-        plain = Console(width=120, record=True, file=StringIO())
-        plain.print(self.display._render())
-        self.seen.append(plain.export_text())
+    def client_started(self, client):
+        if client == "client-0":
+            self.seen.append(picture(self.display, 120, 50))
 
-    def run_started(self, *_):
-        pass
+    def round_finished(self, record):
+        self.seen.append(picture(self.display, 120, 50))
 
-    def round_started(self, *_):
-        self._take()
 
-    def client_answered(self, *_):
-        pass
+def picture(display, width, height):
+    """Return what the display shows on a terminal of this size."""
+    plain = Console(width=width, height=height, record=True, file=StringIO())
+    plain.print(display)
+    return plain.export_text()
 
-    def round_finished(self, *_):
-        self._take()
 
-    def notice(self, *_):
-        pass
+def scores(values, std=0.1):
+    mean = sum(values.values()) / len(values)
+    return Score(mean=mean, std=std, worst=min(values.values()), per_client=values)
 
-    def run_finished(self, *_):
-        pass
+
+def record(number, names, values, failed=()):
+    return RoundRecord(
+        number,
+        asked=list(names),
+        answered=[name for name in names if name not in failed],
+        failed=dict.fromkeys(failed, "boom"),
+        accuracy={"common": {"private": scores(values)}},
+        bytes_up=30_000_000,
+        bytes_down=10_000_000,
+        seconds=Seconds(total=50.0),
+    )
+
+
+class Hundred:
+    """A live display of a hundred clients in the third of ten rounds, with a clock of its own.
+
+    In the first two rounds client number i trained i / 100 seconds. In the third, half of them have
+    answered, client 37 with an error, and four have been training for three seconds.
+    """
+
+    def __init__(self, width, height):
+        self.console = Console(width=width, height=height, force_terminal=True, file=StringIO())
+        self.live = LiveDisplay(self.console)
+        self.names = [f"client-{n}" for n in range(100)]
+        rng = random.Random(0)
+        self.values = {name: rng.random() for name in self.names}
+        self.now = 0.0
+        self.live.run_started(
+            small(rounds=10),
+            Path("/a/long/directory/of/runs/felo"),
+            dict.fromkeys(self.names, "mlp"),
+        )
+        self.live._run._clock = lambda: self.now
+
+    def play(self):
+        for number in (1, 2):
+            self.live.round_started(number, self.names)
+            self.train(self.names)
+            self.live.round_finished(record(number, self.names, self.values))
+        self.live.round_started(3, self.names)
+        self.train(self.names[:50])
+        for name in self.names[50:54]:
+            self.live.client_started(name)
+        self.now += 3.0
+        for number in range(5):
+            self.live.notice(f"client-{number} refused: " + "a long reason " * 10)
+
+    def train(self, names):
+        for place, name in enumerate(names):
+            self.live.client_started(name)
+            self.now += place / 100
+            self.live.client_answered(name, "boom" if name == "client-37" else "")
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 12), (200, 60), (80, 120)])
+def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
+    hundred = Hundred(width, height)
+    hundred.live.waiting("starting Ray with 4 workers")
+    hundred.play()
+    text = picture(hundred.live, width, height)
+    lines = text.splitlines()
+    assert len(lines) <= height - 1
+    assert max(map(len, lines)) <= width
+    for part in (
+        "2/10 rounds",
+        "round 3: 50 of 100 clients answered, 1 failed · 4 training",
+        f"accuracy (common) {sum(hundred.values.values()) / 100:.4f}",
+        "mean by round",
+        # 2 x 40 MB; eight rounds of 50 s, of which what the third has taken is gone.
+        f"80.0 MB sent · 50.0 s a round · about {left(8 * 50 - 3 - sum(range(50)) / 100)} left",
+        "client-37",
+    ):
+        assert part in text, part
+    # Each line's own number tells which clients are in view: the worst is always there.
+    assert min(hundred.names, key=lambda name: hundred.values[name]) in text
+
+
+def left(seconds):
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60:02d} s"
+
+
+def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
+    hundred = Hundred(80, 24)
+    hundred.play()
+    progress = hundred.live._run
+    shown = [client.name for client in progress.in_view(12)]
+    assert "client-37" in shown
+    assert {f"client-{n}" for n in range(50, 54)} & {*shown}
+    ranked = sorted(hundred.names, key=lambda name: hundred.values[name])
+    assert {*ranked[:3]} <= {*shown}
+    assert "client-99" in shown, "the slowest of those that have trained"
+    assert len(shown) == 12
+    order = [(progress.clients[name].state, progress.clients[name].accuracy) for name in shown]
+    assert order == sorted(order)
+    hidden = next(line for line in picture(hundred.live, 80, 24).splitlines() if "more:" in line)
+    counts = [int(word) for word in hidden.replace(",", "").split() if word.isdigit()]
+    assert counts[0] == sum(counts[1:])
+
+
+def test_before_the_first_round_the_display_says_what_it_waits_for():
+    live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
+    assert "starting" in picture(live, 80, 24)
+    live.waiting("reading [b]digits[/b]\x1b[31m")
+    assert "reading [b]digits[/b]" in picture(live, 80, 24)
+    live.run_started(small(), Path("x"), {"client-0": "mlp"})
+    assert "1 client" in picture(live, 80, 24)
+
+
+def test_no_name_or_notice_steers_the_terminal():
+    live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
+    live.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"})
+    live.notice("\x1b[2Jcleared")
+    text = picture(live, 80, 24)
+    assert "[bold]m[/bold]" in text
+    assert "\x1b[31" not in text
+    assert "\x1b[2J" not in text
+
+
+def test_the_time_left_follows_the_clock():
+    now = [0.0]
+    progress = Progress(lambda: now[0])
+    progress.run_started(4, "common", {"a": "mlp"})
+    assert math.isnan(progress.seconds_left)
+    progress.round_started(1, ["a"])
+    now[0] = 10.0
+    progress.round_finished(record(1, ["a"], {"a": 0.5}))  # its record says 50 s
+    assert progress.seconds_left == pytest.approx(150.0)
+    progress.round_started(2, ["a"])
+    now[0] = 30.0
+    assert progress.seconds_left == pytest.approx(130.0)
+    now[0] = 1000.0  # a round longer than the others: at least the later rounds are left
+    assert progress.seconds_left == pytest.approx(100.0)
+
+
+def test_a_client_keeps_its_last_accuracy_and_time():
+    now = [0.0]
+    progress = Progress(lambda: now[0])
+    progress.run_started(9, "common", {"a": "mlp", "b": "mlp"})
+    progress.round_started(1, ["a", "b"])
+    progress.client_started("a")
+    now[0] = 7.0
+    progress.client_answered("a", failed=False)
+    progress.round_finished(record(1, ["a", "b"], {"a": 0.25, "b": 0.5}))
+    progress.round_started(2, ["b", "late"])
+    progress.round_finished(RoundRecord(2, asked=["b"]))  # not evaluated
+    a, late = progress.clients["a"], progress.clients["late"]
+    assert (a.state, a.accuracy, progress.seconds_of(a)) == (State.NOT_ASKED, 0.25, 7.0)
+    assert late.state is State.WAITING
+    assert math.isnan(late.accuracy)
+
+
+def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
+    """The log tells of each client's start: two at first, then one for each that has answered."""
+    seen = []
+
+    class Started(Watcher):
+        def client_started(self, client):
+            seen.append(client)
+
+        def client_answered(self, client, error):
+            seen.append(error or "answered")
+
+    log = RunLog(small(), tmp_path / "run", workers=2, watchers=[Started()])
+    log.round_started(1, ["a", "b", "c"])
+    assert seen == ["a", "b"]
+    log.client_answered("b")
+    assert seen == ["a", "b", "answered", "c"]
+    log.client_answered("a", "boom")
+    log.client_answered("c")
+    assert seen[4:] == ["boom", "answered"]
+
+
+def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
+    """Ray may begin with another client than the first that was asked."""
+    started = []
+
+    class Started(Watcher):
+        def client_started(self, client):
+            started.append(client)
+
+    log = RunLog(small(), tmp_path / "run", workers=1, watchers=[Started()])
+    log.round_started(1, ["a", "b", "c"])
+    log.client_answered("b")
+    log.client_answered("a")
+    assert started == ["a", "c"]
+
+
+def test_the_private_models_come_first_and_the_others_after():
+    values = {"a": 0.25, "b": 0.75}
+    kinds = {"server": scores({"server": 0.5}), "private": scores(values), "proxy": scores(values)}
+    value, text = headline_of(RoundRecord(1, accuracy={"personal": kinds}), "common")
+    assert value == 0.5
+    assert text == (
+        "accuracy (personal) 0.5000 ± 0.1000, worst 0.2500, proxy 0.5000, server 0.5000"
+    )
+    assert headline_of(RoundRecord(1), "common") == (None, "not evaluated")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,6 +145,16 @@ def read_seeds(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         raise SettingsError(f"'--seeds {text}' is not allowed: it takes e.g. 0,1,2, none twice")
     return [int(part) for part in parts]
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Say in a terminal that libraries are being loaded, which takes seconds."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("loading PyTorch and Flower"):
+        yield
 
 
 def say(line: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedhet.cli.options import read_seeds, with_settings
+from fedhet.cli.options import loading, read_seeds, with_settings
 from fedhet.cli.sweep import read_sweep
 from fedhet.config.sources import parse_pairs
 from fedhet.config.values import read_values
@@ -37,7 +37,8 @@ def run_command(
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
     read_values(values)
-    from fedhet.cli import training
+    with loading():
+        from fedhet.cli import training
 
     if several is None:
         training.train_one(values)
@@ -64,7 +65,8 @@ def sweep_command(
     for value in swept:
         read_values({**values, name: value})
     several = read_seeds(seeds)
-    from fedhet.cli import training
+    with loading():
+        from fedhet.cli import training
 
     training.train_sweep(values, name, swept, several, figures, out)
 

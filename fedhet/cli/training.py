@@ -18,7 +18,8 @@ from fedhet.cli.options import console, say
 from fedhet.cli.sweep import folder_name
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import StateError
-from fedhet.runs.display import LineDisplay, LiveDisplay
+from fedhet.runs.display import LineDisplay
+from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import setting
 from fedhet.server_app import run_directory

@@ -1,4 +1,4 @@
-"""Figures of one run that show its clients: their labels and their last accuracies."""
+"""Figures of one run that show its clients: their labels and their accuracies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from fedhet.report import style
+from fedhet.report import canvas, frames, style
 from fedhet.report.run import TEST_SETS, Run
 from fedhet.report.style import Drawing
 
@@ -38,6 +38,11 @@ def _labels(figure: Figure, counts: pd.DataFrame, classes: Sequence[str]) -> Non
     if len(counts) <= NAMED and len(classes) <= 12 and top < 10_000:
         _cell_counts(ax, counts, norm)
     ax.grid(visible=False)
+    for row, (name, each) in enumerate(counts.iterrows()):
+        shown = [f"{label}: {count:,}" for label, count in zip(classes, each, strict=True)]
+        places = pd.Series(float(row), range(len(classes)))
+        canvas.record(ax, "labels", places, str(name), shown)
+    canvas.panel(ax, mode="point", unit="none", x_unit="none", dots=False)
     _names(ax, "y", list(counts.index))
     _names(ax, "x", classes)
     ax.set_xlabel("class")
@@ -83,6 +88,41 @@ def accuracies(run: Run) -> Drawing | None:
     return Drawing("clients", draw, "last accuracy by client", height=_tall(len(known)))
 
 
+def curves(run: Run) -> Drawing | None:
+    """Draw a curve for each client, coloured by its model; None for one client or one round."""
+    if not run.columns:
+        return None
+    protocol, kind = run.columns[0]
+    each = frames.by_client(run.records, protocol, kind).dropna(axis="columns", how="all")
+    if min(each.shape) < 2:
+        return None
+    title = f"A curve a client: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    models = {name: run.models.get(name, "model unknown") for name in each}
+    draw = partial(_curves, each=each, models=models, title=title)
+    return Drawing("client-curves", draw, "accuracy of every client over rounds")
+
+
+def _curves(figure: Figure, each: pd.DataFrame, models: Mapping[str, str], title: str) -> None:
+    ax = figure.subplots()
+    pool = sorted({*models.values()})
+    alpha = min(0.8, max(0.25, 8 / len(each.columns)))
+    for name in sorted(each, key=lambda name: pool.index(models[name])):
+        model = models[name]
+        colour, _ = style.mark(pool.index(model))
+        drawn = ax.plot(each.index, each[name], color=colour, linewidth=1.0, alpha=alpha)
+        canvas.tag(ax, model, drawn)
+        canvas.record(ax, model, each[name], name)
+    for number, model in enumerate(pool):
+        key = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
+        canvas.tag(ax, model, key)
+    mean = each.mean(axis="columns")
+    style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
+    canvas.panel(ax, mode="point")
+    style.over_rounds(ax, each.index)
+    style.ticks(ax)
+    style.head(ax, title)
+
+
 def relative(run: Run) -> Drawing | None:
     """Draw each client's accuracy relative to its model after local training alone."""
     if run.relative is None:
@@ -108,11 +148,15 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     rows = scores.assign(row=range(len(scores)))
     for number, (model, some) in enumerate(rows.groupby("model")):
         colour, mark = style.mark(number)
-        ax.hlines(some["row"], mean, some["value"], color=colour, linewidth=1.4, alpha=0.45)
-        ax.scatter(
+        rules = ax.hlines(some["row"], mean, some["value"], color=colour, alpha=0.45)
+        dots = ax.scatter(
             some["value"], some["row"], color=colour, marker=mark, s=34, zorder=3,
             label=style.short(str(model)),
         )  # fmt: skip
+        canvas.tag(ax, str(model), [rules, dots])
+        places = pd.Series(some["row"].to_numpy(), some["value"])
+        canvas.record(ax, str(model), places, str(model), [*map(str, some.index)])
+    canvas.panel(ax, mode="point", unit="none", x_unit="score")
     _names(ax, "y", list(scores.index))
     style.ticks(ax, axis="x")
     ax.set_ylim(-0.8, len(scores) - 0.2)
@@ -125,8 +169,8 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     """Draw one column per model, with one mark per client."""
     ax = figure.subplots()
     pool = {str(model): some["value"] for model, some in scores.groupby("model")}
-    for column, values in enumerate(pool.values()):
-        _model(ax, column, values)
+    for column, (model, values) in enumerate(pool.items()):
+        _model(ax, column, values, model)
     _names(ax, "x", list(pool))
     ax.set_xlim(-0.6, len(pool) - 0.2)
     ax.set_xlabel("model  (a mark: a client; bar: mean)")
@@ -134,10 +178,12 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     style.head(ax, title)
 
 
-def _model(ax: Axes, column: int, values: pd.Series) -> None:
+def _model(ax: Axes, column: int, values: pd.Series, model: str) -> None:
     colour, mark = style.mark(column)
     places = column + _swarm(values)
     ax.scatter(places, values, color=colour, marker=mark, s=18, alpha=0.75, linewidth=0)
+    canvas.record(ax, model, pd.Series(values.to_numpy(), places), model, [*map(str, values.index)])
+    canvas.panel(ax, mode="point", x_unit="none")
     mean = float(values.mean())
     ax.hlines(mean, column - 0.36, column + 0.36, color=style.INK, linewidth=1.4)
     ax.annotate(f"{mean:.3f}", (column + 0.38, mean), fontsize=8, va="center", color=style.INK)

@@ -88,12 +88,15 @@ def _fraction(target: float) -> float:
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json and the requested figures; return their paths."""
+    """Write compare.png, .html, .md, .json and the requested figures; return their paths.
+
+    Beside each figure, `.pdf` and `.svg` of it are written.
+    """
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     page = drawings(comparison)
     own = page[len(page) - len(comparison.figures) :]
-    pngs = [figure.png(out) for figure in (overview(comparison), *own)]
+    pngs = [figure.write(out) for figure in (overview(comparison), *own)]
     html = write_comparison_page(comparison, page, out / "compare.html")
     markdown, data = out / "compare.md", out / "compare.json"
     markdown.write_text(to_markdown(comparison), "utf-8")

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedhet.report import style
+from fedhet.report import canvas, style
 from fedhet.report.comparison import Comparison
 from fedhet.report.groups import Column, Group
 from fedhet.report.run import TEST_SETS
@@ -78,8 +78,8 @@ def _accuracy_by_round(ax: Axes, comparison: Comparison) -> None:
 
 def _accuracy_by_bytes(ax: Axes, comparison: Comparison) -> None:
     _accuracies(ax, comparison, x="bytes")
-    ax.set_xlim(left=0)
-    style.ticks(ax, style.in_bytes, "x")
+    style.log_bytes(ax, "x")
+    canvas.panel(ax, mode="point", x_unit="bytes")
     ax.set_xlabel("bytes sent, up and down")
     style.head(ax, f"Accuracy for bytes{_best(comparison)}")
 
@@ -102,6 +102,7 @@ def _several_seeds(comparison: Comparison) -> bool:
 def _own(ax: Axes, comparison: Comparison, name: str) -> None:
     rounds = _draw(ax, comparison, lambda group: group.figure(name))
     style.ticks(ax, human_number)
+    canvas.panel(ax, unit="number")
     note = "band: ± std over seeds" if _several_seeds(comparison) else ""
     style.over_rounds(ax, rounds, note=note)
     style.head(ax, name)
@@ -119,7 +120,7 @@ def _draw(
         curve = curve_of(group)
         if len(curve):
             rounds += curve.index.tolist()
-            curve = curve.set_index(x) if x else curve
+            curve = curve.set_index(curve[x].clip(lower=1)) if x else curve
             style.band(ax, number, curve["mean"], curve["std"], _name(group))
     return rounds
 
@@ -142,7 +143,12 @@ def _final(ax: Axes, row: int, group: Group, column: Column) -> None:
     each, spread = [run.last(*column).mean for run in group.runs], group.score(column)
     if math.isfinite(spread.std):
         low, high = spread.mean - spread.std, spread.mean + spread.std
-        ax.hlines(row, low, high, color=colour, linewidth=5, alpha=0.25)
+        line = ax.hlines(row, low, high, color=colour, linewidth=5, alpha=0.25)
+        canvas.tag(ax, group.label, [line])
     if len(each) > 1:
         ax.scatter(each, [row] * len(each), color=colour, s=14, alpha=0.6, linewidth=0)
+        seeds = [f"seed {run.seed}" for run in group.runs]
+        canvas.record(ax, group.label, pd.Series(float(row), each), _name(group), seeds)
     ax.scatter(spread.mean, row, color=colour, marker=mark, s=52, zorder=3)
+    canvas.record(ax, group.label, pd.Series(float(row), [spread.mean]), _name(group), ["mean"])
+    canvas.panel(ax, mode="point", unit="none", x_unit="score")

@@ -14,13 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
-from fedhet.report import clients, frames, style
+from fedhet.report import canvas, clients, frames, style
+from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds
 
-GAP = "\N{EN SPACE}"
-"""Separates a name from its number: SVG would merge two ordinary spaces into one."""
 BARS = 50
 """Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
 STAGE_NAMES = {
@@ -31,11 +30,11 @@ PANELS, ACROSS = 12, 3
 
 
 def write_figures(run: Run) -> list[Path]:
-    """Write the run's figures as PNG into `figures/` and return their paths."""
+    """Write the run's figures as PNG, PDF and SVG into `figures/`; return the PNGs' paths."""
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
     found = [*drawings(run), method(run)]
-    return [drawing.png(folder) for drawing in found if drawing]
+    return [drawing.write(folder) for drawing in found if drawing]
 
 
 def drawings(run: Run) -> list[Drawing]:
@@ -45,6 +44,7 @@ def drawings(run: Run) -> list[Drawing]:
         Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds"),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
         *(loss(run), clients.labels(run), clients.accuracies(run), clients.relative(run)),
+        clients.curves(run),
     ]
     return [drawing for drawing in found if drawing]
 
@@ -73,13 +73,15 @@ def _accuracy_curve(ax: Axes, curve: pd.DataFrame, kind: str) -> None:
     colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
     mean, worst = curve["mean"], curve["worst"]
     low, high = (mean - curve["std"]).clip(0, 1), (mean + curve["std"]).clip(0, 1)
-    if len(curve) == 1:
-        ax.vlines(curve.index, low, high, color=colour, alpha=0.35, linewidth=5)
-    else:
-        style.shade(ax, low, high, colour, alpha=0.13)
+    style.line(ax, mean, colour, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
     if not np.allclose(worst, mean, equal_nan=True):
-        style.line(ax, worst, colour, size=2, alpha=0.85, **style.DASHED)
-    style.line(ax, mean, colour, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
+        look = {"size": 2, "alpha": 0.85, **style.DASHED}
+        style.line(ax, worst, colour, series=kind, name=f"{kind}, worst", **look)
+    if len(curve) == 1:
+        bar = ax.vlines(curve.index, low, high, color=colour, alpha=0.35, linewidth=5)
+        canvas.tag(ax, kind, [bar])
+    else:
+        style.shade(ax, low, high, colour, series=kind, alpha=0.13)
 
 
 def _accuracy_limits(ax: Axes) -> None:
@@ -95,9 +97,10 @@ def _traffic(figure: Figure, run: Run) -> None:
     for number, name in enumerate(("up", "down")):
         total = run.costs[f"bytes_{name}"].cumsum()
         label = f"{name}{GAP}{human_bytes(float(total.iloc[-1]))}"
-        style.line(ax, total, style.SERIES[number], label=label, linestyle=style.DASHES[number])
-    ax.set_ylim(bottom=0)
-    style.ticks(ax, style.in_bytes)
+        look: Any = {"label": label, "linestyle": style.DASHES[number]}
+        style.line(ax, total.clip(lower=1), style.SERIES[number], series=name, **look)
+    canvas.panel(ax, unit="bytes")
+    style.log_bytes(ax)
     style.over_rounds(ax, run.costs.index)
     style.head(ax, "Bytes sent, cumulated")
 
@@ -127,14 +130,17 @@ def _time_stages(ax: Axes, seconds: pd.DataFrame) -> None:
     bottom = seconds.cumsum(axis="columns") - seconds
     for stage in seconds:
         look: Any = {"color": style.STAGE_COLOURS[stage], "label": STAGE_NAMES[stage]}
-        ax.bar(rounds, seconds[stage], bottom=bottom[stage], width=width, **look)
+        bars = ax.bar(rounds, seconds[stage], bottom=bottom[stage], width=width, **look)
+        canvas.tag(ax, STAGE_NAMES[stage], bars)
+        canvas.record(ax, STAGE_NAMES[stage], seconds[stage])
 
 
 def _wall_clock(ax: Axes, seconds: pd.Series) -> None:
     if seconds.gt(0).any():
         halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
         look: Any = {"linewidth": 1.2, "path_effects": halo}
-        style.line(ax, seconds, style.INK, label="wall clock", **look)
+        style.line(ax, seconds, style.INK, series="wall clock", label="wall clock", **look)
+    canvas.panel(ax, unit="seconds", dots=False)
 
 
 def _time_head(top: Axes, ax: Axes) -> None:
@@ -171,11 +177,15 @@ def loss(run: Run) -> Drawing | None:
 def _loss(figure: Figure, run: Run) -> None:
     ax = figure.subplots()
     mean = frames.mean_loss(run.records)
-    style.line(ax, mean, label=f"mean{GAP}{mean.iloc[-1]:.3f}")
+    style.line(ax, mean, series="mean", label=f"mean{GAP}{mean.iloc[-1]:.3f}")
+    canvas.panel(ax, unit="number")
     each = frames.losses(run.records).loc[mean.index]
     if each.count(axis="columns").max() > 2:
         low, high = (each.quantile(share, axis="columns") for share in (0.1, 0.9))
-        style.shade(ax, low, high, style.SERIES[0], alpha=0.13, label="80 % of the clients")
+        look: Any = {"alpha": 0.13, "label": "80 % of the clients"}
+        style.shade(ax, low, high, style.SERIES[0], series="80 % of the clients", **look)
+        for share, curve in (("lowest tenth", low), ("highest tenth", high)):
+            canvas.record(ax, "80 % of the clients", curve, share)
     style.over_rounds(ax, run.costs.index)
     style.ticks(ax)
     style.head(ax, "Training loss")

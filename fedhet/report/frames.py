@@ -23,6 +23,17 @@ def accuracies(records: Sequence[RoundRecord]) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(STATISTICS, float)).set_index("round")
 
 
+def by_client(records: Sequence[RoundRecord], protocol: str, kind: str) -> pd.DataFrame:
+    """Return each client's accuracy in the evaluated rounds, with one column per client."""
+    rows = {
+        record.round: record.accuracy[protocol][kind].per_client
+        for record in records
+        if kind in record.accuracy.get(protocol, {})
+    }
+    frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
+    return frame.rename_axis(index="round")
+
+
 def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
     """Return bytes and seconds of each round; `bytes` are cumulative, up and down.
 

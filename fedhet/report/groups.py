@@ -11,9 +11,9 @@ import pandas as pd
 
 from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.report.frames import over_seeds
-from fedhet.report.run import TEST_SETS, Run, load_run, position
+from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.records import KINDS, NAN
-from fedhet.runs.units import setting
+from fedhet.runs.units import position, setting
 from fedhet.settings.tables import where_it_ran
 
 Column = tuple[str, str]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
-from fedhet.report import figures
+from fedhet.report import canvas, figures
 from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
@@ -53,14 +52,17 @@ def render(template: str, **content: object) -> str:
 
 def render_run(run: Run) -> str:
     """Return the page of one run."""
+    own = run.figures
+    over_rounds = [name for name in own if own[name].nunique() > 1]
     return render(
         "run.html",
         run=run,
         title=f"{run.method} on {run.dataset}",
         hero=_hero(run),
-        accuracy=[_svg(figures.accuracy(run, [name])) for name in run.protocols],
-        plots={d.name: _svg(d) for d in figures.drawings(run) if d.name != "accuracy"},
-        sparks=[_spark(run.figures[name]) for name in run.figures.columns[:SPARKS]],
+        accuracy=[figures.accuracy(run, [name]).chart() for name in run.protocols],
+        plots={d.name: d.chart() for d in figures.drawings(run) if d.name != "accuracy"},
+        sparks=[_spark(own[name]) for name in over_rounds[:SPARKS]],
+        once=[_once(own[name]) for name in own if name not in over_rounds],
         clients=client_cells(run),
         command=shlex.join(
             ["fedhet", "run", run.method, "--config", str(run.path.resolve() / "config.toml")]
@@ -81,7 +83,7 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
         table=comparison_cells(comparison),
         paired=paired_cells(comparison),
         paired_basis=PAIRED,
-        plots=[_svg(panel) for panel in panels],
+        plots=[panel.chart() for panel in panels],
         shared=shared,
         differing=differing,
     )  # fmt: skip
@@ -107,11 +109,6 @@ def _environment() -> Environment:
     return environment
 
 
-def _svg(drawing: Drawing) -> Markup:
-    """Return a drawing as markup; matplotlib has escaped the names in it."""
-    return Markup(drawing.svg())  # noqa: S704
-
-
 def _where(protocol: str) -> str:
     name = TEST_SETS.get(protocol, protocol)
     return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
@@ -134,28 +131,37 @@ def _hero(run: Run) -> dict[str, object] | None:
 
 
 def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
-    """Return a metric's last value, its range, and its curve as SVG paths, with a gap for NaN."""
+    """Return a changing metric's last value, its range, and its curve as SVG paths.
+
+    The curve has a gap for each NaN. `chart` is what the page shows of it; see `canvas`.
+    """
     known = values.dropna()
-    if known.empty:
-        return {"name": str(values.name), "last": ABSENT, "span": "", "path": "", "dot": ""}
-    x = 4 + width * _unit(values.index.to_series(), constant=1.0)
-    y = 4 + height * (1 - _unit(values, constant=0.5))
+    x = 4 + width * _unit(values.index.to_series())
+    y = 4 + height * (1 - _unit(values))
     places = x.round(1).astype(str) + " " + y.round(1).astype(str)
     pens = pd.Series("L", values.index).where(values.shift().notna(), "M")
     low, high = known.min(), known.max()
     return {
         "name": str(values.name),
         "last": human_number(known.iloc[-1]),
-        "span": f"{human_number(low)} to {human_number(high)}" if high > low else "constant",
+        "span": f"{human_number(low)} to {human_number(high)}",
         "path": "".join((pens + places)[known.index]),
         "dot": f"M{places[known.index[-1]]}h0",
+        "chart": canvas.lone_curve(known, (4, 4, 4 + width, 4 + height), values.index),
     }
 
 
-def _unit(values: pd.Series, constant: float) -> pd.Series:
-    """Return values scaled to [0, 1], or `constant` if all are equal."""
+def _once(values: pd.Series) -> dict[str, str]:
+    """Return a metric that never changed: its value, and the rounds that have it."""
+    known = values.dropna()
+    text = human_number(known.iloc[-1]) if len(known) else ABSENT
+    return {"name": str(values.name), "value": text, "rounds": spans(known.index)}
+
+
+def _unit(values: pd.Series) -> pd.Series:
+    """Return values, which are not all equal, scaled to [0, 1]."""
     low, high = values.min(), values.max()
-    return (values - low) / (high - low) if high > low else values * 0 + constant
+    return (values - low) / (high - low)
 
 
 def _lead(comparison: Comparison) -> dict[str, str]:

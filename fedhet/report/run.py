@@ -7,7 +7,7 @@ is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` ma
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedhet.runs.records import (
     Tail,
     tail_of,
 )
-from fedhet.runs.units import natural
+from fedhet.runs.units import natural, position
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Protocol -> the data on which a model is evaluated."""
@@ -210,11 +210,6 @@ def load_run(path: Path | str) -> Run:
         summary = None
     partition = read_partition(root / "partition.json")
     return Run(root, settings, tuple(records), summary, partition, tuple(notes))
-
-
-def position(name: str, order: Sequence[object]) -> tuple[int, str]:
-    """Return a sort key: names in the given order come first, then the others by name."""
-    return (order.index(name) if name in order else len(order)), name
 
 
 def lowest(values: Mapping[str, float]) -> str:

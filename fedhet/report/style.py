@@ -7,10 +7,8 @@ a CSS variable of the page, so that a figure follows its light or dark scheme.
 
 from __future__ import annotations
 
-import html
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +23,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from fedhet.report import canvas
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
 """Size of a figure with one axes, in inches."""
+PAGE_SCALE = 0.87
+"""How much smaller figures are drawn for the page, so that their text is legible on a phone."""
 RC = mpl.rc_params_from_file(
     Path(__file__).with_name("fedhet.mplstyle"), use_default_template=False
 )
@@ -71,48 +72,45 @@ class Drawing:
     width: float = WIDTH
     height: float = HEIGHT
 
-    def png(self, folder: Path, dpi: int = 160) -> Path:
-        """Write `<name>.png` into a folder and return its path."""
+    def write(self, folder: Path, dpi: int = 160) -> Path:
+        """Write `<name>.png`, `.pdf` and `.svg` into a folder and return the PNG's path."""
         path = folder / f"{self.name}.png"
         with _styled(self) as figure:
+            for artist in figure.findobj():
+                artist.set_gid(None)  # several artists share one: an id of a file must be unique
             figure.savefig(path, format="png", dpi=dpi, metadata={"Software": "fedhet"})
+            figure.set_layout_engine("none")  # what was laid out stays: it takes half of the time
+            dates = {"Creator": "fedhet", "CreationDate": None}
+            figure.savefig(path.with_suffix(".pdf"), format="pdf", metadata=dates)
+            figure.savefig(path.with_suffix(".svg"), format="svg", metadata={"Date": None})
         return path
 
-    def svg(self) -> str:
-        """Return the figure as SVG to embed in the page."""
-        with _styled(self) as figure:
+    def chart(self) -> canvas.Chart:
+        """Return the figure for the page, with its title and legend apart."""
+        with _styled(self, PAGE_SCALE) as figure:
+            title, legend = canvas.take_title(figure), canvas.entries(figure, page_colour)
             file = io.StringIO()
-            figure.savefig(
-                file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-            )
-        return _inline(file.getvalue(), self.alt)
+            nothing = {"Date": None, "Creator": None}
+            figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+            svg = canvas.inline(file.getvalue(), figure, self.alt, VARIABLES)
+        return canvas.Chart(title, legend, svg)
 
 
 @contextmanager
-def _styled(drawing: Drawing) -> Iterator[Figure]:
+def _styled(drawing: Drawing, scale: float = 1.0) -> Iterator[canvas.Canvas]:
     with mpl.rc_context({**RC, "svg.hashsalt": drawing.name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
-        figure = Figure(figsize=(drawing.width, drawing.height), layout=layout)
+        size = (scale * drawing.width, scale * drawing.height)
+        figure = canvas.Canvas(figsize=size, layout=layout)
         FigureCanvasAgg(figure)
         drawing.draw(figure)
         yield figure
 
 
-def _inline(svg: str, alt: str) -> str:
-    """Remove what only a standalone file needs, and replace colours by CSS variables."""
-    named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', rf"\1 {named}", svg)
-    return re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})\b", _variable, svg)
-
-
-def _variable(match: re.Match[str]) -> str:
-    name = VARIABLES.get(match[2])
-    return f"{match[1]}var({name})" if name else match[0]
+def page_colour(colour: str) -> str:
+    """Return a colour as the page's CSS has it: by a variable, if there is one."""
+    return f"var({VARIABLES[colour]})" if colour in VARIABLES else colour
 
 
 def legend_columns(labels: Sequence[str], room: int = 72) -> int:
@@ -150,6 +148,19 @@ def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = 
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
+def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
+    """Give an axis of bytes a logarithmic scale: methods differ by powers of ten."""
+    ax.set(**{f"{axis}scale": "log"})
+    chosen = ax.yaxis if axis == "y" else ax.xaxis
+    low, high = chosen.get_view_interval()
+    if high < 10 * low:  # of less than a power of ten: there might be no tick at all
+        middle = math.sqrt(low * high)
+        ax.set(**{f"{axis}lim": (middle / math.sqrt(10), middle * math.sqrt(10))})
+    chosen.set_major_locator(LogLocator(numticks=6))
+    chosen.set_minor_locator(NullLocator())
+    chosen.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value)))
+
+
 def in_bytes(value: float) -> str:
     """Return a tick's number of bytes without superfluous digits."""
     number, _, unit = human_bytes(value).partition(" ")
@@ -168,22 +179,39 @@ def marker(points: int) -> str:
 
 
 def line(
-    ax: Axes, values: pd.Series, colour: str = SERIES[0], size: float = 3.2, **look: Any
+    ax: Axes,
+    values: pd.Series,
+    colour: str = SERIES[0],
+    size: float = 3.2,
+    series: str = "",
+    name: str = "",
+    **look: Any,
 ) -> None:
-    """Draw a series over its index, with markers if it has few points."""
-    ax.plot(values.index, values, color=colour, marker=marker(len(values)), markersize=size, **look)
+    """Draw values over their index, with markers if they are few, as a part of `series`.
+
+    On the page they are shown under `name`, by default the series'.
+    """
+    drawn = ax.plot(
+        values.index, values, color=colour, marker=marker(len(values)), markersize=size, **look
+    )
+    canvas.tag(ax, series or name, drawn)
+    canvas.record(ax, series or name, values, name)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
     """Draw the mean of a numbered series with a band of one standard deviation."""
     colour, _ = mark(number)
-    line(ax, mean, colour, size=3, linestyle=DASHES[number % len(DASHES)], label=label)
-    shade(ax, mean - std, mean + std, colour, alpha=0.15)
+    dashes = DASHES[number % len(DASHES)]
+    line(ax, mean, colour, size=3, series=label or "mean", linestyle=dashes, label=label)
+    shade(ax, mean - std, mean + std, colour, series=label or "mean", alpha=0.15)
 
 
-def shade(ax: Axes, low: pd.Series, high: pd.Series, colour: str, **look: Any) -> None:
-    """Fill the area between two series with the same index."""
-    ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
+def shade(
+    ax: Axes, low: pd.Series, high: pd.Series, colour: str, series: str = "", **look: Any
+) -> None:
+    """Fill the area between two series with the same index, as a part of `series`."""
+    drawn = ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
+    canvas.tag(ax, series, [drawn])
 
 
 def grid(ax: Axes, axis: Literal["x", "y"]) -> None:

@@ -73,14 +73,14 @@ def shown(found: Sweep, figures: str) -> list[str]:
 
 
 def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
-    """Write sweep.png, sweep.md and sweep.json into a directory; return the figure's path."""
+    """Write sweep.png (also .pdf, .svg), .md and .json into a directory; return the PNG's path."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "sweep.md").write_text(markdown(_cells(found, list(found.results))), "utf-8")
     quantities = found.results.groupby(level=0).agg(list).to_dict("list")
     content = {"setting": found.name, "values": found.values, "quantities": quantities}
     data = to_json(content, indent=1, inf_nan_mode="null")
     (out / "sweep.json").write_bytes(data + b"\n")
-    return drawing(found, shown(found, figures)).png(out)
+    return drawing(found, shown(found, figures)).write(out)
 
 
 def sweep_table(found: Sweep, figures: str = "") -> Table:

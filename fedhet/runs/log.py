@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -38,11 +39,17 @@ from fedhet.wire.identity import ClientInfo
 class Watcher:
     """Is notified of a run's events; calls must be short and must not fail. By default a no-op."""
 
+    def waiting(self, what: str) -> None:
+        """What the run waits for before its first round, such as "starting Ray"."""
+
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """The run has started; `models` maps client names to models."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """A round has started; `asked` are its clients."""
+
+    def client_started(self, client: str) -> None:
+        """A client trains now, as far as the server can tell; see `RunLog.client_answered`."""
 
     def client_answered(self, client: str, error: str) -> None:
         """A client has replied or, if `error` is not empty, has failed."""
@@ -80,6 +87,10 @@ class RunLog:
         """The checkpoint from which the run resumes; None for a new run."""
         self.workers = workers
         """Number of clients that train at once."""
+        self._queue: list[str] = []
+        """The clients that were asked in this round and have not begun to train."""
+        self._queue_lock = threading.Lock()
+        """Clients answer in several threads."""
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -146,11 +157,33 @@ class RunLog:
             self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
             watcher.round_started(number, asked)
+        with self._queue_lock:
+            first, self._queue = [*asked[: self.workers]], [*asked[self.workers :]]
+        self._started(first)
+
+    def waiting(self, what: str) -> None:
+        """Tell watchers what the run waits for before its first round."""
+        for watcher in self.watchers:
+            watcher.waiting(what)
 
     def client_answered(self, client: str, error: str = "") -> None:
-        """Notify watchers of a client's reply."""
+        """Notify watchers of a client's reply, and that the next one has begun to train.
+
+        `workers` clients train at once, roughly in the order in which they are asked.
+        """
         for watcher in self.watchers:
             watcher.client_answered(client, one_line(error))
+        with self._queue_lock:
+            if client in self._queue:  # it was earlier than its turn
+                self._queue.remove(client)
+                return
+            following, self._queue = self._queue[:1], self._queue[1:]
+        self._started(following)
+
+    def _started(self, clients: Iterable[str]) -> None:
+        for client in clients:
+            for watcher in self.watchers:
+                watcher.client_started(client)
 
     def notice(self, text: str) -> None:
         """Pass a notice to watchers, as one printable line: a peer may have chosen its words."""

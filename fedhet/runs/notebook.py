@@ -33,6 +33,11 @@ class NotebookDisplay(Watcher):
         self._last = ""
         self._notices: list[str] = []
 
+    def waiting(self, what: str) -> None:
+        """Show what the run waits for before its first round."""
+        self._title = what
+        self._show()
+
     def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
         """Show the run's title, and an empty bar."""
         self._title, self._headline = title(config, models), config.method.spec.headline

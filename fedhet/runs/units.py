@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 ABSENT = "—"
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -75,6 +75,11 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that puts client-2 before client-10."""
     parts = re.split(r"(\d+)", name)
     return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
+
+
+def position(name: str, order: Sequence[object]) -> tuple[int, str]:
+    """Return a sort key: names in the given order come first, then the others by name."""
+    return (order.index(name) if name in order else len(order)), name
 
 
 def printable(text: str) -> str:

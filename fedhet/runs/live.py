@@ -1,0 +1,222 @@
+"""The live display of a run in a terminal: what is shown always fits on the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from fedhet.config.resolve import Config
+from fedhet.runs.display import MOST_NOTICES, accuracies_of, duration, title
+from fedhet.runs.log import Watcher
+from fedhet.runs.progress import ClientProgress, State, shown_scores
+from fedhet.runs.progress import Progress as RunProgress
+from fedhet.runs.records import RoundRecord, Summary
+from fedhet.runs.units import human_bytes, human_seconds, plural, printable
+
+COLOURS = {
+    State.FAILED: "bold red",
+    State.TRAINING: "yellow",
+    State.WAITING: "dim",
+    State.DONE: "green",
+    State.NOT_ASKED: "dim",
+}
+LEAST_ROWS = 3
+"""The least number of clients in view; on a lower terminal the notices give way."""
+TRACE = 20
+"""Maximum number of rounds whose mean accuracies are listed."""
+
+
+class LiveDisplay(Watcher):
+    """A live display of the rounds, their cost, and every client's model, state and accuracy."""
+
+    def __init__(self, console: Console, label: str = "") -> None:
+        self._label = f"{label}: " if label else ""
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._start = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console)
+        self._start.add_task("starting")
+        self._task = self._bar.add_task("", total=None)
+        self._title = ""
+        self._run = RunProgress()
+        self._trace: list[float] = []
+        self._notices: list[str] = []
+        self._live = Live(
+            console=console, get_renderable=lambda: self, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def waiting(self, what: str) -> None:
+        """Show what the run waits for before its first round."""
+        self._start.update(self._start.task_ids[0], description=_plain(what))
+
+    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+        """Start the table of clients."""
+        self._title = f"{self._label}{title(config, models)} -> {directory}"
+        self._run = RunProgress()
+        self._run.run_started(config.run.rounds, config.method.spec.headline, models)
+        self._trace, self._notices = [], []
+        self._bar.update(self._task, description=config.method.name, total=config.run.rounds)
+
+    def round_started(self, number: int, asked: Sequence[str]) -> None:
+        """Mark the clients that were asked."""
+        self._run.round_started(number, asked)
+        self._bar.update(self._task, completed=number - 1)
+
+    def client_started(self, client: str) -> None:
+        """Mark a client as training."""
+        self._run.client_started(client)
+
+    def client_answered(self, client: str, error: str) -> None:
+        """Mark a client as done or failed."""
+        self._run.client_answered(client, failed=bool(error))
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Advance the bar, and show the round's accuracies."""
+        self._run.round_finished(record)
+        _, kinds = shown_scores(record, self._run.protocol)
+        self._trace += [score.mean for score in [*kinds.values()][:1]]
+        self._bar.update(self._task, completed=record.round)
+
+    def notice(self, text: str) -> None:
+        """Show a notice under the table."""
+        self._notices = [*self._notices, text][-MOST_NOTICES:]
+
+    def run_finished(self, summary: Summary) -> None:
+        """Print the run's duration above the table."""
+        self._console.print(f"{self._label}{duration(summary)}", highlight=False, markup=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield as many clients and notices as fit; the other lines are always there."""
+        everyone = len(self._run.clients)
+        top = self._summary(options.max_width) if everyone else [self._start]
+        notes: list[RenderableType] = [
+            Text(f"note: {printable(text)}", "yellow") for text in self._notices
+        ]
+        room = console.size.height - 1 - _lines(console, options, top)
+        if _lines(console, options, notes) + everyone >= room:
+            notes = [_cut(f"note: {text}", "yellow") for text in self._notices]
+            kept = min(len(notes), max(0, room - LEAST_ROWS - 2), max(1, room // 3))
+            notes = notes[len(notes) - kept :]
+        yield from top
+        yield from self._clients(room - _lines(console, options, notes)) if everyone else ()
+        yield from notes
+
+    def _summary(self, width: int) -> list[RenderableType]:
+        """Return the lines about the whole run."""
+        run = self._run
+        lines: list[RenderableType] = [_cut(self._title, "bold"), self._bar, _cut(self._now())]
+        if run.last:
+            lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
+            lines.append(_cut(_trace(self._trace, width), "cyan"))
+        if not math.isnan(run.seconds_a_round):
+            cost = [
+                f"{human_bytes(run.bytes_moved)} sent",
+                f"{human_seconds(run.seconds_a_round)} a round",
+            ]
+            if run.seconds_left > 0:
+                cost.append(f"about {human_seconds(run.seconds_left)} left")
+            lines.append(_cut(" · ".join(cost)))
+        return lines
+
+    def _now(self) -> str:
+        """Return what happens in the current round."""
+        run = self._run
+        if not run.round:
+            return f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
+        busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
+        if not run.goes_on:
+            return f"round {run.round} has ended"
+        failed = run.count(State.FAILED)
+        answered = run.asked - busy - waiting
+        text = f"round {run.round}: {answered} of {plural(run.asked, 'client')} answered"
+        text += f", {failed} failed" if failed else ""
+        rest = "the server aggregates and evaluates" if not busy + waiting else f"{busy} training"
+        return f"{text} · {rest}"
+
+    def _clients(self, room: int) -> Iterator[RenderableType]:
+        """Yield the table of clients, and a line about those that do not fit in `room` lines."""
+        run = self._run
+        table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
+        table.add_column("client", no_wrap=True, max_width=24)
+        table.add_column("model", no_wrap=True, max_width=18)
+        table.add_column("state", no_wrap=True)
+        for name in ("accuracy", "train loss", "seconds"):
+            table.add_column(name, justify="right", no_wrap=True)
+        rows = max(LEAST_ROWS, room - 1)
+        everyone = len(run.clients)
+        shown = run.in_view(rows if everyone <= rows else rows - 1)
+        for client in shown:
+            table.add_row(*self._row(client))
+        yield table
+        if len(shown) < everyone:
+            yield _cut(self._hidden(shown), "dim")
+
+    def _row(self, client: ClientProgress) -> list[Text]:
+        return [
+            Text(printable(client.name)),
+            Text(printable(client.model)),
+            Text(client.state.words, style=COLOURS[client.state]),
+            Text(_number(client.accuracy, 4)),
+            Text(_number(client.loss, 4)),
+            Text(_number(self._run.seconds_of(client), 1)),
+        ]
+
+    def _hidden(self, shown: Sequence[ClientProgress]) -> str:
+        """Return how many clients are not in view, by their state."""
+        names = {client.name for client in shown}
+        states = [c.state for c in [*self._run.clients.values()] if c.name not in names]
+        counts = [f"{states.count(state)} {state.words}" for state in State if state in states]
+        return f"and {len(states)} more: {', '.join(counts)} (in view: the worst and the slowest)"
+
+
+def _lines(console: Console, options: ConsoleOptions, parts: Sequence[RenderableType]) -> int:
+    return len(console.render_lines(Group(*parts), options, pad=False))
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """Return a text of one line, cut where the terminal ends."""
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _plain(text: str) -> str:
+    """Return text that rich's markup leaves as it is."""
+    return printable(text).replace("[", r"\[")
+
+
+def _trace(values: Sequence[float], width: int) -> str:
+    """Return the mean accuracies of the last rounds, as many as fit."""
+    start = "mean by round:"
+    fitting = max(1, (width - len(start)) // len(" 0.000"))
+    return " ".join([start, *(f"{value:.3f}" for value in values[-min(TRACE, fitting) :])])
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"

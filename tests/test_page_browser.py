@@ -1,0 +1,248 @@
+"""The pages in a real browser: switching a series, sorting, hovering, and nothing that overflows.
+
+Where things are drawn is read from matplotlib's own marks, and the values from the run's files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import HOSTILE, lines_of, make, rewrite
+
+from fedhet.report import compare, write_report
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+ALERT = '"><img src=x onerror="document.title=1">'
+"""A client's name that would change the page's title if it were markup."""
+NAMES = ("ward-10", "ward-9", HOSTILE, ALERT)
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of four clients, two of them with hostile names, and its page."""
+    path = tmp_path_factory.mktemp("page") / "run"
+    make(path, names=NAMES, rounds=6, kinds=("private", "proxy"), protocols=("common", "personal"))
+    rows = lines_of(path)
+    for row in rows:
+        row["bytes_up"], row["bytes_down"] = 40 * row["round"], 10 ** (3 + row["round"] // 2)
+        row["method"] |= {"once": 0.25} if row["round"] == 2 else {}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(path / "summary.json", lambda content: content.update(dataset=ALERT))
+    return write_report(path)
+
+
+class Opened:
+    """A page in a tab; errors, dialogs and requests for other files are collected in `faults`."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1400, scheme: str = "light") -> None:
+        size = {"width": width, "height": 900}
+        self.tab = browser.new_page(viewport=size, color_scheme=scheme)
+        self.faults: list[str] = []
+        self.tab.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.tab.on("console", lambda said: self.faults.append(said.text))
+        self.tab.on("dialog", lambda dialog: self.faults.append(dialog.message))
+        self.tab.on("request", lambda request: self._asked(request.url, path))
+        self.tab.goto(path.as_uri())
+
+    def _asked(self, url: str, path: Path) -> None:
+        if url != path.as_uri():
+            self.faults.append(url)
+
+    def figure(self, title: str) -> Any:
+        return self.tab.locator("figure.figure", has=self.tab.get_by_text(title, exact=True))
+
+    def marks(self, title: str, series: int) -> list[tuple[float, float]]:
+        """Return the middles of the first line's markers in a figure, from left to right."""
+        parts = self.figure(title).locator(f"svg g[data-series='{series}']").all()
+        line = max(parts, key=lambda part: part.locator("use").count())
+        line.scroll_into_view_if_needed()
+        boxes = [use.bounding_box() for use in line.locator("use").all()]
+        return sorted((b["x"] + b["width"] / 2, b["y"] + b["height"] / 2) for b in boxes)
+
+    def hover(self, place: tuple[float, float]) -> list[str]:
+        """Point at a place; return the lines that appear."""
+        self.tab.mouse.move(*place)
+        tip = self.tab.locator(".tip")
+        return tip.locator("div").all_inner_texts() if tip.is_visible() else []
+
+    def dots(self) -> list[tuple[float, float]]:
+        """Return the middles of the dots that the page has drawn where one points."""
+        boxes = [dot.bounding_box() for dot in self.tab.locator(".marks circle").all()]
+        return [(b["x"] + b["width"] / 2, b["y"] + b["height"] / 2) for b in boxes]
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, report: Path) -> Iterator[Opened]:
+    page = Opened(browser, report)
+    yield page
+    assert page.faults == []
+    page.tab.close()
+
+
+ACCURACY = "Accuracy on the common test set"
+
+
+def test_pointing_at_a_round_shows_its_values(opened: Opened, report: Path) -> None:
+    places = opened.marks(ACCURACY, 0)
+    assert len(places) == 6
+    for place, row in zip(places, lines_of(report.parent), strict=True):
+        found = row["accuracy"]["common"]
+        values = {
+            name: np.array([*found[name]["per_client"].values()]) for name in ("private", "proxy")
+        }
+        lines = opened.hover(place)
+        assert lines[0] == f"round {row['round']}"
+        assert {*lines[1:]} == {
+            *(f"{name}  {each.mean():.4f}" for name, each in values.items()),
+            *(f"{name}, worst  {each.min():.4f}" for name, each in values.items()),
+        }
+        # The dot lies on matplotlib's mark: the page's axes are the figure's.
+        nearest = min(np.hypot(x - place[0], y - place[1]) for x, y in opened.dots())
+        assert nearest < 1.0
+
+
+def test_bytes_have_a_logarithmic_axis_and_true_values(opened: Opened, report: Path) -> None:
+    title = "Bytes sent, cumulated"
+    up, down = (
+        np.cumsum([r[f"bytes_{d}"] for r in lines_of(report.parent)]) for d in ("up", "down")
+    )
+    assert up[-1] == 840
+    places = opened.marks(title, 1)
+    heights = np.array([place[1] for place in places])
+    # Equal ratios are equal distances.
+    scale = np.diff(heights) / np.diff(np.log10(down))
+    assert np.allclose(scale, scale[0], rtol=0.03)
+    for place in places:
+        opened.hover(place)
+        assert min(np.hypot(x - place[0], y - place[1]) for x, y in opened.dots()) < 1.0
+    assert opened.hover(places[0])[1:] == ["up  40 B", "down  1.00 kB"]
+    assert opened.hover(places[5])[1:] == [f"up  {up[5]} B", f"down  {down[5] / 1e6:.2f} MB"]
+    assert opened.hover((2.0, 2.0)) == []
+
+
+def test_a_series_is_switched_off_and_on(opened: Opened) -> None:
+    figure = opened.figure(ACCURACY)
+    key = figure.get_by_role("button", name="proxy")
+    parts = figure.locator("svg [data-series='1']")
+    other = figure.locator("svg [data-series='0']")
+    assert parts.count() == 3  # the mean, the worst client, the band
+    place = opened.marks(ACCURACY, 0)[2]
+    assert all(part.is_visible() for part in parts.all())
+    key.click()
+    assert key.get_attribute("aria-pressed") == "false"
+    assert not any(part.is_visible() for part in parts.all())
+    assert all(part.is_visible() for part in other.all())
+    assert [line.split()[0] for line in opened.hover(place)] == ["round", "private", "private,"]
+    key.click()
+    assert key.get_attribute("aria-pressed") == "true"
+    assert all(part.is_visible() for part in parts.all())
+    assert len(opened.hover(place)) == 5
+
+
+def test_every_clients_curve_is_found_by_pointing(opened: Opened, report: Path) -> None:
+    """Each client's last point leads to its name; names that are markup stay text."""
+    figure = opened.figure("A curve a client: private model, common test set")
+    figure.scroll_into_view_if_needed()
+    box = figure.locator("svg").bounding_box()
+    chart = json.loads(figure.locator("svg").get_attribute("data-chart"))[0]
+    last = lines_of(report.parent)[-1]["accuracy"]["common"]["private"]["per_client"]
+    assert {curve["name"] for curve in chart["curves"]} == {*NAMES, "mean"}
+    view = [float(n) for n in figure.locator("svg").get_attribute("viewBox").split()]
+    left, top, right, bottom = chart["box"]
+    (x0, x1, _), (y0, y1, _) = chart["x"], chart["y"]
+    for name, value in last.items():
+        x = left + (right - left) * (6 - x0) / (x1 - x0)
+        y = bottom - (bottom - top) * (value - y0) / (y1 - y0)
+        place = box["x"] + x * box["width"] / view[2], box["y"] + y * box["height"] / view[3]
+        assert opened.hover(place) == [name, "round 6", f"{value:.4f}"]
+    assert opened.tab.locator(".marks polyline").count() == 1
+    assert opened.tab.locator("img, .tip script, .tip img").count() == 0
+    assert ALERT in opened.tab.title()
+
+
+def test_a_tables_column_sorts_both_ways(opened: Opened, report: Path) -> None:
+    last = lines_of(report.parent)[-1]["accuracy"]["common"]["private"]["per_client"]
+    ranked = sorted(NAMES, key=lambda name: last[name])
+    table = opened.tab.locator("table.sortable", has_text="common private").first
+    names = table.locator("tbody td:first-child")
+    button = table.get_by_role("button", name="common private")
+    button.click()
+    assert names.all_inner_texts() == ranked[::-1]
+    button.click()
+    assert names.all_inner_texts() == ranked
+    table.get_by_role("button", name="client").click()
+    found = names.all_inner_texts()
+    assert found.index("ward-9") < found.index("ward-10")
+
+
+def test_what_was_measured_once_is_in_a_table(opened: Opened) -> None:
+    table = opened.tab.locator(".once")
+    rows = [row.inner_text().split("\t") for row in table.locator("tbody tr").all()]
+    assert rows == [["odd", "—", ""], ["once", "0.25", "2"]]
+    assert opened.tab.locator(".card svg").count() == 1  # classes_covered, over rounds
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+def test_nothing_overflows_and_the_schemes_differ(
+    browser: Any, report: Path, tmp_path: Path, width: int
+) -> None:
+    for seed in (0, 1):
+        names = ("a" * 60, "b")
+        make(tmp_path / f"long-{seed}", seed=seed, names=names, rounds=3, method="felo")
+        make(tmp_path / f"other-{seed}", seed=seed, rounds=3, method="local")
+    compare([tmp_path], out=tmp_path / "out")
+    backgrounds = []
+    for path in (report, tmp_path / "out" / "compare.html"):
+        for scheme in ("light", "dark"):
+            page = Opened(browser, path, width, scheme)
+            assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+            style = "getComputedStyle(document.body)"
+            colours = page.tab.evaluate(f"[{style}.backgroundColor, {style}.color]")
+            backgrounds.append(tuple(colours))
+            assert page.faults == []
+            page.tab.close()
+    assert backgrounds[0] != backgrounds[1]
+    assert backgrounds[0] == backgrounds[1][::-1] or backgrounds[:2] == backgrounds[2:]
+
+
+def test_a_comparison_is_pointed_at_and_switched(browser: Any, tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / m, method=m, rounds=4, top=t) for m, t in (("felo", 0.8), ("local", 0.5))
+    ]
+    compare(runs, out=tmp_path / "out")
+    page = Opened(browser, tmp_path / "out" / "compare.html")
+    title = "Accuracy: private model, common test set"
+    place = page.marks(title, 0)[1]
+    rows = [lines_of(run)[1]["accuracy"]["common"]["private"]["mean"] for run in runs]
+    assert page.hover(place) == ["round 2", f"felo  {rows[0]:.4f}", f"local  {rows[1]:.4f}"]
+    page.figure(title).get_by_role("button", name="felo").click()
+    assert page.hover(place) == ["round 2", f"local  {rows[1]:.4f}"]
+    sent = sum(row["bytes_up"] + row["bytes_down"] for row in lines_of(runs[1])[:1])
+    place = page.marks("Accuracy for bytes", 1)[0]
+    first = lines_of(runs[1])[0]["accuracy"]["common"]["private"]["mean"]
+    assert page.hover(place) == ["local", f"{sent / 1000:.2f} kB", f"{first:.4f}"]
+    assert page.faults == []
+    page.tab.close()
