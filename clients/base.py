@@ -31,6 +31,7 @@ from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, StateError
+from fedhet.evaluation import judge
 from fedhet.models import HetModel, Refitted, build, build_any, load_weights
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.tables import TrainingSettings
@@ -41,7 +42,6 @@ from fedhet.training import (
     Optimization,
     all_finite,
     cross_entropy_of,
-    evaluate,
     train_epochs,
 )
 from fedhet.wire.contract import Contract, Sizes
@@ -248,7 +248,7 @@ class HetClient(NumPyClient):
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:
         """Evaluate models, by kind, on every test split of the client."""
         return {
-            (protocol, kind): evaluate(model, split.x, split.y, self.compute)
+            (protocol, kind): judge(model, split, self.compute, self.run.measured)
             for protocol, split in self.tests.items()
             for kind, model in models.items()
         }

@@ -14,6 +14,7 @@ from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name, layered, overlaid
 from fedhet.errors import SettingsError
+from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import LineDisplay, LiveDisplay
 from fedhet.runs.log import Watcher
@@ -86,6 +87,7 @@ def compare(
     kind: str | None = None,
     protocol: str | None = None,
     against: str | None = None,
+    metric: str = ACCURACY,
 ) -> ComparedRuns:
     """Compare runs, as `fedhet compare` does; runs of several seeds are grouped.
 
@@ -94,9 +96,7 @@ def compare(
     """
     places = [each.directory if isinstance(each, Result) else each for each in runs]
     return ComparedRuns(
-        report.compare(
-            places, out=out, target=target, kind=kind, protocol=protocol, against=against
-        )
+        report.compare(places, out, target, kind, protocol=protocol, against=against, metric=metric)
     )
 
 

@@ -23,6 +23,7 @@ from fedhet.config.resolve import Config
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
+from fedhet.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured, mean_figures
 from fedhet.seeding import numpy_rng
@@ -35,7 +36,6 @@ from fedhet.server.rules import rules_of
 from fedhet.server.standing import Standing
 from fedhet.settings.tables import EngineSettings
 from fedhet.storage import Checkpoint
-from fedhet.training import evaluate
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -67,7 +67,7 @@ class HetStrategy(Strategy):
         standing = Standing(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, standing)
         limit = int(engine.max_payload_mb * 1e6)
-        self._exchange = Exchange(log.run_name, config.method, limit, self.state)
+        self._exchange = Exchange(log.run_name, config.method, limit, self.state, self.run.measured)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
 
@@ -232,7 +232,8 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                self.state.measured(name, self._exchange.read_evaluation(name, result))
+                classes = self.members[name].info.classes
+                self.state.measured(name, self._exchange.read_evaluation(name, result, classes))
         self._close_round()
         return None, {}
 
@@ -323,14 +324,28 @@ class HetStrategy(Strategy):
         models = self.eval_models()
         if not models or (common := self.common_test()) is None:
             return
-        self.state.measured(SERVER, measured_on(common, models, self.run.engine))
+        found = measured_on(common, models, self.run.engine, self.run.measured)
+        self.state.measured(SERVER, found)
 
 
-def measured_on(common: Split, models: Mapping[str, nn.Module], engine: EngineSettings) -> Measured:
-    """Return the accuracies of the server's own models, by kind, on the common test set."""
+def measured_on(
+    common: Split,
+    models: Mapping[str, nn.Module],
+    engine: EngineSettings,
+    metrics: Sequence[str] = (),
+) -> Measured:
+    """Return what the server's own models score, by kind, on the common test set."""
     compute = compute_for(engine)
-    accuracy = {
-        ("common", kind): evaluate(model, common.x, common.y, compute).accuracy
-        for kind, model in models.items()
-    }
-    return Measured(accuracy, None, 0.0, 0.0, 0.0)
+    scores = {kind: judge(model, common, compute, metrics) for kind, model in models.items()}
+    return Measured(
+        {("common", kind): score.accuracy for kind, score in scores.items()},
+        None,
+        0.0,
+        0.0,
+        0.0,
+        metrics={
+            (name, "common", kind): value
+            for kind, score in scores.items()
+            for name, value in score.metrics.items()
+        },
+    )

@@ -48,6 +48,12 @@ def measures(
 ) -> dict[str, Scalar]:
     """Return a client's measurements as Flower metrics; `loss` is the training loss."""
     accuracy = {key: score.accuracy for key, score in scores.items()}
-    memory = peak_memory_mb()
-    measured = Measured(accuracy, loss, train_seconds, eval_seconds, memory, dict(figures or {}))
+    metrics = {
+        (name, *key): value
+        for key, score in scores.items()
+        for name, value in score.metrics.items()
+    }
+    measured = Measured(
+        accuracy, loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {}), metrics
+    )
     return dict(write_measures(measured))

@@ -27,7 +27,9 @@ from fedhet.runs.records import (
     PastRound,
     RoundRecord,
     RunSeconds,
+    Score,
     Summary,
+    metrics_with_tails,
     peak_memory_mb,
     with_tails,
 )
@@ -216,6 +218,7 @@ class RunLog:
             headline=self._headline(),
             accuracy=with_tails(self._history),
             relative=last.relative,
+            metrics=metrics_with_tails(self._history),
             history=[PastRound.of(record) for record in self._history],
             bytes_up=sum(record.bytes_up for record in self._history),
             bytes_down=sum(record.bytes_down for record in self._history),
@@ -237,10 +240,10 @@ class RunLog:
 
 def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
     """Yield a round's metrics by their TensorBoard names."""
-    for protocol, kinds in record.accuracy.items():
-        for kind, scores in kinds.items():
-            for statistic in ("mean", "std", "worst"):
-                yield f"accuracy-{protocol}-{kind}/{statistic}", getattr(scores, statistic)
+    for metric, protocols in {"accuracy": record.accuracy, **record.metrics}.items():
+        for protocol, kinds in protocols.items():
+            for kind, scores in kinds.items():
+                yield from _statistics(f"{metric}-{protocol}-{kind}", scores)
     for protocol, ratio in record.relative.items():
         for statistic in ("mean", "best", "worst"):
             yield f"relative-{protocol}/{statistic}", getattr(ratio, statistic)
@@ -252,6 +255,14 @@ def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
         yield f"{method}/{name}", value
     for name, value in record.seconds:
         yield f"seconds/{name}", value
+
+
+def _statistics(name: str, scores: Score) -> Iterator[tuple[str, float]]:
+    """Yield the statistics of a metric, and each client's value."""
+    for statistic in ("mean", "std", "worst"):
+        yield f"{name}/{statistic}", getattr(scores, statistic)
+    for client, value in scores.per_client.items():
+        yield f"{name}/clients/{client}", value
 
 
 def versions() -> dict[str, str]:

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
+from fedhet.metrics import beside_accuracy
 from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str
@@ -183,10 +184,16 @@ def _is_milestones(text: str) -> str:
     return ",".join(parts)
 
 
+def _are_metrics(text: str) -> str:
+    beside_accuracy(text)
+    return text
+
+
 # Types and ranges that several settings share.
 Span = Annotated[str, AfterValidator(_is_number_span)]
 SpanOrAll = Annotated[str, AfterValidator(_is_span)]
 Milestones = Annotated[str, AfterValidator(_is_milestones)]
+Metrics = Annotated[str, AfterValidator(_are_metrics)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]

@@ -12,12 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.metrics import beside_accuracy
 from fedhet.settings.schema import (
     Bytes,
     Count,
     CountOrNone,
     Dealt,
     Fraction,
+    Metrics,
     Milestones,
     NonNegative,
     Positive,
@@ -351,6 +353,11 @@ class RunSettings(Schema):
     evaluate_every: Count = Field(
         1, description="rounds between evaluations; the last round is always evaluated"
     )
+    metrics: Metrics = machine(
+        "accuracy",
+        "what is measured of the models in an evaluation beside accuracy, comma-separated: "
+        "balanced-accuracy, macro-f1, auc, test-loss, calibration-error, recall (of each class)",
+    )
     out: str = machine("", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>")
     resume: bool = machine(
         False, "go on with the run in 'out' after its last whole round, if one is there"
@@ -360,6 +367,11 @@ class RunSettings(Schema):
     training: TrainingSettings = TrainingSettings()
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Return the metrics that are measured beside accuracy."""
+        return beside_accuracy(self.metrics)
 
     @model_validator(mode="after")
     def _a_run_to_resume_is_named(self) -> RunSettings:
