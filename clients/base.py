@@ -20,7 +20,7 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.arrays import Arrays
-from fedhet.client.messages import Scores, measures, own_loss, read_instruction
+from fedhet.client.messages import Scores, best_round, measures, own_loss, read_instruction
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
 from fedhet.client.record import Recorder
@@ -273,7 +273,7 @@ class HetClient(NumPyClient):
             envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
             self.state.restore(envelope.run, before=envelope.round)
             answer, train_seconds = self._train(envelope.round, instruction)
-            self.state.save(envelope.round)
+            self.state.save(envelope.round, best_round(config))
             self.recorder.leave(self.state.folder, envelope.run)
             scores, eval_seconds = Scores(), 0.0
             if config.get("evaluate", True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,10 @@ FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | 
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
 
 
+class _StoppedEarly(Exception):  # noqa: N818
+    """Ends Flower's loop over the rounds before its last one."""
+
+
 class FederationServer(Server):
     """Flower's server, extended to resume after the last complete round and to close the log."""
 
@@ -36,7 +41,9 @@ class FederationServer(Server):
 
         Raises FedhetError if no client has answered in the last rounds: there is no result then.
         """
-        result = super().fit(num_rounds - self._log.done, timeout)
+        result: tuple[History, float] = (History(), 0.0)
+        with contextlib.suppress(_StoppedEarly):
+            result = super().fit(num_rounds - self._log.done, timeout)
         self._log.finish()
         if fault := self._log.unanswered():
             raise FedhetError(fault)
@@ -44,7 +51,10 @@ class FederationServer(Server):
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
         """Train round `server_round` of the remaining rounds."""
-        return super().fit_round(self._log.done + server_round, timeout)
+        number = self._log.done + server_round
+        if number > self._log.last_round:
+            raise _StoppedEarly
+        return super().fit_round(number, timeout)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
         """Evaluate round `server_round` of the remaining rounds."""

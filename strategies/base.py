@@ -160,6 +160,7 @@ class HetStrategy(Strategy):
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)
+        self._end_with(self.log.last_round)
         return NOTHING
 
     def configure_fit(
@@ -174,8 +175,9 @@ class HetStrategy(Strategy):
         self.state.ask(selection)
         self.log.round_started(server_round, selection.names)
         evaluated = selection.training if self._evaluates(server_round) else ()
+        best: dict[str, Scalar] = {"best": self.log.best_round} if self.run.keep_best else {}
         instructions: list[tuple[ClientProxy, FitIns]] = [
-            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated}))
+            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **best}))
             for proxy, payload in self._instructions(server_round, selection)
         ]
         self.state.wait()
@@ -318,6 +320,16 @@ class HetStrategy(Strategy):
         self.log.round_finished(record)
         facts = {"state": self.state.to_json()}
         self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
+        self._end_with(self.log.last_round)
+
+    def _end_with(self, round: int) -> None:
+        """Let `round` be the last one, if it comes before the last that was planned."""
+        if round < self.run.rounds:
+            self.run = self.run.model_copy(update={"rounds": round})
+            self.log.notice(
+                f"round {round} is the last: the accuracy has not risen for "
+                f"{self.run.early_stopping} evaluations ('early-stopping')"
+            )
 
     def _evaluate_own(self) -> None:
         """Evaluate the server's own models on the common test set, recorded under SERVER."""

@@ -33,6 +33,12 @@ def read_instruction(
     return envelope, knowledge
 
 
+def best_round(config: Mapping[str, Scalar]) -> int:
+    """Return the best round so far, whose models are to be kept; 0: the server names none."""
+    found = config.get("best", 0)
+    return found if isinstance(found, int) else 0
+
+
 def own_loss(scores: Scores) -> float:
     """Return the private model's loss on the client's own test split; 0 if there is none."""
     own = scores.get(("personal", "private"))

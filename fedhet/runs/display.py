@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedhet.config.resolve import Config
 from fedhet.runs.log import Watcher
-from fedhet.runs.records import PROTOCOLS, RoundRecord, Score, Summary
+from fedhet.runs.records import PROTOCOLS, RoundRecord, Score, Summary, headline_scores
 from fedhet.runs.units import human_bytes, plural
 
 MOST_CLIENTS = 24
@@ -186,10 +186,10 @@ def headline_of(record: RoundRecord, protocol: str) -> tuple[float | None, str]:
 
     It is that under `protocol`, or under the other if only that was evaluated.
     """
-    shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
-    scores = record.accuracy.get(shown, {}).get("private")
-    if scores is None:
+    found = headline_scores(record, protocol)
+    if found is None:
         return None, "not evaluated"
+    shown, scores = found
     text = f"accuracy ({shown}) {scores.mean:.4f} ± {scores.std:.4f}"
     return scores.mean, f"{text}, worst {scores.worst:.4f}"
 

@@ -20,8 +20,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
+from fedhet.config.sources import read_toml
 from fedhet.errors import one_line
-from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
+from fedhet.runs.directory import (
+    check_same,
+    claimed,
+    last_round,
+    make_empty,
+    read_run_name,
+    whole_rounds,
+)
 from fedhet.runs.files import record_line, summary_text
 from fedhet.runs.records import (
     PastRound,
@@ -29,6 +37,7 @@ from fedhet.runs.records import (
     RunSeconds,
     Score,
     Summary,
+    best_round,
     metrics_with_tails,
     peak_memory_mb,
     with_tails,
@@ -108,8 +117,7 @@ class RunLog:
         self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
         with replacing(self.directory / "run.json") as path:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
-        with replacing(self.directory / "config.toml") as path:
-            path.write_text(self.config.to_toml(), encoding="utf-8")
+        self._write_config()
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -127,7 +135,30 @@ class RunLog:
         for record in self._history:
             self._seconds.add(record.seconds)
         self._earlier = self._seconds.total
+        before = read_toml(self.directory / "config.toml").get("rounds")
+        self._write_config()
+        (self.directory / "summary.json").unlink(missing_ok=True)
         self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
+        schedule = self.config.run.training.follows_rounds
+        if schedule and before != self.config.run.rounds:
+            self.notice(
+                f"the learning rate ({schedule}) followed {before} rounds up to here, and follows "
+                f"{self.config.run.rounds} from now on"
+            )
+
+    def _write_config(self) -> None:
+        with replacing(self.directory / "config.toml") as path:
+            path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    @property
+    def best_round(self) -> int:
+        """The round with the best headline accuracy so far; 0: none was evaluated."""
+        return best_round(self._history, self.config.method.spec.headline)
+
+    @property
+    def last_round(self) -> int:
+        """The last round, as far as it is known now: early stopping may bring it forward."""
+        return last_round(self._history, self.config)
 
     def begin(self, clients: Iterable[ClientInfo]) -> None:
         """Record the clients that the run starts with."""

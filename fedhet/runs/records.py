@@ -288,6 +288,29 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Rat
     return found
 
 
+def headline_scores(record: RoundRecord, protocol: str) -> tuple[str, Score] | None:
+    """Return the private models' accuracies, and their protocol; None if they were not evaluated.
+
+    They are those under `protocol`, or under the other if only that was evaluated.
+    """
+    shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
+    scores = record.accuracy.get(shown, {}).get("private")
+    return None if scores is None else (shown, scores)
+
+
+def headline_mean(record: RoundRecord, protocol: str) -> float | None:
+    """Return the headline number of a round; None if it was not evaluated."""
+    found = headline_scores(record, protocol)
+    return found[1].mean if found else None
+
+
+def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
+    """Return the first round with the highest headline number; 0 if none was evaluated."""
+    means = {record.round: headline_mean(record, protocol) for record in records}
+    known = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
+    return max(known, key=lambda number: known[number], default=0)
+
+
 def tail_of(records: Sequence[RoundRecord], protocol: str, kind: str) -> Tail:
     """Return the mean of the last fifth of the rounds: of `ceil(rounds / 5)`, at least one.
 

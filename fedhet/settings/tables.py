@@ -242,6 +242,12 @@ class TrainingSettings(Schema):
         """Return the settings with the first value of each."""
         return self.model_copy(update={name: pool[0] for name, pool in self.pools().items()})
 
+    @property
+    def follows_rounds(self) -> str:
+        """Return the schedule if it depends on the number of the run's rounds, or ""."""
+        follows = self.schedule == "cosine" or (self.schedule == "step" and not self.milestones)
+        return self.schedule if follows else ""
+
     def describe(self) -> str:
         """Return what a client trains with, in one line."""
         step = f"{self.optimizer}, lr {self.lr:g}"
@@ -353,6 +359,14 @@ class RunSettings(Schema):
     evaluate_every: Count = Field(
         1, description="rounds between evaluations; the last round is always evaluated"
     )
+    early_stopping: CountOrNone = Field(
+        0,
+        description="evaluations running without a rise of the headline accuracy, after which one "
+        "more round is the last; 0 = all rounds",
+    )
+    keep_best: bool = machine(
+        False, "keep the clients' models of the round with the best headline accuracy too"
+    )
     metrics: Metrics = machine(
         "accuracy",
         "what is measured of the models in an evaluation beside accuracy, comma-separated: "
@@ -398,6 +412,8 @@ class RunSettings(Schema):
 
 PLACE = frozenset({"out", "resume"})
 """Settings that locate a run; its config.toml leaves them out."""
+ENDS = frozenset({"rounds", "early-stopping"})
+"""Settings that say when a run ends; a run that goes on may end later than it was to."""
 RENAMED = MappingProxyType(
     {"models": "models.pool", "attack": "attack.kind", "attack-scale": "attack.scale"}
 )

@@ -25,9 +25,12 @@ from fedhet.trained import export as write_model
 class Result:
     """A run on disk: its records as data frames, and its clients' models."""
 
-    def __init__(self, run: report.Run) -> None:
-        """Take what was read of the run; models are read when they are asked for."""
-        self._run = run
+    def __init__(self, run: report.Run, *, best: bool = False) -> None:
+        """Take what was read of the run; models are read when they are asked for.
+
+        `best`: those after the best round, and not after the last.
+        """
+        self._run, self._best = run, best
         self._open: dict[str, TrainedClient] = {}
 
     @property
@@ -122,6 +125,13 @@ class Result:
         """The images of the run's report, by name."""
         return {path.stem: path for path in sorted((self.directory / "figures").glob("*.png"))}
 
+    def best(self) -> Result:
+        """Return the same result with the clients' models as they were after the best round.
+
+        The run must have kept them ('keep-best'); StateError is raised when one is missing.
+        """
+        return Result(self._run, best=True)
+
     def kinds(self, client: str) -> tuple[str, ...]:
         """Return the kinds of model that a client keeps. Raises as `model` does."""
         return self._client(client).kinds
@@ -157,7 +167,7 @@ class Result:
 
     def _client(self, name: str) -> TrainedClient:
         if name not in self._open:
-            self._open[name] = open_client(self.directory, name)
+            self._open[name] = open_client(self.directory, name, best=self._best)
         return self._open[name]
 
     def __repr__(self) -> str:
