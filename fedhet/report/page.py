@@ -58,8 +58,8 @@ def render_run(run: Run) -> str:
         run=run,
         title=f"{run.method} on {run.dataset}",
         hero=_hero(run),
-        accuracy=[_svg(figures.accuracy(run, [name])) for name in run.protocols],
-        plots={d.name: _svg(d) for d in figures.drawings(run) if d.name != "accuracy"},
+        accuracy=[as_markup(figures.accuracy(run, [name])) for name in run.protocols],
+        plots={d.name: as_markup(d) for d in figures.drawings(run) if d.name != "accuracy"},
         sparks=[_spark(run.figures[name]) for name in run.figures.columns[:SPARKS]],
         clients=client_cells(run),
         recalls=recall_cells(run),
@@ -82,7 +82,7 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
         table=comparison_cells(comparison),
         paired=paired_cells(comparison),
         paired_basis=PAIRED,
-        plots=[_svg(panel) for panel in panels],
+        plots=[as_markup(panel) for panel in panels],
         shared=shared,
         differing=differing,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _svg(drawing: Drawing) -> Markup:
+def as_markup(drawing: Drawing) -> Markup:
     """Return a drawing as markup; matplotlib has escaped the names in it."""
     return Markup(drawing.svg())  # noqa: S704
 
