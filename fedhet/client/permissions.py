@@ -23,8 +23,8 @@ ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
 DATASETS = ("data.dataset", "data.public-dataset")
-_IMPORTED = re.compile(r"\s*[^\s,:]+:[^\s,:]+\s*")
-"""A user's own model, package.module:function."""
+_TIMES = re.compile(r"\s*\*\s*\d+$")
+"""The end of a pool's entry that stands for several of a model."""
 
 
 def permitted(
@@ -58,8 +58,9 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
             yield setting, path
     for setting, value in settings.items():
         if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
-            names = (n.strip() for n in value.split(",") if _IMPORTED.fullmatch(n))
-            yield from ((setting, name) for name in names if not is_encoder(name))
+            # Whatever has a colon may end as the path of a model, odd as it may look.
+            named = [_TIMES.sub("", part.strip()) for part in value.split(",") if ":" in part]
+            yield from ((setting, name) for name in named if not is_encoder(name))
 
 
 def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:

@@ -208,6 +208,6 @@ def absolute(config: Config) -> Config:
 
 def _absolute(dataset: str) -> str:
     kind, colon, path = dataset.partition(":")
-    if kind == data.OWN:
+    if kind == data.OWN or (kind == data.HUB and not Path(path).expanduser().is_dir()):
         return dataset
     return f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind

@@ -22,6 +22,7 @@ from fedhet.settings.schema import (
     Metrics,
     Milestones,
     NonNegative,
+    Pool,
     Positive,
     Scalar,
     Schema,
@@ -35,6 +36,7 @@ from fedhet.settings.schema import (
     is_machine,
     is_pool,
     machine,
+    pool_names,
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -46,7 +48,8 @@ class DataSettings(Schema):
     dataset: str = Field(
         "digits",
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR or python:module:function",
+        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR, medmnist:FILE, hf:NAME or "
+        "python:module:function",
     )
     sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
         "auto",
@@ -87,7 +90,8 @@ class DataSettings(Schema):
         "is a common test set",
     )
     image_size: Side = Field(
-        0, description="side to which an image folder is resized; 0 = as it is"
+        0,
+        description="side to which images of imagefolder:DIR and hf:NAME are resized; 0 = as it is",
     )
     text_column: str = Field(
         "text",
@@ -154,9 +158,10 @@ class DataSettings(Schema):
 class ModelSettings(Schema):
     """The clients' models."""
 
-    pool: str = Field(
+    pool: Pool = Field(
         "cnn2,cnn3,mlp,gems-resnet11,resnet10",
-        description="models, comma-separated, as `fedhet models` lists them; left at this default, "
+        description="models, comma-separated, as `fedhet models` lists them, cnn2*3 for three in a "
+        "row; left at this default, "
         "the pool is one for tables where the data is a table (texts, signals: likewise), and a "
         "method's own where all its clients must have one model: `fedhet methods NAME` says which",
     )
@@ -170,7 +175,7 @@ class ModelSettings(Schema):
     @property
     def names(self) -> list[str]:
         """Return the names of the models in the pool."""
-        return [name.strip() for name in self.pool.split(",") if name.strip()]
+        return pool_names(self.pool)
 
 
 class TrainingSettings(Schema):
