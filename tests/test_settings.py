@@ -179,6 +179,7 @@ OLD_KEYS = {
     "attack-scale": "attack.scale",
 }
 NEW_KEYS = {
+    "engine.drop-outs", "engine.stragglers", "engine.slowdown",
     "metrics", "keep-best", "early-stopping",
     "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
     "training.patience", "training.clip", "training.augment", "training.keep-optimizer",

@@ -162,7 +162,7 @@ def _reader(name: str) -> Callable[[DataSpec], Dataset]:
     if kind in _BY_FOLDER:
         place, read = _BY_FOLDER[kind]
         if not folder:
-            raise SettingsError(f"data.dataset = {name!r}: give what to read, as in {kind}:{place}")
+            raise SettingsError(f"data.dataset = {name!r}: give the folder, as in {kind}:{place}")
         return lambda spec: read(folder, spec)
     if kind == KIND:
         return lambda spec: read_own(folder)

@@ -318,6 +318,17 @@ class EngineSettings(ComputeSettings):
         description="rounds running after which a client that does not answer is asked only now "
         "and then; 0 = it is asked in every round",
     )
+    drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="in a simulation, the share of the asked clients that do not answer in a "
+        "round, drawn for each client and round",
+    )
+    stragglers: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="in a simulation, the share of the asked clients that are slow in a round"
+    )
+    slowdown: Annotated[float, Field(ge=1, le=1000)] = Field(
+        3.0, description="how many times as long a straggler takes"
+    )
     divergences: CountOrNone = Field(
         3,
         description="rounds running in which the training of the server's own model diverges, "
