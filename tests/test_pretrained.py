@@ -24,9 +24,10 @@ def weights(tmp_path, monkeypatch):
         cached.cache_clear()
     torch.manual_seed(5)
     network = torchvision.models.get_model(NETWORKS[BASE], weights=None)
-    for buffer in network.buffers():
-        if buffer.is_floating_point():
-            buffer.uniform_(0.5, 1.5)
+    network.train()
+    with torch.no_grad():
+        for _ in range(20):  # the batch norms' statistics, as training leaves them
+            network(torch.randn(8, 3, 64, 64))
     url = torchvision.models.get_model_weights(NETWORKS[BASE]).DEFAULT.url
     path = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
     path.parent.mkdir(parents=True)
@@ -61,7 +62,10 @@ def test_the_features_are_those_of_the_weights(weights, how, channels):
     model = build(f"{BASE}-{how}", (channels, 8, 8), 4, seed=0).eval()
     with torch.no_grad():
         found, logits = model.features_and_logits(x)
-    assert torch.allclose(found, features_by_hand(network, x), atol=1e-4)
+    expected = features_by_hand(network, x)
+    spread = expected.std(0).max()
+    assert spread > 0, "else any images would do"
+    assert torch.allclose(found, expected, atol=float(spread) / 100)
     assert logits.shape == (3, 4)
 
 
@@ -69,11 +73,12 @@ def test_a_frozen_network_is_no_part_of_the_weights(weights):
     frozen = build(f"{BASE}-frozen", (1, 8, 8), 4, seed=0)
     assert set(frozen.state_dict()) == {"classifier.weight", "classifier.bias"}
     frozen.train()
-    before = frozen.extractor(torch.zeros(2, 1, 8, 8))
+    x = torch.rand(4, 1, 8, 8)
+    alone, beside = frozen.extractor(x[:1]), frozen.extractor(x)[:1]
+    assert torch.allclose(alone, beside, rtol=1e-3, atol=0)  # its batch norms do not see a batch
     torch.nn.functional.cross_entropy(
         frozen(torch.ones(2, 1, 8, 8)), torch.tensor([0, 1])
     ).backward()
-    assert torch.equal(frozen.extractor(torch.zeros(2, 1, 8, 8)), before)  # also its batch norms
     assert frozen.classifier.weight.grad is not None
     trained = build(f"{BASE}-pretrained", (1, 8, 8), 4, seed=0)
     assert all(parameter.requires_grad for parameter in trained.parameters())
