@@ -42,6 +42,7 @@ def run(
     config: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
+    watchers: Iterable[Watcher] = (),
 ) -> Result:
     """Train a federation on this machine, as `fedhet run` does, and return its result.
 
@@ -56,7 +57,8 @@ def run(
     "ray" such an object must be at the top level of a module, from which the workers import it;
     with "inline" it may be any.
 
-    `progress` shows the rounds as they end. Raises FedhetError, with one line that says what is
+    `progress` shows the rounds as they end. `watchers` are told of the run's events too; see
+    `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is
     wrong, before any training if this machine cannot run it.
     """
     given = {
@@ -64,8 +66,8 @@ def run(
         "seed": seed, BACKEND: backend, "out": None if out is None else str(out),
     }  # fmt: skip
     chosen = _resolved(method, given, preset, config, flatten(settings or {}))
-    with _display(progress) as watchers:
-        return Result(simulate(chosen, run_directory(chosen), watchers))
+    with _display(progress) as display:
+        return Result(simulate(chosen, run_directory(chosen), [*display, *watchers]))
 
 
 def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:

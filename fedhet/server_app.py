@@ -17,6 +17,7 @@ from fedhet.config.resolve import Config, check_deployable, resolve
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.trackers import trackers_of
 from fedhet.wire.knowledge import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
@@ -70,7 +71,8 @@ def components(
     begun: float | None = None,
 ) -> ServerAppComponents:
     """Return the components of Flower's ServerApp. `begun`: as of `RunLog`."""
-    log = RunLog(config, directory, workers=workers, watchers=watchers, begun=begun)
+    every = [*watchers, *trackers_of(config)]
+    log = RunLog(config, directory, workers=workers, watchers=every, begun=begun)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     return ServerAppComponents(server=FederationServer(config, log), config=rounds)
 

@@ -180,7 +180,7 @@ OLD_KEYS = {
 }
 NEW_KEYS = {
     "engine.drop-outs", "engine.stragglers", "engine.slowdown",
-    "metrics", "keep-best", "early-stopping",
+    "engine.track", "metrics", "keep-best", "early-stopping",
     "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
     "training.patience", "training.clip", "training.augment", "training.keep-optimizer",
     "training.semi", "training.semi-threshold", "training.semi-weight",
@@ -239,7 +239,7 @@ def test_a_setting_is_declared_in_one_place():
 
 
 def test_where_a_run_ran_is_its_place_and_its_machine():
-    machine = """backend device channels-last threads eval-batch-size cpus-per-client
+    machine = """backend track device channels-last threads eval-batch-size cpus-per-client
         gpus-per-client join-timeout min-clients round-timeout in-flight max-payload-mb"""
     place = {
         "out",

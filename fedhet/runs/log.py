@@ -265,16 +265,18 @@ class RunLog:
         return headline if headline in measured or not measured else min(measured)
 
     def _write_events(self, record: RoundRecord) -> None:
-        for name, value in _scalars(record, self.config.method.name):
+        for name, value in scalars(record, self.config.method.name, clients=True):
             self._board.add_scalar(name, value, record.round)
 
 
-def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics by their TensorBoard names."""
+def scalars(
+    record: RoundRecord, method: str, *, clients: bool = False
+) -> Iterator[tuple[str, float]]:
+    """Yield a round's metrics by their TensorBoard names, with those of each client if wanted."""
     for metric, protocols in {"accuracy": record.accuracy, **record.metrics}.items():
         for protocol, kinds in protocols.items():
             for kind, scores in kinds.items():
-                yield from _statistics(f"{metric}-{protocol}-{kind}", scores)
+                yield from _statistics(f"{metric}-{protocol}-{kind}", scores, clients)
     for protocol, ratio in record.relative.items():
         for statistic in ("mean", "best", "worst"):
             yield f"relative-{protocol}/{statistic}", getattr(ratio, statistic)
@@ -288,11 +290,11 @@ def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
         yield f"seconds/{name}", value
 
 
-def _statistics(name: str, scores: Score) -> Iterator[tuple[str, float]]:
-    """Yield the statistics of a metric, and each client's value."""
+def _statistics(name: str, scores: Score, clients: bool) -> Iterator[tuple[str, float]]:
+    """Yield the statistics of a metric, and each client's value if wanted."""
     for statistic in ("mean", "std", "worst"):
         yield f"{name}/{statistic}", getattr(scores, statistic)
-    for client, value in scores.per_client.items():
+    for client, value in scores.per_client.items() if clients else ():
         yield f"{name}/clients/{client}", value
 
 

@@ -281,6 +281,9 @@ class EngineSettings(ComputeSettings):
     backend: Literal["ray", "inline"] = machine(
         "ray", "Flower's simulation on Ray, or everything in this process"
     )
+    track: Literal["none", "wandb", "mlflow"] = machine(
+        "none", "where a run's numbers are sent beside its own files (docs/trackers.md)"
+    )
     cpus_per_client: Positive = machine(1.0, "Ray: processors a worker takes")
     gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
         0.25, "Ray: share of a GPU a worker takes, where the device is one"
