@@ -20,7 +20,8 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.arrays import Arrays
-from fedhet.client.messages import Scores, measures, own_loss, read_instruction
+from fedhet.client.messages import Scores, best_round, measures, own_loss, read_instruction
+from fedhet.client.mishaps import refuse_drop_out, straggling
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
 from fedhet.client.record import Recorder
@@ -30,7 +31,8 @@ from fedhet.client.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
-from fedhet.errors import FedhetError, StateError
+from fedhet.errors import DropOutError, FedhetError, StateError
+from fedhet.evaluation import judge
 from fedhet.models import HetModel, Refitted, build, build_any, load_weights
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.tables import TrainingSettings
@@ -41,7 +43,6 @@ from fedhet.training import (
     Optimization,
     all_finite,
     cross_entropy_of,
-    evaluate,
     train_epochs,
 )
 from fedhet.wire.contract import Contract, Sizes
@@ -248,7 +249,7 @@ class HetClient(NumPyClient):
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:
         """Evaluate models, by kind, on every test split of the client."""
         return {
-            (protocol, kind): evaluate(model, split.x, split.y, self.compute)
+            (protocol, kind): judge(model, split, self.compute, self.run.measured)
             for protocol, split in self.tests.items()
             for kind, model in models.items()
         }
@@ -271,14 +272,18 @@ class HetClient(NumPyClient):
         """Train as the server's instruction says, and return the reply."""
         try:
             envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
+            refuse_drop_out(self.run, self.info.name, envelope.round)
             self.state.restore(envelope.run, before=envelope.round)
-            answer, train_seconds = self._train(envelope.round, instruction)
-            self.state.save(envelope.round)
+            with straggling(self.run, self.info.name, envelope.round):
+                answer, train_seconds = self._train(envelope.round, instruction)
+            self.state.save(envelope.round, best_round(config))
             self.recorder.leave(self.state.folder, envelope.run)
             scores, eval_seconds = Scores(), 0.0
             if config.get("evaluate", True):
                 scores, eval_seconds = self._evaluate(instruction)
             arrays = encode(replace(envelope, sender=self.info.name), answer)
+        except DropOutError:
+            raise  # nothing is answered
         except FedhetError as error:
             return [], 0, {"error": str(error)}
         measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)

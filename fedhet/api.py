@@ -14,6 +14,7 @@ from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name, layered, overlaid
 from fedhet.errors import SettingsError
+from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
@@ -42,6 +43,7 @@ def run(
     config: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
+    watchers: Iterable[Watcher] = (),
 ) -> Result:
     """Train a federation on this machine, as `fedhet run` does, and return its result.
 
@@ -56,7 +58,8 @@ def run(
     "ray" such an object must be at the top level of a module, from which the workers import it;
     with "inline" it may be any.
 
-    `progress` shows the rounds as they end. Raises FedhetError, with one line that says what is
+    `progress` shows the rounds as they end. `watchers` are told of the run's events too; see
+    `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is
     wrong, before any training if this machine cannot run it.
     """
     given = {
@@ -64,8 +67,8 @@ def run(
         "seed": seed, BACKEND: backend, "out": None if out is None else str(out),
     }  # fmt: skip
     chosen = _resolved(method, given, preset, config, flatten(settings or {}))
-    with _display(progress) as watchers:
-        return Result(simulate(chosen, run_directory(chosen), watchers))
+    with _display(progress) as display:
+        return Result(simulate(chosen, run_directory(chosen), [*display, *watchers]))
 
 
 def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:
@@ -87,6 +90,7 @@ def compare(
     kind: str | None = None,
     protocol: str | None = None,
     against: str | None = None,
+    metric: str = ACCURACY,
 ) -> ComparedRuns:
     """Compare runs, as `fedhet compare` does; runs of several seeds are grouped.
 
@@ -95,9 +99,7 @@ def compare(
     """
     places = [each.directory if isinstance(each, Result) else each for each in runs]
     return ComparedRuns(
-        report.compare(
-            places, out=out, target=target, kind=kind, protocol=protocol, against=against
-        )
+        report.compare(places, out, target, kind, protocol=protocol, against=against, metric=metric)
     )
 
 

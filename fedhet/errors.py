@@ -35,6 +35,10 @@ class StateError(FedhetError):
     """A saved state that is absent, truncated, or of another run, method or model."""
 
 
+class DropOutError(FedhetError):
+    """A client of a simulation that drops out of a round, as its settings say."""
+
+
 class DivergedError(FedhetError):
     """Training of the server's own model that diverged; the model is as it was before."""
 

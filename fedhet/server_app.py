@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +17,15 @@ from fedhet.config.resolve import Config, check_deployable, resolve
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.trackers import trackers_of
 from fedhet.wire.knowledge import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
+
+
+class _StoppedEarly(Exception):  # noqa: N818
+    """Ends Flower's loop over the rounds before its last one."""
 
 
 class FederationServer(Server):
@@ -36,7 +42,9 @@ class FederationServer(Server):
 
         Raises FedhetError if no client has answered in the last rounds: there is no result then.
         """
-        result = super().fit(num_rounds - self._log.done, timeout)
+        result: tuple[History, float] = (History(), 0.0)
+        with contextlib.suppress(_StoppedEarly):
+            result = super().fit(num_rounds - self._log.done, timeout)
         self._log.finish()
         if fault := self._log.unanswered():
             raise FedhetError(fault)
@@ -44,7 +52,10 @@ class FederationServer(Server):
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
         """Train round `server_round` of the remaining rounds."""
-        return super().fit_round(self._log.done + server_round, timeout)
+        number = self._log.done + server_round
+        if number > self._log.last_round:
+            raise _StoppedEarly
+        return super().fit_round(number, timeout)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
         """Evaluate round `server_round` of the remaining rounds."""
@@ -60,7 +71,8 @@ def components(
     begun: float | None = None,
 ) -> ServerAppComponents:
     """Return the components of Flower's ServerApp. `begun`: as of `RunLog`."""
-    log = RunLog(config, directory, workers=workers, watchers=watchers, begun=begun)
+    every = [*watchers, *trackers_of(config)]
+    log = RunLog(config, directory, workers=workers, watchers=every, begun=begun)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     return ServerAppComponents(server=FederationServer(config, log), config=rounds)
 

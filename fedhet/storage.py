@@ -69,16 +69,19 @@ class ClientStore:
         """Return the rounds that have a state, ascending."""
         return sorted(map(round_of, _states(self.folder)))
 
-    def save(self, round: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    def save(
+        self, round: int, tensors: Mapping[str, Tensor], facts: Facts, kept_too: int = 0
+    ) -> None:
         """Save the state of `round` atomically.
 
         Then remove the states of later rounds, which a server that has resumed from an earlier
-        round discards, and all but the last few.
+        round discards, and all but the last few and that which was current after round `kept_too`.
         """
         save(self.path(round), tensors, facts)
         rounds = self.rounds()
         past = [known for known in rounds if known <= round]
-        for unwanted in sorted(set(rounds) - set(past[-KEPT_STATES:])):
+        wanted = {*past[-KEPT_STATES:], *[known for known in past if known <= kept_too][-1:]}
+        for unwanted in sorted(set(rounds) - wanted):
             self.path(unwanted).unlink(missing_ok=True)
 
     def load(

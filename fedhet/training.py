@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
@@ -225,13 +225,20 @@ class Score:
 
     accuracy: float
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Others by their names; see `fedhet.evaluation.judge`."""
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, compute: Compute) -> Score:
-    """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1."""
+def evaluate(
+    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, kept: list[Tensor] | None = None
+) -> Score:
+    """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1.
+
+    The logits of each batch are appended to `kept`, if it is given.
+    """
     with evaluating(model):
-        return _score(model, x, y, compute)
+        return _score(model, x, y, compute, kept)
 
 
 @torch.no_grad()
@@ -269,7 +276,9 @@ def statistics_kept(model: nn.Module) -> Iterator[None]:
             norm.track_running_stats = True
 
 
-def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute) -> Score:
+def _score(
+    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, kept: list[Tensor] | None
+) -> Score:
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
     for start in range(0, len(y), compute.eval_batch):
@@ -280,6 +289,8 @@ def _score(model: nn.Module, x: Tensor, y: Tensor, compute: Compute) -> Score:
         top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
         correct += ((guess == target) & top.isfinite()).sum()
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
+        if kept is not None:
+            kept.append(logits)
     return Score(correct.item() / len(y), loss.item() / len(y))
 
 

@@ -258,7 +258,9 @@ def test_unknown_names_and_values_are_refused() -> None:
         "data.dataset = 'npz': give the folder, as in npz:DIR"
     )
     assert dataset_names()[0] == "digits"
-    assert dataset_names()[-4:] == ["imagefolder:PATH", "npz:DIR", "text:PATH", "signal:DIR"]
+    assert dataset_names()[-6:] == [
+        "imagefolder:PATH", "npz:DIR", "medmnist:FILE", "hf:NAME", "text:PATH", "signal:DIR",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

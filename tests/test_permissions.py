@@ -43,6 +43,12 @@ def context(node, **run):
     [
         {"models__pool": "evil_module:f"},
         {"models__pool": "mlp, evil_module:f"},
+        {"models__pool": "mlp,evil_module:f*3"},
+        {"models__pool": "evil_module:f * 3"},
+        {"models__pool": "evil_module:f*x"},
+        {"method": "fedtype", "fedtype__proxy": "evil_module:f x"},
+        {"method": "fedtype", "fedtype__proxy": "evil_module:f:g"},
+        {"method": "fedtype", "fedtype__proxy": "evil_module:f*x"},
         {"method": "evil_module.x"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f"},
         {"method": "fedgems", "fedgems__server-model": "evil_module:f"},

@@ -179,6 +179,8 @@ OLD_KEYS = {
     "attack-scale": "attack.scale",
 }
 NEW_KEYS = {
+    "engine.drop-outs", "engine.stragglers", "engine.slowdown",
+    "engine.track", "metrics", "keep-best", "early-stopping",
     "training.schedule", "training.warm-up-rounds", "training.milestones", "training.decay",
     "training.patience", "training.clip", "training.augment", "training.keep-optimizer",
     "training.semi", "training.semi-threshold", "training.semi-weight",
@@ -237,9 +239,17 @@ def test_a_setting_is_declared_in_one_place():
 
 
 def test_where_a_run_ran_is_its_place_and_its_machine():
-    machine = """backend device channels-last threads eval-batch-size cpus-per-client
+    machine = """backend track device channels-last threads eval-batch-size cpus-per-client
         gpus-per-client join-timeout min-clients round-timeout in-flight max-payload-mb"""
-    place = {"out", "resume", "data.data-dir", "data.download", "data.max-bytes"}
+    place = {
+        "out",
+        "resume",
+        "metrics",
+        "keep-best",
+        "data.data-dir",
+        "data.download",
+        "data.max-bytes",
+    }
     assert where_it_ran() == place | {f"engine.{name}" for name in machine.split()}
     assert where_it_ran() >= PLACE == {"out", "resume"}
 

@@ -3,11 +3,17 @@
 import json
 
 import pytest
+from federation import small as small_run
+from matplotlib.figure import Figure
+from synthetic import make
 from typer.testing import CliRunner
 
+from fedhet import report
 from fedhet.cli import app
-from fedhet.cli.sweep import folder_name, read_sweep
+from fedhet.cli.jobs import jobs_that_fit
+from fedhet.cli.sweep import folder_name, point_name, read_grid, read_sweep
 from fedhet.errors import SettingsError
+from fedhet.report.sweep import _panel
 
 
 def test_a_range_has_both_ends_and_exact_decimals():
@@ -86,10 +92,95 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
     assert all(low >= high for low, high in zip(kept[0], kept[1], strict=True))
     # With no pseudolabels the fitted models are those of before.
     assert found["quantities"]["relative accuracy, common, mean"][2] == [1.0, 1.0]
+    page = (out / "sweep.html").read_text()
+    assert "Sweep of cofed.threshold" in page
+    assert page.count("seed-") == 6
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sweep.md").read_text().count("\n") == 5
     for words in ("relative accuracy", "accuracy, common, private, tail", "pseudolabels"):
         assert words in " ".join(result.output.split())
+
+
+def test_several_settings_make_a_grid():
+    grid = read_grid(["lr=0.1,1", "partition=iid,shards", "rounds=2:3:1"], "local")
+    assert grid == {
+        "training.lr": [0.1, 1], "data.partition": ["iid", "shards"], "rounds": [2, 3],
+    }  # fmt: skip
+    assert point_name((0.1, "iid", 2)) == "0.1_iid_2"
+
+
+@pytest.mark.parametrize(
+    ("texts", "fault"),
+    [
+        (["lr=0.1,1", "training.lr=2,3"], "'training.lr' is swept already"),
+        (["rounds=1:100:1", "clients=2:100:1"], "at most 1000 points, these are 9900"),
+        (["data.by=a b,a-b"], "the same name as a folder"),
+    ],
+)
+def test_what_is_no_grid_is_said(texts, fault):
+    with pytest.raises(SettingsError, match=fault):
+        read_grid(texts, "local")
+
+
+def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):
+    tops = {(lr, kind): 0.3 + 20 * lr + 0.1 * (kind == "b") for lr in (0.01, 0.02) for kind in "ab"}
+    runs = {
+        point: [make(tmp_path / f"{number}", top=top, seed=0)]
+        for number, (point, top) in enumerate(tops.items())
+    }
+    found = report.sweep(("training.lr", "x.kind"), runs)
+    page = report.write_sweep(found, tmp_path / "out").read_text()
+    means = {point: run.last("common", "private").mean for point, (run,) in found.runs.items()}
+    assert f"{max(means.values()):.4g}" in page
+    ax = Figure().subplots()
+    _panel(ax, found, "accuracy, common, private")
+    drawn = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines
+    }
+    for kind in "ab":
+        x, y = drawn[f"kind={kind}"]
+        assert x == [0.01, 0.02]
+        assert y == pytest.approx([means[lr, kind] for lr in (0.01, 0.02)])
+    content = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert content["points"] == [list(point) for point in tops]
+    assert content["quantities"]["accuracy, common, private"] == [[v] for v in means.values()]
+
+
+@pytest.mark.slow
+def test_a_grid_side_by_side(tmp_path):
+    out = tmp_path / "sweep"
+    command = ["sweep", "local", "models.pool=sk-tree,sk-svm", "max-samples=60,80", "--rounds", "1"]
+    small = [
+        "--dataset", "breast-cancer", "--clients", "2", "--set", "partition=iid", "--backend",
+        "inline", "--set", "metrics=auc", "--jobs", "2", "--out", str(out),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, [*command, *small])
+    assert result.exit_code == 0, result.output
+    assert "4 of 4  " in result.output
+    found = json.loads((out / "sweep.json").read_text())
+    assert found["settings"] == ["models.pool", "data.max-samples"]
+    assert found["points"] == [
+        [model, samples] for model in ("sk-tree", "sk-svm") for samples in (60, 80)
+    ]
+    for place, (model, samples) in enumerate(found["points"]):
+        path = out / f"{model}_{samples}" / "seed-0" / "summary.json"
+        summary = json.loads(path.read_text())
+        assert set(summary["models"].values()) == {model}
+        accuracy = found["quantities"]["accuracy, common, private"]
+        assert accuracy[place] == [summary["accuracy"]["common"]["private"]["mean"]]
+        auc = found["quantities"]["AUC, common, private"]
+        assert auc[place] == [summary["metrics"]["auc"]["common"]["private"]["mean"]]
+    page = (out / "sweep.html").read_text()
+    best = max(accuracy, key=lambda each: each[0])[0]
+    assert f"{best:.4g}" in page
+    assert "max-samples=60" in page  # a curve for each of its values
+
+
+def test_how_many_runs_fit(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert jobs_that_fit(small_run(backend="inline", threads=3)) == 2
+    assert jobs_that_fit(small_run(backend="inline", threads=16)) == 1
+    assert jobs_that_fit(small_run(backend="ray")) == 1
 
 
 def test_every_value_is_checked_before_the_first_runs(tmp_path):

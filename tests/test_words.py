@@ -191,9 +191,9 @@ def test_a_shell_gets_it_without_heavy_imports():
 
 
 def test_a_sweeps_lines_name_the_value(capsys):
-    assert _label("training.lr", {"training.lr": 0.1, "seed": 0}, [0]) == "training.lr=0.1"
-    label = _label("felo.share-weights", {"felo.share-weights": False, "seed": 2}, [1, 2])
-    assert label == "felo.share-weights=false, seed 2"
+    assert _label({"training.lr": 0.1}, 0, several=False) == "training.lr=0.1"
+    label = _label({"training.lr": 0.1, "felo.share-weights": False}, 2, several=True)
+    assert label == "training.lr=0.1, felo.share-weights=false, seed 2"
     LineDisplay(Console(width=200), "training.lr=0.1").notice("odd")
     LineDisplay(Console(width=200)).notice("odd")
     assert capsys.readouterr().out.splitlines() == ["training.lr=0.1: note: odd", "note: odd"]

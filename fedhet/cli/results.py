@@ -32,6 +32,9 @@ def compare_command(
             "local, or else the first. With :KIND, its models of another kind.",
         ),
     ] = None,
+    metric: Annotated[
+        str, typer.Option(help="What is compared, of what the runs' 'metrics' have measured.")
+    ] = "accuracy",
     figures: Annotated[
         str, typer.Option(help="The methods' own figures to draw too, e.g. pseudo_error.")
     ] = "",
@@ -44,7 +47,13 @@ def compare_command(
     from fedhet.cli.shown import show_comparison
 
     found = report.compare(
-        directories, target=target, kind=kind, figures=figures, protocol=protocol, against=against
+        directories,
+        target=target,
+        kind=kind,
+        figures=figures,
+        protocol=protocol,
+        against=against,
+        metric=metric,
     )
     show_comparison(found, out)
 

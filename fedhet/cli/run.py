@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedhet.cli.options import loading, read_seeds, with_settings
-from fedhet.cli.sweep import read_sweep
+from fedhet.cli.sweep import read_grid
 from fedhet.config.sources import parse_pairs
 from fedhet.config.values import read_values
 from fedhet.errors import SettingsError
@@ -50,7 +51,11 @@ def run_command(
 def sweep_command(
     values: dict[str, object],
     over: Annotated[
-        str, typer.Argument(metavar="KEY=VALUES", help="START:STOP:STEP, both ends in, or a,b,c.")
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUES…",
+            help="START:STOP:STEP, both ends in, or a,b,c; several make a grid.",
+        ),
     ],
     seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
     figures: Annotated[
@@ -59,16 +64,24 @@ def sweep_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
         "runs/sweep"
     ),
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Runs side by side, a process each; 0: as many as the processors allow (on Ray, "
+            "which takes all of them, one).",
+        ),
+    ] = 1,
 ) -> None:
-    """Run one setting at several values; end with a table and a figure over them."""
-    name, swept = read_sweep(over, str(values["method"]))
-    for value in swept:
-        read_values({**values, name: value})
+    """Run settings at several values, and all combinations of them; end with a table and a page."""
+    swept = read_grid(over, str(values["method"]))
+    for point in product(*swept.values()):
+        read_values({**values, **dict(zip(swept, point, strict=True))})
     several = read_seeds(seeds)
     with loading():
         from fedhet.cli import training
 
-    training.train_sweep(values, name, swept, several, figures, out)
+    training.train_sweep(values, swept, several, figures, out, jobs)
 
 
 def table_command(

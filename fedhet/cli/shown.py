@@ -20,4 +20,6 @@ def show_comparison(comparison: report.Comparison, out: Path) -> None:
 def show_run(run: report.Run) -> None:
     """Print the table of a run and the path of its page."""
     console.print(report.final_table(run))
+    if (metrics := report.metric_table(run)) is not None:
+        console.print(metrics)
     say_where(run.path / "report.html")

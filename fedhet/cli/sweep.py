@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
+from itertools import product
+from math import prod
 
 from fedhet.config.declared import declared
 from fedhet.config.sources import full_name
@@ -30,6 +33,31 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     if len(set(map(str, values))) != len(values):
         raise SettingsError(f"'{text}' is no sweep: a value is given twice")
     return name, values
+
+
+def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
+    """Return the settings of a sweep with their values; the sweep is over all combinations.
+
+    Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
+    points than a sweep may have.
+    """
+    grid: dict[str, list[object]] = {}
+    for text in texts:
+        name, values = read_sweep(text, method)
+        if name in grid:
+            raise SettingsError(f"'{text}' is no sweep: '{name}' is swept already")
+        grid[name] = values
+    if (points := prod(map(len, grid.values()))) > MOST_VALUES:
+        raise SettingsError(f"a sweep takes at most {MOST_VALUES} points, these are {points}")
+    names = {point_name(point) for point in product(*grid.values())}
+    if len(names) < points:
+        raise SettingsError("two values of the sweep have the same name as a folder")
+    return grid
+
+
+def point_name(point: Sequence[object]) -> str:
+    """Return a combination of values as a valid folder name."""
+    return "_".join(map(folder_name, point))
 
 
 def folder_name(value: object) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.progress import (
@@ -19,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.cli.interrupt import ending_at_once
+from fedhet.cli.jobs import side_by_side
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import FedhetError, SettingsError
@@ -91,7 +90,7 @@ def _make(chosen: Plan, jobs: int) -> dict[str, str]:
     with _progress() as progress, ending_at_once(lambda: GOES_ON):
         whole = progress.add_task(f"{chosen.name}, {chosen.size}", total=count)
         progress.update(whole, completed=count - len(todo))
-        made = _one_by_one(todo, progress) if jobs == 1 else _side_by_side(todo, jobs)
+        made = _one_by_one(todo, progress) if jobs == 1 else side_by_side(todo, jobs, _made)
         for number, (run, fault) in enumerate(made, count - len(todo) + 1):
             progress.advance(whole)
             label = f"{run.label}, seed {run.values['seed']}"
@@ -107,14 +106,6 @@ def _one_by_one(todo: Sequence[PlannedRun], progress: Progress) -> Iterator[tupl
         task = progress.add_task(run.label, total=None)
         yield run, _made(run, [_Rounds(progress, task)])
         progress.remove_task(task)
-
-
-def _side_by_side(todo: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, str]]:
-    # A new process for each run: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        started = {pool.submit(_made, run): run for run in todo}
-        for future in as_completed(started):
-            yield started[future], future.result()
 
 
 def _made(run: PlannedRun, watchers: Sequence[Watcher] = ()) -> str:

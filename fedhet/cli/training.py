@@ -8,20 +8,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from fedhet.cli.interrupt import ending_at_once
+from fedhet.cli.jobs import jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
-from fedhet.cli.sweep import folder_name
+from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
-from fedhet.errors import StateError
+from fedhet.errors import FedhetError, StateError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import Watcher
-from fedhet.runs.units import setting
+from fedhet.runs.units import plural, setting
 from fedhet.server_app import run_directory
 from fedhet.simulate import simulate
 
@@ -58,45 +61,88 @@ def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
     show_comparison(report.compare(runs), parent)
 
 
+@dataclass(frozen=True)
+class SweptRun:
+    """A run of a sweep: where it goes, what its lines are called, and its settings."""
+
+    directory: Path
+    label: str
+    config: Config
+
+
 def train_sweep(
     values: Mapping[str, object],
-    name: str,
-    swept: Sequence[object],
+    swept: Mapping[str, Sequence[object]],
     seeds: Sequence[int],
     figures: str,
     out: Path,
+    jobs: int,
 ) -> None:
-    """Make a run for each value of the setting `name` and each seed, and show them together."""
-    plan = {
-        value: {
-            out / folder_name(value) / f"seed-{seed}": {**values, name: value, "seed": seed}
+    """Make a run for each point of the grid `swept` and each seed, and show them together.
+
+    `jobs` runs go on at once; 0: as many as the processors allow.
+    """
+    points = {
+        point: [
+            SweptRun(
+                out / point_name(point) / f"seed-{seed}",
+                _label(chosen, seed, several=len(seeds) > 1),
+                _swept_config(values, chosen, seed, out / point_name(point) / f"seed-{seed}"),
+            )
             for seed in seeds
-        }
-        for value in swept
+        ]
+        for point in product(*swept.values())
+        for chosen in [dict(zip(swept, point, strict=True))]
     }
-    # All configs are checked before the first run starts.
-    configs = {
-        directory: (
-            _label(name, chosen, seeds),
-            resolve({**chosen, "out": str(directory.resolve())}),
-        )
-        for runs in plan.values()
-        for directory, chosen in runs.items()
-    }
-    for directory, (label, config) in configs.items():
-        _run(config, directory.resolve(), label)
+    runs = [run for some in points.values() for run in some]  # all are checked by now
+    at_once = jobs or jobs_that_fit(runs[0].config)
+    if min(at_once, len(runs)) == 1:
+        for run in runs:
+            _run(run.config, run.directory.resolve(), run.label)
+    else:
+        _make_side_by_side(runs, at_once)
     from fedhet import report
 
-    found = report.sweep(name, {value: list(runs) for value, runs in plan.items()})
-    figure = report.write_sweep(found, out, figures)
+    directories = {point: [run.directory for run in some] for point, some in points.items()}
+    found = report.sweep(tuple(swept), directories)
+    page = report.write_sweep(found, out, figures)
     console.print(report.sweep_table(found, figures))
-    say(f"figure: {figure}")
+    say(f"page: {page}")
 
 
-def _label(name: str, chosen: Mapping[str, object], seeds: Sequence[int]) -> str:
-    """Return the run's value of the setting `name`, with its seed where there are several."""
-    value = f"{name}={setting(chosen[name])}"
-    return f"{value}, seed {chosen['seed']}" if len(seeds) > 1 else value
+def _swept_config(
+    values: Mapping[str, object], chosen: Mapping[str, object], seed: int, directory: Path
+) -> Config:
+    return resolve({**values, **chosen, "seed": seed, "out": str(directory.resolve())})
+
+
+def _make_side_by_side(runs: Sequence[SweptRun], jobs: int) -> None:
+    """Make runs in processes of their own, with a line for each that ends.
+
+    Raises FedhetError, after all of them, if some did not.
+    """
+    faults = []
+    with ending_at_once(lambda: "the runs that have ended are whole"):
+        for number, (run, fault) in enumerate(side_by_side(runs, jobs, _made), 1):
+            say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}")
+            faults += [f"{run.label}: {fault}"] if fault else []
+    if faults:
+        raise FedhetError(f"{plural(len(faults), 'run')} did not end: {'; '.join(faults)}")
+
+
+def _made(run: SweptRun) -> str:
+    """Make a run; return why it did not end, or ""."""
+    try:
+        simulate(run.config, run.directory.resolve())
+    except FedhetError as error:
+        return str(error)
+    return ""
+
+
+def _label(chosen: Mapping[str, object], seed: int, *, several: bool) -> str:
+    """Return the run's values of the swept settings, with its seed where there are several."""
+    point = ", ".join(f"{name}={setting(value)}" for name, value in chosen.items())
+    return f"{point}, seed {seed}" if several else point
 
 
 def _process_begun() -> float:

@@ -25,6 +25,9 @@ Directory = Annotated[
     typer.Argument(metavar="DIR", help="A run's directory, or a site's own state folder."),
 ]
 Client = Annotated[str, typer.Argument(help="The client, as the run's table names it.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="The models after the best round (keep-best), not the last.")
+]
 Kind = Annotated[str, typer.Option(help="Kind of model: private, with some methods also proxy.")]
 
 
@@ -36,6 +39,7 @@ def predict_command(
         typer.Argument(help="Images or texts, folders of them, or one .npz file with an array x."),
     ],
     kind: Kind = "private",
+    best: Best = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     resize: Annotated[
         bool, typer.Option("--resize", help="Resize images to the size the model takes.")
@@ -44,7 +48,7 @@ def predict_command(
     """Predict samples with a client's model: their classes and probabilities."""
     from fedhet.trained import open_client, read_inputs
 
-    trained = open_client(directory, client)
+    trained = open_client(directory, client, best=best)
     names, x = read_inputs(inputs, trained.record, resize=resize)
     found = trained.predict(x, kind)
     if csv:
@@ -87,10 +91,11 @@ def export_command(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")],
     kind: Kind = "private",
+    best: Best = False,
 ) -> None:
     """Export a client's model, with a card beside it: what it takes, and how good it is."""
     from fedhet.trained import export, open_client
 
-    card = export(open_client(directory, client), form, out, kind)
+    card = export(open_client(directory, client, best=best), form, out, kind)
     say(f"model: {out}")
     say(f"card: {card}")

@@ -33,6 +33,12 @@ def read_instruction(
     return envelope, knowledge
 
 
+def best_round(config: Mapping[str, Scalar]) -> int:
+    """Return the best round so far, whose models are to be kept; 0: the server names none."""
+    found = config.get("best", 0)
+    return found if isinstance(found, int) else 0
+
+
 def own_loss(scores: Scores) -> float:
     """Return the private model's loss on the client's own test split; 0 if there is none."""
     own = scores.get(("personal", "private"))
@@ -48,6 +54,12 @@ def measures(
 ) -> dict[str, Scalar]:
     """Return a client's measurements as Flower metrics; `loss` is the training loss."""
     accuracy = {key: score.accuracy for key, score in scores.items()}
-    memory = peak_memory_mb()
-    measured = Measured(accuracy, loss, train_seconds, eval_seconds, memory, dict(figures or {}))
+    metrics = {
+        (name, *key): value
+        for key, score in scores.items()
+        for name, value in score.metrics.items()
+    }
+    measured = Measured(
+        accuracy, loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {}), metrics
+    )
     return dict(write_measures(measured))

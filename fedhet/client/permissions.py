@@ -14,17 +14,19 @@ from pathlib import Path
 from fedhet.client.node import NodeSettings
 from fedhet.config.methods import method_names
 from fedhet.data import OWN
-from fedhet.data.encoders import is_encoder
 from fedhet.errors import SettingsError
+from fedhet.models.own import is_own
 from fedhet.settings.schema import Scalar, build
 from fedhet.settings.tables import RunSettings
 
 ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
+SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
+"""Settings of simulations alone, which a site does not follow."""
 DATASETS = ("data.dataset", "data.public-dataset")
-_IMPORTED = re.compile(r"\s*[^\s,:]+:[^\s,:]+\s*")
-"""A user's own model, package.module:function."""
+_TIMES = re.compile(r"\s*\*\s*\d+$")
+"""The end of a pool's entry that stands for several of a model."""
 
 
 def permitted(
@@ -35,7 +37,7 @@ def permitted(
     Raises SettingsError, before anything is imported or read, if the site does not allow them.
     """
     site = build(NodeSettings, node_config, prefix="node-config ")
-    taken = dict(run_config)
+    taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         taken[POOL] = site.model
     for setting, name in _imports(taken):
@@ -58,8 +60,9 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
             yield setting, path
     for setting, value in settings.items():
         if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
-            names = (n.strip() for n in value.split(",") if _IMPORTED.fullmatch(n))
-            yield from ((setting, name) for name in names if not is_encoder(name))
+            # Whatever has a colon may end as the path of a model, odd as it may look.
+            named = [_TIMES.sub("", part.strip()) for part in value.split(",") if ":" in part]
+            yield from ((setting, name) for name in named if is_own(name))
 
 
 def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:

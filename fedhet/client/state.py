@@ -101,8 +101,8 @@ class ClientState:
         """Mark the state as changing: unless it is saved, it is read from disk the next time."""
         self._version = UNSAVED
 
-    def save(self, round: int) -> None:
-        """Save the state as of the end of `round`.
+    def save(self, round: int, kept_too: int = 0) -> None:
+        """Save the state as of the end of `round`, and keep that of the end of `kept_too` too.
 
         Raises StateError if another process has saved a newer state since `restore`.
         """
@@ -118,7 +118,7 @@ class ClientState:
         for kind, model in self.models.items():
             tensors |= grouped(kind, model.state_dict())
         tensors |= grouped(BESIDE_MODELS, self.tensors)
-        store.save(round, tensors, facts)
+        store.save(round, tensors, facts, kept_too)
         self._version = self._newest = version
 
     def _load_last(self, rounds: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from fedhet.config.methods import Method, find_method
 from fedhet.config.values import read_values
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
-from fedhet.settings.schema import MethodSettings, Scalar, build, nest, refused
+from fedhet.settings.schema import MethodSettings, Scalar, build, kebab, nest, refused
 from fedhet.settings.tables import PLACE, RunSettings
 from fedhet.wire.contract import poisonable
 
@@ -186,13 +186,21 @@ def check(config: Config) -> None:
 
 
 def check_deployable(config: Config) -> None:
-    """Raise SettingsError for a method that can only be simulated."""
+    """Raise SettingsError for a method, or clients' mishaps, that can only be simulated."""
     if config.method.spec.simulation_only:
         rule = (
             "another method in a deployment: it trains on all clients' data in one place, which "
             "would have to leave the sites; `fedhet run` simulates it"
         )
         raise refused("method", config.method.name, rule)
+    _check_no_mishaps(config)
+
+
+def _check_no_mishaps(config: Config) -> None:
+    for name in ("drop_outs", "stragglers"):
+        if value := getattr(config.run.engine, name):
+            rule = "0 in a deployment, whose sites fail by themselves"
+            raise refused(f"engine.{kebab(name)}", value, rule)
 
 
 def absolute(config: Config) -> Config:
@@ -208,6 +216,6 @@ def absolute(config: Config) -> Config:
 
 def _absolute(dataset: str) -> str:
     kind, colon, path = dataset.partition(":")
-    if kind == data.OWN:
+    if kind == data.OWN or (kind == data.HUB and not Path(path).expanduser().is_dir()):
         return dataset
     return f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind

@@ -47,13 +47,13 @@ def read_owners(path: Path, name: str, spec: DataSpec) -> Index:
             if f"{name}.npy" not in archive.namelist():
                 keys = ", ".join(key.removesuffix(".npy") for key in archive.namelist())
                 raise DataError(f"{path}: has no array {name!r} (data.by), only {keys}")
-            refuse_more(_array_bytes(archive, f"{name}.npy", path), spec, path)
+            refuse_more(array_bytes(archive, f"{name}.npy", path), spec, path)
         with np.load(path, allow_pickle=False) as file:
             owners, samples = file[name], len(file["y"])
     except DataError:
         raise
     except Exception as error:  # as in `_arrays`
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if owners.shape != (samples,) or owners.dtype.kind not in "iuU":
         raise DataError(
             f"{path}: {name} must be whole numbers or words [{samples}], is {owners.dtype} "
@@ -153,10 +153,11 @@ def _arrays(path: Path, spec: DataSpec) -> tuple[npt.NDArray[Any], npt.NDArray[A
     except DataError:
         raise
     except Exception as error:  # zipfile, zlib, lzma, tokenize and numpy have each their own
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: Path, error: Exception) -> DataError:
+    """Return the error for a file that is no .npz file, or a broken one."""
     return DataError(f"{path}: not a readable .npz file ({type(error).__name__}: {error})")
 
 
@@ -170,10 +171,14 @@ def _unpacked(path: Path) -> int:
         if not {"x.npy", "y.npy"} <= sizes.keys():
             keys = ", ".join(name.removesuffix(".npy") for name in sorted(sizes)) or "none"
             raise DataError(f"{path}: needs the arrays x and y, has {keys}")
-        return sum(_array_bytes(archive, f"{key}.npy", path) for key in ("x", "y"))
+        return sum(array_bytes(archive, f"{key}.npy", path) for key in ("x", "y"))
 
 
-def _array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
+def array_bytes(archive: zipfile.ZipFile, member: str, path: Path) -> int:
+    """Return the bytes that an array takes once it is read, as its header says.
+
+    Raises DataError for an array of objects, and for a header that is not of what it heads.
+    """
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None

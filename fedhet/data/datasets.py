@@ -17,6 +17,10 @@ import torch
 
 from fedhet.data.arrays import has_rows, read_clients
 from fedhet.data.folder import read_tree
+from fedhet.data.hub import KIND as HUB
+from fedhet.data.hub import PLACE as HUB_NAME
+from fedhet.data.hub import read_hub
+from fedhet.data.medmnist import read_medmnist
 from fedhet.data.own import KIND, PLACE, read_own
 from fedhet.data.signals import read_signals
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
@@ -40,6 +44,7 @@ _TORCHVISION = {
 _TABLES = ("breast-cancer", "adult")
 _READ = (
     "dataset",
+    "sample_kind",
     "data_dir",
     "download",
     "image_size",
@@ -234,6 +239,8 @@ _BY_FOLDER: dict[str, tuple[str, Callable[[str, DataSpec], Dataset]]] = {
     "adult": ("DIR", read_adult),
     "imagefolder": ("PATH", read_tree),
     "npz": ("DIR", read_clients),
+    "medmnist": ("FILE", read_medmnist),
+    HUB: (HUB_NAME, read_hub),
     "text": ("PATH", read_texts),
     "signal": ("DIR", read_signals),
 }

@@ -125,6 +125,7 @@ def _of_public(spec: DataSpec) -> DataSpec:
     whole = spec.public_dataset.startswith(("npz:", "signal:"))
     return DataSpec(
         dataset=spec.public_dataset,
+        sample_kind=spec.sample_kind,
         data_dir=spec.data_dir,
         download=spec.download,
         image_size=spec.image_size,

@@ -18,11 +18,12 @@ from fedhet.errors import ModelError, nearest, where_looked
 from fedhet.kinds import Shape
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
+from fedhet.models.timm import is_timm
 
 
 def is_own(name: str) -> bool:
-    """Tell whether `name` is an import path rather than a registered name or an encoder's."""
-    return ":" in name and not is_encoder(name)
+    """Tell whether `name` is an import path and no name of a registered, an encoder's or timm's."""
+    return ":" in name and not is_encoder(name) and not is_timm(name)
 
 
 def find_own(name: str) -> Callable[..., Any]:

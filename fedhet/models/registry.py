@@ -26,6 +26,8 @@ from fedhet.models.own import (
     make_own,
     no_gradients,
 )
+from fedhet.models.pretrained import is_pretrained, pretrained_info
+from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.seeding import derive, numpy_rng, seeded
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
@@ -49,7 +51,7 @@ def names() -> list[str]:
 def is_registered(name: str) -> bool:
     """Tell whether `name` is a registered model, with or without gradients."""
     known = name in MODELS or name in WITHOUT_GRADIENTS or name in _DRAWABLE
-    return known or _is_narrow(name)
+    return known or _is_narrow(name) or is_pretrained(name)
 
 
 def _is_narrow(name: str) -> bool:
@@ -69,6 +71,8 @@ def find(name: str) -> ModelInfo:
         return MODELS[name]
     if name in _DRAWABLE:
         return _DRAWABLE[name]
+    if is_pretrained(name):
+        return pretrained_info(name)
     if _is_narrow(name):
         base, width = base_and_width(name)
         return narrowed(MODELS[base], width)
@@ -89,6 +93,8 @@ def check_name(name: str) -> None:
         find_own(name)
     elif is_encoder(name):
         check_encoder(name)
+    elif is_timm(name):
+        check_timm(name)
     elif name not in WITHOUT_GRADIENTS:
         find(name)
 
@@ -160,7 +166,7 @@ def trained_shapes(name: str, shape: Shape, classes: int) -> Mapping[str, tuple[
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None
 ) -> dict[str, tuple[Shape, str]]:
-    computes = is_own(name) or is_encoder(name)
+    computes = is_own(name) or is_encoder(name) or is_timm(name)
     with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
         state = _assemble(name, shape, classes, feature_dim).state_dict()
     return {
@@ -176,6 +182,8 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
         raise ModelError(f"model '{name}': feature_dim is {feature_dim}; it must be 1 or more")
     if is_encoder(name):
         return assemble_encoder(name, shape, classes, feature_dim)
+    if is_timm(name):
+        return assemble_timm(name, shape, classes, feature_dim)
     if is_own(name):
         return assemble_own(name, shape, classes, feature_dim)
     info = find(name)

@@ -8,12 +8,12 @@ from fedhet.report.figures import write_figures
 from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
-from fedhet.report.tables import comparison_table, final_table, paired_table
+from fedhet.report.tables import comparison_table, final_table, metric_table, paired_table
 
 __all__ = [
-    "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run", "paired_table",
-    "sweep", "sweep_table", "write", "write_comparison", "write_figures", "write_report",
-    "write_sweep",
+    "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",
+    "metric_table", "paired_table", "sweep", "sweep_table", "write", "write_comparison",
+    "write_figures", "write_report", "write_sweep",
 ]  # fmt: skip
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
 from pydantic_core import to_json
 
 from fedhet.errors import SettingsError
+from fedhet.metrics import ACCURACY, Metric, in_order, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.curves import drawings, overview
 from fedhet.report.groups import (
@@ -26,8 +27,8 @@ from fedhet.report.groups import (
 )
 from fedhet.report.page import write_comparison_page
 from fedhet.report.paired import Difference, Pair, pair_groups
+from fedhet.report.run import Run
 from fedhet.report.tables import PAIRED, TAIL_OF, comparison_cells, markdown, paired_cells, plain
-from fedhet.runs.units import percent
 
 
 def compare(
@@ -38,6 +39,7 @@ def compare(
     figures: str = "",
     protocol: str | None = None,
     against: str | None = None,
+    metric: str = ACCURACY,
 ) -> Comparison:
     """Compare runs, given by their directories or by parents up to two levels above.
 
@@ -47,21 +49,31 @@ def compare(
     percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
     `figures` are names of the methods' own metrics, comma-separated, to be drawn over rounds too.
     `against` is the baseline of the paired differences; see `fedhet.report.paired.pair_groups`.
+    `metric` is compared in place of the accuracy, where the runs have measured it.
     With `out` the comparison is written there. Raises StateError if nothing can be compared,
     SettingsError for a kind, protocol, metric or baseline that these runs do not have.
     """
-    wanted = None if target is None else _fraction(target)
+    judged = metric_of(metric)
+    wanted = None if target is None else _wanted(target, judged)
     runs, notes = load_all(find_runs(dirs))
+    _check_metric(metric, runs)
+    runs = [run.measuring(metric) for run in runs]
     groups, more = group_runs(runs)
     columns = choose_columns(groups, kind, protocol)
-    ranked = sorted(groups, key=lambda group: _rank(group, columns[0]))
+    ranked = sorted(groups, key=lambda group: _rank(group, columns[0], judged))
     pairs = pair_groups(ranked, columns[0], against)
     notes += [*more, *cautions(ranked, columns[0]), *_unpaired(pairs)]
+    basis = ""
     if wanted is None:
-        wanted = default_target(ranked, columns[0])
-        notes.append(f"bytes to {percent(wanted)}: 90 % of the lowest accuracy, so all reach it")
+        lower = judged.lower_is_better
+        wanted = default_target(ranked, columns[0], lower_is_better=lower)
+        share = "110 % of the highest" if lower else "90 % of the lowest"
+        basis = f"{share} {judged.title}, so all reach it"
     own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
-    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs)
+    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs, judged)
+    if basis:
+        noted = (*notes, f"bytes to {comparison.said_target}: {basis}")
+        comparison = replace(comparison, notes=noted)
     if out is not None:
         write_comparison(comparison, out)
     return comparison
@@ -74,12 +86,25 @@ def _unpaired(pairs: Sequence[Pair]) -> list[str]:
     return [] if found else [f"no paired differences over seeds: {', '.join(sorted(faults))}"]
 
 
-def _rank(group: Group, column: Column) -> tuple[float, str]:
-    mean = group.score(column).mean
+def _check_metric(metric: str, runs: Sequence[Run]) -> None:
+    there = {name for run in runs for name in run.metrics}
+    if metric not in (ACCURACY, *there):
+        known = ", ".join([ACCURACY, *sorted(there, key=in_order)])
+        raise SettingsError(
+            f"setting 'metric' = {metric!r} is not allowed: these runs have {known}; "
+            "'metrics' says what a run measures"
+        )
+
+
+def _rank(group: Group, column: Column, metric: Metric) -> tuple[float, str]:
+    sign = -1 if metric.lower_is_better else 1
+    mean = sign * group.score(column).mean
     return (-mean if math.isfinite(mean) else math.inf), group.label
 
 
-def _fraction(target: float) -> float:
+def _wanted(target: float, metric: Metric) -> float:
+    if metric.highest > 1 and 0 < target <= metric.highest:
+        return target
     if not 0 < target <= 100:
         raise SettingsError(
             f"setting 'target' = {target!r} is not allowed: it takes a fraction or a percentage"
@@ -107,7 +132,8 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
 def to_markdown(comparison: Comparison) -> str:
     """Return the table, with the notes below it, in Markdown."""
     headline = " ".join(comparison.headline)
-    basis = f"Last round, mean ± std over seeds; ordered by {headline}. {TAIL_OF} {headline}."
+    what = f"Last round{comparison.beside_accuracy}, mean ± std over seeds"
+    basis = f"{what}; ordered by {headline}. {TAIL_OF} {headline}."
     notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
     paired = paired_cells(comparison)
@@ -120,6 +146,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     protocol, kind = comparison.headline
     return {
         "headline": {"protocol": protocol, "kind": kind},
+        "metric": comparison.metric.name,
         "target": comparison.target,
         "groups": [_group_dict(group, comparison) for group in comparison.groups],
         "paired": [_pair_dict(pair) for pair in comparison.pairs],
@@ -136,10 +163,11 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
         "label": group.label, "method": group.method, "dataset": group.dataset,
         "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
         "finished": group.finished, "runs": [str(run.path) for run in group.runs],
-        "settings": dict(group.settings), "accuracy": _scores(group, comparison.columns),
+        "settings": dict(group.settings),
+        comparison.metric.name: _scores(group, comparison.columns),
         **{cost: asdict(group.total(cost)) for cost in COSTS},
         "seconds_a_round": asdict(group.seconds_a_round()),
-        "bytes_to_target": asdict(group.bytes_to(column, comparison.target)),
+        "bytes_to_target": asdict(comparison.bytes_to_target(group)),
         "curve": _curve(group.curve(column)),
         "figures": {name: _curve(group.figure(name)) for name in comparison.figures},
     }  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedhet.report.groups import Column, Group
+from fedhet.metrics import ACCURACY, METRICS, Metric
+from fedhet.report.groups import Column, Group, Spread
 from fedhet.report.paired import Pair
+from fedhet.runs.units import percent, score
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,30 @@ class Comparison:
     """The methods' own metrics that are also drawn over rounds."""
     pairs: tuple[Pair, ...] = ()
     """The differences to the baseline, one pair a group."""
+    metric: Metric = METRICS[ACCURACY]
+    """What is compared; `Run.measuring` has put it in the place of the runs' accuracies."""
 
     @property
     def headline(self) -> Column:
         """The protocol and kind by which the groups are ordered."""
         return self.columns[0]
+
+    def bytes_to_target(self, group: Group) -> Spread:
+        """Return the bytes that a group sent until it reached the target, over its runs."""
+        lower = self.metric.lower_is_better
+        return group.bytes_to(self.headline, self.target, lower_is_better=lower)
+
+    @property
+    def said_target(self) -> str:
+        """The target as it is shown: a percentage if the metric is a share."""
+        return percent(self.target) if self.metric.highest == 1.0 else score(self.target)
+
+    @property
+    def beside_accuracy(self) -> str:
+        """The metric's name after a comma, if it is not accuracy."""
+        return "" if self.metric.name == ACCURACY else f", {self.metric.title}"
+
+    @property
+    def title(self) -> str:
+        """The metric's name at the beginning of a title."""
+        return self.metric.title[0].upper() + self.metric.title[1:]

@@ -15,7 +15,7 @@ from fedhet.report.comparison import Comparison
 from fedhet.report.groups import Column, Group
 from fedhet.report.run import TEST_SETS
 from fedhet.report.style import Drawing
-from fedhet.runs.units import human_number, percent
+from fedhet.runs.units import human_number
 
 SHOWN = 12
 """Maximum number of groups, the best ones, that are drawn as curves."""
@@ -25,15 +25,15 @@ def drawings(comparison: Comparison) -> list[Drawing]:
     """Return the page's figures, with the requested metrics of the methods last."""
     return [
         finals(comparison),
-        _alone("curves", "accuracy over rounds", _accuracy_by_round, comparison),
-        _alone("costs", "accuracy by bytes sent", _accuracy_by_bytes, comparison),
+        _alone("curves", f"{comparison.metric.title} over rounds", _accuracy_by_round, comparison),
+        _alone("costs", f"{comparison.metric.title} by bytes sent", _accuracy_by_bytes, comparison),
         *(_alone(f"compare-{n}", f"{n} by round", _own, comparison, n) for n in comparison.figures),
     ]
 
 
 def finals(comparison: Comparison) -> Drawing:
     """Draw the last round's accuracy: one dot per seed, a mark for the mean."""
-    found = _alone("finals", "last accuracy by group", _finals, comparison)
+    found = _alone("finals", f"last {comparison.metric.title} by group", _finals, comparison)
     return replace(found, height=max(2.2, 1.3 + 0.32 * len(comparison.groups)))
 
 
@@ -70,9 +70,9 @@ def _name(group: Group, width: int = 40) -> str:
 def _accuracy_by_round(ax: Axes, comparison: Comparison) -> None:
     rounds = _accuracies(ax, comparison)
     band = "; band: ± std over seeds" if _several_seeds(comparison) else ""
-    style.over_rounds(ax, rounds, note=f"dotted: {percent(comparison.target)}{band}")
+    style.over_rounds(ax, rounds, note=f"dotted: {comparison.said_target}{band}")
     protocol, kind = comparison.headline
-    title = f"Accuracy: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    title = f"{comparison.title}: {kind} model, {TEST_SETS.get(protocol, protocol)}"
     style.head(ax, title + _best(comparison))
 
 
@@ -81,7 +81,7 @@ def _accuracy_by_bytes(ax: Axes, comparison: Comparison) -> None:
     style.log_bytes(ax, "x")
     canvas.panel(ax, mode="point", x_unit="bytes")
     ax.set_xlabel("bytes sent, up and down")
-    style.head(ax, f"Accuracy for bytes{_best(comparison)}")
+    style.head(ax, f"{comparison.title} for bytes{_best(comparison)}")
 
 
 def _accuracies(ax: Axes, comparison: Comparison, x: str = "") -> list[int]:
@@ -134,7 +134,8 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
     style.grid(ax, "x")
     style.ticks(ax, axis="x")
     many = _several_seeds(comparison)
-    ax.set_xlabel("accuracy (dots: seeds; bar: ± std)" if many else "accuracy")
+    what = comparison.metric.title
+    ax.set_xlabel(f"{what} (dots: seeds; bar: ± std)" if many else what)
     style.head(ax, "Last round")
 
 

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report import canvas, clients, frames, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
@@ -43,7 +44,8 @@ def drawings(run: Run) -> list[Drawing]:
         accuracy(run, run.protocols) if run.protocols else None,
         Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds"),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
-        *(loss(run), clients.labels(run), clients.accuracies(run), clients.relative(run)),
+        *(loss(run), metrics(run)),
+        *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
         clients.curves(run),
     ]
     return [drawing for drawing in found if drawing]
@@ -55,11 +57,39 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     return Drawing("accuracy", draw, "accuracy over rounds", width=WIDTH * len(protocols))
 
 
+def metrics(run: Run) -> Drawing | None:
+    """Draw the metrics beside accuracy over rounds, one panel each, under the headline protocol."""
+    names = [name for name in run.metrics if is_shown(name)]
+    if not names:
+        return None
+    across = min(len(names), ACROSS)
+    rows = math.ceil(len(names) / across)
+    return Drawing(
+        "metrics", partial(_metrics, run=run, names=names, shape=(rows, across)),
+        "metrics beside accuracy over rounds",
+        width=WIDTH * 0.75 * across, height=HEIGHT * 0.75 * rows,
+    )  # fmt: skip
+
+
+def _metrics(figure: Figure, run: Run, names: Sequence[str], shape: tuple[int, int]) -> None:
+    panels = figure.subplots(*shape, squeeze=False).flatten()
+    for ax, name in zip(panels, names, strict=False):
+        view, title = run.measuring(name), metric_of(name).title
+        for kind in view.kinds(view.headline):
+            _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
+        style.over_rounds(ax, run.costs.index)
+        style.ticks(ax)
+        where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
+        style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
+    for ax in panels[len(names) :]:
+        ax.axis("off")
+
+
 def _accuracy(figure: Figure, run: Run, protocols: Sequence[str]) -> None:
     grid = figure.subplots(1, len(protocols), squeeze=False)
     for ax, protocol in zip(grid[0], protocols, strict=True):
         for kind in run.kinds(protocol):
-            _accuracy_curve(ax, run.curve(protocol, kind), kind)
+            _curve(ax, run.curve(protocol, kind), kind)
         note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
         style.over_rounds(ax, run.costs.index, note=note)
         _accuracy_limits(ax)
@@ -67,12 +97,13 @@ def _accuracy(figure: Figure, run: Run, protocols: Sequence[str]) -> None:
         style.head(ax, f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}")
 
 
-def _accuracy_curve(ax: Axes, curve: pd.DataFrame, kind: str) -> None:
+def _curve(ax: Axes, curve: pd.DataFrame, kind: str, highest: float = 1.0) -> None:
     if curve.empty:
         return
     colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
     mean, worst = curve["mean"], curve["worst"]
-    low, high = (mean - curve["std"]).clip(0, 1), (mean + curve["std"]).clip(0, 1)
+    low = (mean - curve["std"]).clip(0, highest)
+    high = (mean + curve["std"]).clip(0, highest)
     style.line(ax, mean, colour, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
     if not np.allclose(worst, mean, equal_nan=True):
         look = {"size": 2, "alpha": 0.85, **style.DASHED}

@@ -88,9 +88,10 @@ class Group:
         """Return the mean wall-clock seconds of a round, over the runs."""
         return Spread.of(float(run.costs["seconds"].mean()) for run in self.runs)
 
-    def bytes_to(self, column: Column, target: float) -> Spread:
+    def bytes_to(self, column: Column, target: float, *, lower_is_better: bool = False) -> Spread:
         """Return the bytes sent until the target was reached, over the runs that reached it."""
-        return Spread.of(bytes_to_target(run, column, target) for run in self.runs)
+        sign = -1 if lower_is_better else 1
+        return Spread.of(bytes_to_target(run, column, target, sign) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
         """Return mean and std of the accuracy by round, and the mean of the bytes sent so far."""
@@ -108,10 +109,13 @@ class Group:
         return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
 
 
-def bytes_to_target(run: Run, column: Column, target: float) -> float:
-    """Return the bytes sent up and down until the mean accuracy reached a target, or NaN."""
-    accuracy = run.curve(*column)["mean"]
-    reached = accuracy.index[accuracy >= target]
+def bytes_to_target(run: Run, column: Column, target: float, sign: int = 1) -> float:
+    """Return the bytes sent up and down until the mean value reached a target, or NaN.
+
+    `sign` is -1 for a metric of which lower values are better.
+    """
+    means = run.curve(*column)["mean"]
+    reached = means.index[sign * means >= sign * target]
     return float(run.costs["bytes"][reached[0]]) if len(reached) else NAN
 
 
@@ -247,9 +251,16 @@ def chosen_figures(names: str, known: Sequence[str]) -> tuple[str, ...]:
     return wanted
 
 
-def default_target(groups: Sequence[Group], column: Column) -> float:
-    """Return 90 % of the lowest last accuracy of any run, so that all of them reach it."""
+def default_target(
+    groups: Sequence[Group], column: Column, *, lower_is_better: bool = False
+) -> float:
+    """Return 90 % of the lowest last value of any run, so that all of them reach it.
+
+    Of a metric of which lower values are better, it is 110 % of the highest.
+    """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
+    if lower_is_better:
+        return math.ceil(1.1 * last.max() * 1000) / 1000 if last.count() else 0.0
     target = 0.9 * last.min() if last.count() else 0.0
     return math.floor(target * 1000) / 1000 or float(target)
 

@@ -14,7 +14,7 @@ from fedhet.report import canvas, figures
 from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
-from fedhet.report.tables import PAIRED, client_cells, comparison_cells, paired_cells
+from fedhet.report.tables import PAIRED, client_cells, comparison_cells, paired_cells, recall_cells
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -64,6 +64,7 @@ def render_run(run: Run) -> str:
         sparks=[_spark(own[name]) for name in over_rounds[:SPARKS]],
         once=[_once(own[name]) for name in own if name not in over_rounds],
         clients=client_cells(run),
+        recalls=recall_cells(run),
         command=shlex.join(
             ["fedhet", "run", run.method, "--config", str(run.path.resolve() / "config.toml")]
         ),
@@ -165,16 +166,19 @@ def _unit(values: pd.Series) -> pd.Series:
 
 
 def _lead(comparison: Comparison) -> dict[str, str]:
-    """Return the highest headline accuracy, and its distance to the others."""
+    """Return the best headline value, and its distance to the others."""
     means = [(g.label, g.score(comparison.headline)) for g in comparison.groups]
     (label, best), *others = [(name, spread) for name, spread in means if spread.n]
     protocol, kind = comparison.headline
     rows = {"std over seeds": score(best.std)} if best.n > 1 else {}
+    lower = comparison.metric.lower_is_better
+    worse, last = ("above", "highest") if lower else ("below", "lowest")
     if others:
-        rows["next"] = f"{others[0][0]}, {best.mean - others[0][1].mean:.4f} below"
+        rows["next"] = f"{others[0][0]}, {abs(best.mean - others[0][1].mean):.4f} {worse}"
     if len(others) > 1:
-        rows["lowest"] = f"{others[-1][0]}, {best.mean - others[-1][1].mean:.4f} below"
-    what = f"mean accuracy of {label}: {kind} models {_where(protocol)}, last round"
+        rows[last] = f"{others[-1][0]}, {abs(best.mean - others[-1][1].mean):.4f} {worse}"
+    of = f"mean {comparison.metric.title} of {label}"
+    what = f"{of}: {kind} models {_where(protocol)}, last round"
     return {"value": score(best.mean), "what": what, **rows}
 
 

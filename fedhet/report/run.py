@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
 from fedhet.errors import StateError, one_line
+from fedhet.metrics import ACCURACY
 from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
 from fedhet.runs.records import (
@@ -26,6 +27,7 @@ from fedhet.runs.records import (
     Score,
     Summary,
     Tail,
+    of_metric,
     tail_of,
 )
 from fedhet.runs.units import natural, position
@@ -105,6 +107,24 @@ class Run:
         if self.summary and self.summary.accuracy:
             return self.summary.accuracy
         return self.last_evaluated.accuracy if self.last_evaluated else {}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics measured beside accuracy, by their reported names, such as `recall.3`."""
+        return tuple(self.last_evaluated.metrics) if self.last_evaluated else ()
+
+    def measuring(self, metric: str) -> Run:
+        """Return the run with the values of `metric` in place of its accuracies."""
+        if metric == ACCURACY:
+            return self
+        records = of_metric(self.records, metric)
+        summary = self.summary
+        if summary is not None:
+            found = {"accuracy": summary.metrics.get(metric, {}), "relative": {}}
+            summary = summary.model_copy(update=found)
+        return replace(
+            self, records=tuple(replace(r, relative={}) for r in records), summary=summary
+        )
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""Sweep of one setting over several values: table and figure, mean and spread over seeds."""
+"""Sweep over the values of one setting or of several: table, figure and page over the points."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import pandas as pd
@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from pydantic_core import to_json
 from rich.table import Table
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report import style
 from fedhet.report.groups import chosen_figures
+from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
@@ -22,31 +24,66 @@ from fedhet.runs.units import human_number, printable, setting
 
 TAIL = ", tail"
 """Ends the name of a quantity that is the mean of the last fifth of the rounds."""
+CURVES = 12
+"""Maximum number of curves in a panel: of the combinations of all settings but the first."""
+Point = tuple[object, ...]
+"""A value for each of the swept settings."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results for each value of a setting."""
+    """The results at each point of a sweep."""
 
-    name: str
-    values: tuple[object, ...]
-    results: pd.DataFrame
-    """One column per quantity and one row per run, indexed by the position of its value."""
+    names: tuple[str, ...]
+    """The swept settings."""
+    runs: Mapping[Point, tuple[Run, ...]]
+    """The runs of each point, one for each seed."""
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points, in the order of the sweep."""
+        return tuple(self.runs)
+
+    @property
+    def title(self) -> str:
+        """The swept settings as one text."""
+        return ", ".join(self.names)
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """One column per quantity and one row per run, indexed by the place of its point."""
+        rows = [
+            (place, _quantities(run))
+            for place, some in enumerate(self.runs.values())
+            for run in some
+        ]
+        index = [place for place, _ in rows]
+        return pd.DataFrame([found for _, found in rows], index=index, dtype=float)
+
+    @cached_property
+    def figures(self) -> list[str]:
+        """The quantities that may be drawn beside the accuracy; the method's own come first."""
+        own = {name for some in self.runs.values() for run in some for name in run.figures}
+        others = [name for name in self.results if "accuracy, " not in name]
+        return sorted(others, key=lambda name: name not in own)
 
     def spread(self, quantity: str) -> pd.DataFrame:
-        """Return mean, std and count of a quantity over the seeds of each value."""
+        """Return mean, std and count of a quantity over the seeds of each point."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
 
+    def label(self, point: Point) -> str:
+        """Return a point as text, with the names of the settings if there are several."""
+        values = [setting(value) for value in point]
+        if len(self.names) == 1:
+            return values[0]
+        pairs = zip(self.names, values, strict=True)
+        return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in pairs)
 
-def sweep(name: str, runs: Mapping[object, Sequence[Path]]) -> Sweep:
-    """Collect the runs of each value; a quantity that no run has is left out."""
-    rows = {
-        (place, path): _quantities(load_run(path))
-        for place, paths in enumerate(runs.values())
-        for path in paths
-    }
-    results = pd.DataFrame([*rows.values()], index=[place for place, _ in rows], dtype=float)
-    return Sweep(name, tuple(runs), results)
+
+def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
+    """Collect the runs of each point; a quantity that no run has is left out."""
+    found = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
+    return Sweep(tuple(names), found)
 
 
 def _quantities(run: Run) -> dict[str, float]:
@@ -59,6 +96,10 @@ def _quantities(run: Run) -> dict[str, float]:
     for protocol, kind in run.columns:
         found[f"accuracy, {protocol}, {kind}"] = run.last(protocol, kind).mean
         found[f"accuracy, {protocol}, {kind}{TAIL}"] = run.tail(protocol, kind).mean
+    for metric in filter(is_shown, run.metrics):
+        view, title = run.measuring(metric), metric_of(metric).title
+        for protocol, kind in view.columns:
+            found[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
     return {**found, **run.figures.ffill().iloc[-1].to_dict()}
 
 
@@ -68,23 +109,61 @@ def shown(found: Sweep, figures: str) -> list[str]:
     `figures` are names of the method's metrics, comma-separated; if empty, its first. Raises
     SettingsError for an unknown one.
     """
-    own = [name for name in found.results if "accuracy, " not in name]
+    own = found.figures
     return [*found.results.columns[:1], *(chosen_figures(figures, own) or own[:1])]
 
 
 def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
-    """Write sweep.png (also .pdf, .svg), .md and .json into a directory; return the PNG's path."""
+    """Write sweep.html, .png (.pdf, .svg), .md and .json into a directory; return the page."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "sweep.md").write_text(markdown(_cells(found, list(found.results))), "utf-8")
+    (out / "sweep.json").write_bytes(
+        to_json(_content(found), indent=1, inf_nan_mode="null") + b"\n"
+    )
+    names = shown(found, figures)
+    drawing(found, names).write(out)
+    page = out / "sweep.html"
+    page.write_text(_page(found, names), "utf-8")
+    return page
+
+
+def _content(found: Sweep) -> dict[str, object]:
+    """Return a sweep as plain data: of one setting with its values, else with all points."""
     quantities = found.results.groupby(level=0).agg(list).to_dict("list")
-    content = {"setting": found.name, "values": found.values, "quantities": quantities}
-    data = to_json(content, indent=1, inf_nan_mode="null")
-    (out / "sweep.json").write_bytes(data + b"\n")
-    return drawing(found, shown(found, figures)).write(out)
+    if len(found.names) == 1:
+        values = [point[0] for point in found.points]
+        return {"setting": found.names[0], "values": values, "quantities": quantities}
+    return {"settings": found.names, "points": found.points, "quantities": quantities}
+
+
+def _page(found: Sweep, names: Sequence[str]) -> str:
+    made = [(found.label(point), run) for point, runs in found.runs.items() for run in runs]
+    return render(
+        "sweep.html",
+        title=f"Sweep of {found.title}",
+        method=made[0][1].method,
+        points=len(found.points),
+        runs=len(made),
+        best=_best(found, names[0]),
+        plots=[drawing(found, [name]).chart() for name in names],
+        table=_cells(found, list(found.results)),
+        made=made,
+    )
+
+
+def _best(found: Sweep, quantity: str) -> dict[str, object] | None:
+    """Return the point with the highest mean of a quantity; None if there is no number."""
+    means = found.spread(quantity)["mean"].dropna()
+    if means.empty:
+        return None
+    point = found.points[int(means.idxmax())]
+    settings = {name: setting(value) for name, value in zip(found.names, point, strict=True)}
+    what = f"{_title(quantity).lower()}, the highest mean over the seeds"
+    return {"value": human_number(means.max()), "what": what, "settings": settings}
 
 
 def sweep_table(found: Sweep, figures: str = "") -> Table:
-    """Return the terminal's table, one row per value: what is drawn, and the accuracy's tail."""
+    """Return the terminal's table, one row per point: what is drawn, and the accuracy's tail."""
     first, *rest = shown(found, figures)
     tails = [name for name in found.results if name.endswith(TAIL)]
     cells = _cells(found, [first, *tails[:1], *rest])
@@ -97,8 +176,12 @@ def sweep_table(found: Sweep, figures: str = "") -> Table:
 
 
 def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
-    values = {found.name: [Cell(setting(value)) for value in found.values]}
-    return Cells({**values, **{name: _column(found.spread(name)) for name in quantities}})
+    values = {
+        name: [Cell(setting(point[place])) for point in found.points]
+        for place, name in enumerate(found.names)
+    }
+    columns = {name: _column(found.spread(name)) for name in quantities}
+    return Cells({**values, **columns}, words=len(values))
 
 
 def _column(spread: pd.DataFrame) -> list[Cell]:
@@ -109,9 +192,12 @@ def _column(spread: pd.DataFrame) -> list[Cell]:
 
 
 def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
-    """Return the figure: one panel per quantity, over the values of the setting."""
+    """Return the figure: one panel per quantity, over the values of the first setting.
+
+    With several settings each combination of the others is a curve.
+    """
     draw = partial(_panels, found=found, names=names)
-    return Drawing("sweep", draw, f"{found.name} swept", width=WIDTH * len(names))
+    return Drawing("sweep", draw, f"{found.title} swept", width=WIDTH * len(names))
 
 
 def _panels(figure: Figure, found: Sweep, names: Sequence[str]) -> None:
@@ -121,18 +207,30 @@ def _panels(figure: Figure, found: Sweep, names: Sequence[str]) -> None:
 
 
 def _panel(ax: Axes, found: Sweep, name: str) -> None:
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in found.values)
+    values = list(dict.fromkeys(point[0] for point in found.points))
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    places = {value: float(value) if numeric else float(n) for n, value in enumerate(values)}  # type: ignore[arg-type]
     spread = found.spread(name)
-    spread.index = pd.Index(found.values if numeric else range(len(found.values)), dtype=float)
-    several = bool(spread["count"].max() > 1)
-    style.band(ax, 0, spread["mean"], spread["std"])
+    others = list(dict.fromkeys(point[1:] for point in found.points))
+    for number, other in enumerate(others[:CURVES]):
+        rows = [place for place, point in enumerate(found.points) if point[1:] == other]
+        curve = spread.loc[rows]
+        curve.index = pd.Index([places[found.points[row][0]] for row in rows], dtype=float)
+        style.band(ax, number, curve["mean"], curve["std"], _curve_label(found, other))
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
     if not numeric:
-        ax.set_xticks(spread.index, [setting(value) for value in found.values])
-    ax.set_xlabel(found.name + ("  (band: ± std over seeds)" if several else ""))
+        ax.set_xticks(list(places.values()), [setting(value) for value in values])
+    several = bool(spread["count"].max() > 1)
+    ax.set_xlabel(found.names[0] + ("  (band: ± std over seeds)" if several else ""))
     style.ticks(ax, human_number)
-    style.head(ax, _title(name))
+    more = f" (first {CURVES})" if len(others) > CURVES else ""
+    style.head(ax, _title(name) + more)
+
+
+def _curve_label(found: Sweep, other: Point) -> str:
+    pairs = zip(found.names[1:], other, strict=True)
+    return ", ".join(f"{name.rpartition('.')[2]}={setting(value)}" for name, value in pairs)
 
 
 def _title(name: str) -> str:

@@ -12,17 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
 from fedhet.report.groups import Column, Spread
 from fedhet.report.paired import Difference, Pair
 from fedhet.report.run import Run, highest, lowest
-from fedhet.runs.records import NAN
+from fedhet.runs.records import NAN, Score
 from fedhet.runs.units import (
     ABSENT,
     human_bytes,
     human_seconds,
-    percent,
     plus_minus,
     printable,
     score,
@@ -34,7 +34,7 @@ ENDS = 5
 MARK = "†"
 TAIL_OF = "tail: mean of the last fifth of the rounds, of"
 PAIRED = (
-    "Difference of the accuracies for the same seed: mean ± standard error over the n seeds that "
+    "Difference for the same seed: mean ± standard error over the n seeds that "
     f"both have. {MARK}: beyond two standard errors."
 )
 
@@ -76,26 +76,94 @@ class Cells:
         return list(zip(*self.columns.values(), strict=True))
 
 
-def client_cells(run: Run) -> Cells:
-    """Return one row per client: model, samples, last accuracy by protocol and kind."""
+def client_cells(run: Run, *, beside: bool = True) -> Cells:
+    """Return one row per client: model, samples, last accuracy by protocol and kind.
+
+    The metrics `beside` accuracy follow, under each protocol and kind.
+    """
     about = {"client": [Cell(printable(name)) for name in run.clients]}
     if run.models:
         about["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
     words = len(about)
     if run.samples:
         about["samples"] = [_count(run.samples.get(name)) for name in run.clients]
-    scores = {" ".join(column): run.last(*column) for column in run.columns}
-    accuracies: dict[str, list[Cell]] = {}
-    for title, each in scores.items():
-        values = [each.per_client.get(name, NAN) for name in run.clients]
-        accuracies[title] = [Cell(score(value), value) for value in values]
+    shown = [(run, column, " ".join(column)) for column in run.columns]
+    for metric in filter(is_shown, run.metrics if beside else ()):
+        view, title = run.measuring(metric), metric_of(metric).title
+        shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
+    scores = {title: view.last(*column) for view, column, title in shown}
+    values = {title: _values(each, run.clients) for title, each in scores.items()}
     blank = [""] * (len(about) - 1)
     foot = [
         [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
         for statistic in STATISTICS
     ]
-    foot.append(["tail", *blank, *(score(run.tail(*column).mean) for column in run.columns)])
-    return Cells({**about, **accuracies}, foot if scores else [], words)
+    foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
+    return Cells({**about, **values}, foot if scores else [], words)
+
+
+def _values(scores: Score, clients: Sequence[str]) -> list[Cell]:
+    values = [scores.per_client.get(name, NAN) for name in clients]
+    return [_number(value) for value in values]
+
+
+def metric_cells(run: Run) -> Cells | None:
+    """Return one row per metric beside accuracy, protocol and kind, over the clients; or None."""
+    rows = [
+        (metric_of(metric).title, column, view.last(*column), view.tail(*column).mean)
+        for metric in filter(is_shown, run.metrics)
+        for view in [run.measuring(metric)]
+        for column in view.columns
+    ]
+    if not rows:
+        return None
+    words = {
+        "metric": [Cell(title) for title, _, _, _ in rows],
+        "of": [Cell(" ".join(column)) for _, column, _, _ in rows],
+    }
+    numbers = {
+        name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS
+    }
+    return Cells({**words, **numbers, "tail": [_number(tail) for *_, tail in rows]}, words=2)
+
+
+def metric_table(run: Run) -> Table | None:
+    """Return the metrics beside accuracy for the terminal; None if none were measured."""
+    cells = metric_cells(run)
+    if cells is None:
+        return None
+    table = _table(cells, Text("metrics beside accuracy, over the clients"))
+    _add(table, cells.rows)
+    return table
+
+
+def _number(value: float) -> Cell:
+    return Cell(score(value), value)
+
+
+def recall_cells(run: Run) -> Cells | None:
+    """Return one row per class with its recall by protocol and kind; None if it is not measured.
+
+    A class's recall is the mean over the clients whose test data has the class, with the worst.
+    """
+    names = [name for name in run.metrics if not is_shown(name)]
+    if not names:
+        return None
+    labels = [int(name.rpartition(".")[2]) for name in names]
+    known = run.partition.classes if run.partition else []
+    views = [run.measuring(name) for name in names]
+    columns: dict[str, list[Cell]] = {
+        "class": [Cell(printable(known[n]) if n < len(known) else str(n)) for n in labels]
+    }
+    for column in run.columns:
+        last = [view.last(*column) for view in views]
+        title = " ".join(column)
+        columns[title] = [_number(each.mean) for each in last]
+        if column[1] != "server":
+            columns[f"{title}, worst client"] = [_number(each.worst) for each in last]
+            counts = [len(each.per_client) for each in last]
+            columns[f"{title}, clients"] = [Cell(str(count), count) for count in counts]
+    return Cells(columns)
 
 
 def _count(number: int | None) -> Cell:
@@ -108,7 +176,7 @@ def final_table(run: Run) -> Table:
     The footer ends in the tail: the mean over clients in the last fifth of the rounds.
     For more than 30 clients, only the best and the worst five are shown.
     """
-    cells = client_cells(run)
+    cells = client_cells(run, beside=False)
     last = run.last_evaluated.round if run.last_evaluated else run.done
     state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
     title = f"{run.method} on {run.dataset}: {state}"
@@ -172,7 +240,7 @@ def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list
 
 def comparison_cells(comparison: Comparison) -> Cells:
     """Return one row per group, in the order of `Comparison`."""
-    groups, headline, target = comparison.groups, comparison.headline, comparison.target
+    groups, headline = comparison.groups, comparison.headline
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
     columns = {
         "run": [Cell(name) for name in names],
@@ -186,8 +254,8 @@ def comparison_cells(comparison: Comparison) -> Cells:
         "worst client": [_accuracy(group.worst(headline)) for group in groups],
         "bytes up": [_sized(group.total("bytes_up")) for group in groups],
         "bytes down": [_sized(group.total("bytes_down")) for group in groups],
-        f"bytes to {percent(target)}": [
-            _sized(group.bytes_to(headline, target), len(group.runs)) for group in groups
+        f"bytes to {comparison.said_target}": [
+            _sized(comparison.bytes_to_target(group), len(group.runs)) for group in groups
         ],
         "time": [_timed(group.total("seconds")) for group in groups],
         "start": [_timed(group.total("start")) for group in groups],
@@ -213,7 +281,8 @@ def _sized(spread: Spread, runs: int = 0) -> Cell:
 def comparison_table(comparison: Comparison) -> Table:
     """Return a comparison for the terminal, with its notes below."""
     cells, headline = comparison_cells(comparison), " ".join(comparison.headline)
-    table = _table(cells, Text(f"last round, mean ± std over seeds; ordered by {headline}"))
+    title = f"last round{comparison.beside_accuracy}, mean ± std over seeds; ordered by {headline}"
+    table = _table(cells, Text(title))
     notes = [f"{TAIL_OF} {headline}", *comparison.notes]
     table.caption = Text("\n".join(printable(note) for note in notes))
     table.caption_justify = "left"

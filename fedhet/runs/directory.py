@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -11,8 +13,8 @@ from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
 from fedhet.runs.files import read_records
-from fedhet.runs.records import RoundRecord
-from fedhet.settings.tables import PLACE
+from fedhet.runs.records import RoundRecord, headline_mean
+from fedhet.settings.tables import ENDS, PLACE, where_it_ran
 from fedhet.wire.knowledge import is_name
 
 
@@ -46,18 +48,62 @@ def claimed(directory: Path) -> IO[str]:
 
 
 def check_same(config: Config, directory: Path) -> None:
-    """Raise StateError unless `directory` holds an unfinished run with the same settings."""
-    if (directory / "summary.json").exists():
-        raise StateError(f"the run in {directory} is complete; there is nothing to resume")
+    """Raise StateError unless `directory` holds a run of the same experiment that can go on.
+
+    What is no part of the experiment may differ: where and on what it runs, and when it ends. A run
+    that is complete can go on for more rounds.
+    """
     there = read_toml(directory / "config.toml")
     here = {name: value for name, value in config.flat().items() if name not in PLACE}
     for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
-        if here.get(name) != there.get(name):
+        if here.get(name) != there.get(name) and name not in where_it_ran() | ENDS:
             raise StateError(
                 f"{directory} holds a run with '{name}' = {there.get(name)!r}, not "
                 f"{here.get(name)!r}: it is resumed with its own settings, or another run begun "
                 "in another directory"
             )
+    _check_rounds(config, directory, there.get("rounds"))
+
+
+def _check_rounds(config: Config, directory: Path, planned: object) -> None:
+    """Raise StateError unless there are rounds left for the run in `directory`."""
+    rounds = config.run.rounds
+    if isinstance(planned, int) and rounds < planned:
+        raise StateError(
+            f"{directory} holds a run with 'rounds' = {planned}, not {rounds}: it may be resumed "
+            "with more rounds, not with fewer"
+        )
+    if not (directory / "summary.json").exists():
+        return
+    found = read_records(directory / "metrics.jsonl")[0]
+    if len(found) >= last_round(found, config):
+        stopped = len(found) < rounds
+        advice = (
+            "it was stopped early, and goes on with --set early-stopping=0"
+            if stopped
+            else "--rounds with more of them goes on with it"
+        )
+        raise StateError(
+            f"the run in {directory} is complete; there is nothing to resume: {advice}"
+        )
+
+
+def last_round(records: Sequence[RoundRecord], config: Config) -> int:
+    """Return the last round of a run, as far as it is known after `records`.
+
+    With early stopping it is the one after that in which the headline accuracy has not risen for so
+    many evaluations. It follows from the records alone, so that a run that was cut off ends alike.
+    """
+    rounds, patience = config.run.rounds, config.run.early_stopping
+    best, waited = -math.inf, 0
+    for record in records if patience else ():
+        mean = headline_mean(record, config.method.spec.headline)
+        if mean is None:
+            continue
+        best, waited = (mean, 0) if mean > best else (best, waited + 1)
+        if waited >= patience:
+            return min(record.round + 1, rounds)
+    return rounds
 
 
 def read_run_name(directory: Path) -> str:

@@ -16,17 +16,22 @@ T = TypeVar("T")
 
 
 def record_line(record: RoundRecord) -> str:
-    """Return a record as a line of metrics.jsonl, with null for what is not finite."""
+    """Return a record as a line of metrics.jsonl, with null for what is not finite.
+
+    Without `metrics` if there are none.
+    """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
+    if not record.metrics:
+        del content["metrics"]
     return json.dumps(content, allow_nan=False) + "\n"
 
 
 def summary_text(summary: Summary) -> str:
     """Return a summary as the text of summary.json; what only some runs have is left out if empty.
 
-    These are `relative` and `training`.
+    These are `relative`, `metrics` and `training`.
     """
-    empty = {name for name in ("relative", "training") if not getattr(summary, name)}
+    empty = {name for name in ("relative", "metrics", "training") if not getattr(summary, name)}
     content = summary.model_dump(exclude=empty)
     return json.dumps(_finite(content), indent=1, allow_nan=False)
 

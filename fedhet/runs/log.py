@@ -21,14 +21,25 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
+from fedhet.config.sources import read_toml
 from fedhet.errors import one_line
-from fedhet.runs.directory import check_same, claimed, make_empty, read_run_name, whole_rounds
+from fedhet.runs.directory import (
+    check_same,
+    claimed,
+    last_round,
+    make_empty,
+    read_run_name,
+    whole_rounds,
+)
 from fedhet.runs.files import record_line, summary_text
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
     RunSeconds,
+    Score,
     Summary,
+    best_round,
+    metrics_with_tails,
     peak_memory_mb,
     with_tails,
 )
@@ -117,8 +128,7 @@ class RunLog:
         self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
         with replacing(self.directory / "run.json") as path:
             path.write_text(json.dumps({"run": self.run_name}), encoding="utf-8")
-        with replacing(self.directory / "config.toml") as path:
-            path.write_text(self.config.to_toml(), encoding="utf-8")
+        self._write_config()
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -136,7 +146,30 @@ class RunLog:
         for record in self._history:
             self._seconds.add(record.seconds)
         self._earlier = self._seconds.total
+        before = read_toml(self.directory / "config.toml").get("rounds")
+        self._write_config()
+        (self.directory / "summary.json").unlink(missing_ok=True)
         self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
+        schedule = self.config.run.training.follows_rounds
+        if schedule and before != self.config.run.rounds:
+            self.notice(
+                f"the learning rate ({schedule}) followed {before} rounds up to here, and follows "
+                f"{self.config.run.rounds} from now on"
+            )
+
+    def _write_config(self) -> None:
+        with replacing(self.directory / "config.toml") as path:
+            path.write_text(self.config.to_toml(), encoding="utf-8")
+
+    @property
+    def best_round(self) -> int:
+        """The round with the best headline accuracy so far; 0: none was evaluated."""
+        return best_round(self._history, self.config.method.spec.headline)
+
+    @property
+    def last_round(self) -> int:
+        """The last round, as far as it is known now: early stopping may bring it forward."""
+        return last_round(self._history, self.config)
 
     def begin(self, clients: Iterable[ClientInfo]) -> None:
         """Record the clients that the run starts with."""
@@ -249,6 +282,7 @@ class RunLog:
             headline=self._headline(),
             accuracy=with_tails(self._history),
             relative=last.relative,
+            metrics=metrics_with_tails(self._history),
             history=[PastRound.of(record) for record in self._history],
             bytes_up=sum(record.bytes_up for record in self._history),
             bytes_down=sum(record.bytes_down for record in self._history),
@@ -264,16 +298,18 @@ class RunLog:
         return headline if headline in measured or not measured else min(measured)
 
     def _write_events(self, record: RoundRecord) -> None:
-        for name, value in _scalars(record, self.config.method.name):
+        for name, value in scalars(record, self.config.method.name, clients=True):
             self._board.add_scalar(name, value, record.round)
 
 
-def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics by their TensorBoard names."""
-    for protocol, kinds in record.accuracy.items():
-        for kind, scores in kinds.items():
-            for statistic in ("mean", "std", "worst"):
-                yield f"accuracy-{protocol}-{kind}/{statistic}", getattr(scores, statistic)
+def scalars(
+    record: RoundRecord, method: str, *, clients: bool = False
+) -> Iterator[tuple[str, float]]:
+    """Yield a round's metrics by their TensorBoard names, with those of each client if wanted."""
+    for metric, protocols in {"accuracy": record.accuracy, **record.metrics}.items():
+        for protocol, kinds in protocols.items():
+            for kind, scores in kinds.items():
+                yield from _statistics(f"{metric}-{protocol}-{kind}", scores, clients)
     for protocol, ratio in record.relative.items():
         for statistic in ("mean", "best", "worst"):
             yield f"relative-{protocol}/{statistic}", getattr(ratio, statistic)
@@ -285,6 +321,14 @@ def _scalars(record: RoundRecord, method: str) -> Iterator[tuple[str, float]]:
         yield f"{method}/{name}", value
     for name, value in record.seconds:
         yield f"seconds/{name}", value
+
+
+def _statistics(name: str, scores: Score, clients: bool) -> Iterator[tuple[str, float]]:
+    """Yield the statistics of a metric, and each client's value if wanted."""
+    for statistic in ("mean", "std", "worst"):
+        yield f"{name}/{statistic}", getattr(scores, statistic)
+    for client, value in scores.per_client.items() if clients else ():
+        yield f"{name}/clients/{client}", value
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 import numpy as np
@@ -25,9 +25,12 @@ from pydantic import (
 )
 
 from fedhet.errors import KnowledgeError, nearest, one_line, shown
+from fedhet.metrics import ACCURACY, metric_of
 
 Accuracy = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=1)]]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""
+Metrics = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""metric -> protocol -> kind -> client -> value."""
 
 PROTOCOLS = ("personal", "common")
 """The test sets: a client's own test split, and one that all clients share."""
@@ -74,7 +77,7 @@ Figures = Annotated[dict[Text, Number], BeforeValidator(_numbers)]
 
 
 class Score(BaseModel):
-    """A value per client, with mean, standard deviation and lowest value."""
+    """A value per client, with mean, standard deviation and worst value."""
 
     model_config = READING | ConfigDict(frozen=True)
 
@@ -148,6 +151,8 @@ class RoundRecord:
     accuracy: Scores = field(default_factory=dict)
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """By protocol."""
+    metrics: dict[Text, Scores] = field(default_factory=dict)
+    """What was measured beside accuracy, by metric."""
     loss: Loss = None
     """Training losses."""
     bytes_up: Whole = 0
@@ -201,6 +206,8 @@ class Summary(BaseModel):
     """The protocol of the method's headline number."""
     accuracy: FinalScores = {}
     relative: dict[Text, Ratio] = {}
+    metrics: dict[Text, FinalScores] = {}
+    """What was measured beside accuracy, by metric."""
     history: list[PastRound] = []
     bytes_up: Whole = 0
     bytes_down: Whole = 0
@@ -232,30 +239,33 @@ class Partition(BaseModel):
     counts: dict[Text, list[Count]]
 
 
-def metric_name(protocol: str, kind: str) -> str:
-    """Return the metric name under which a client reports an accuracy."""
-    return f"accuracy.{protocol}.{kind}"
+def metric_name(protocol: str, kind: str, metric: str = ACCURACY) -> str:
+    """Return the name under which a client reports an accuracy, or another metric."""
+    return f"{metric}.{protocol}.{kind}"
 
 
-def spread(per_client: Mapping[str, float]) -> Score:
-    """Return mean, standard deviation, minimum and the values; all clients have equal weight."""
+def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) -> Score:
+    """Return mean, standard deviation, worst and the values; all clients have equal weight."""
     values = np.array([per_client[name] for name in sorted(per_client)])
     return Score(
         mean=float(values.mean()),
         std=float(values.std()),
-        worst=float(values.min()),
+        worst=float(values.max() if lower_is_better else values.min()),
         per_client={name: float(per_client[name]) for name in sorted(per_client)},
     )
 
 
-def summarise(accuracy: Accuracy, without: Collection[str] = ()) -> Scores:
+def summarise(
+    accuracy: Accuracy, without: Collection[str] = (), *, lower_is_better: bool = False
+) -> Scores:
     """Return `spread` for each protocol and kind that has values, without some clients."""
     found: Scores = {}
     for protocol, kinds in sorted(accuracy.items()):
         for kind, per_client in sorted(kinds.items()):
             kept = {name: value for name, value in per_client.items() if name not in without}
             if kept:
-                found.setdefault(protocol, {})[kind] = spread(kept)
+                score = spread(kept, lower_is_better=lower_is_better)
+                found.setdefault(protocol, {})[kind] = score
     return found
 
 
@@ -278,6 +288,29 @@ def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Rat
     return found
 
 
+def headline_scores(record: RoundRecord, protocol: str) -> tuple[str, Score] | None:
+    """Return the private models' accuracies, and their protocol; None if they were not evaluated.
+
+    They are those under `protocol`, or under the other if only that was evaluated.
+    """
+    shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
+    scores = record.accuracy.get(shown, {}).get("private")
+    return None if scores is None else (shown, scores)
+
+
+def headline_mean(record: RoundRecord, protocol: str) -> float | None:
+    """Return the headline number of a round; None if it was not evaluated."""
+    found = headline_scores(record, protocol)
+    return found[1].mean if found else None
+
+
+def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
+    """Return the first round with the highest headline number; 0 if none was evaluated."""
+    means = {record.round: headline_mean(record, protocol) for record in records}
+    known = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
+    return max(known, key=lambda number: known[number], default=0)
+
+
 def tail_of(records: Sequence[RoundRecord], protocol: str, kind: str) -> Tail:
     """Return the mean of the last fifth of the rounds: of `ceil(rounds / 5)`, at least one.
 
@@ -297,6 +330,17 @@ def tail_of(records: Sequence[RoundRecord], protocol: str, kind: str) -> Tail:
     before = records[-1].round - math.ceil(records[-1].round / TAIL)
     chosen = [number for number in known if number > before] or [max(known)]
     return Tail(float(np.mean([known[number] for number in chosen])), tuple(chosen))
+
+
+def of_metric(records: Sequence[RoundRecord], metric: str) -> list[RoundRecord]:
+    """Return the records with the values of another metric in place of the accuracies."""
+    return [replace(record, accuracy=record.metrics.get(metric, {})) for record in records]
+
+
+def metrics_with_tails(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
+    """Return the last round's values of each metric beside accuracy, each with its tail."""
+    last = records[-1].metrics if records else {}
+    return {metric: with_tails(of_metric(records, metric)) for metric in last}
 
 
 def with_tails(records: Sequence[RoundRecord]) -> FinalScores:
@@ -338,6 +382,8 @@ class Measured:
     memory_mb: float
     figures: dict[str, float] = field(default_factory=dict)
     """Of `FIGURES`, those that there are; each in [0, 1]."""
+    metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """(metric, protocol, kind) -> value, of the metrics that the run asks for."""
 
 
 def write_measures(measured: Measured) -> dict[str, float]:
@@ -348,7 +394,7 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
-    return flat | measured.figures
+    return flat | measured.figures | {".".join(key): v for key, v in measured.metrics.items()}
 
 
 FIGURES = ("pseudo_labels", "pseudo_error")
@@ -358,15 +404,26 @@ MEASURES = ("loss", "seconds.train", "seconds.evaluate", "memory", *FIGURES)
 """The metric names of `write_measures` besides the accuracies."""
 
 
-def read_measures(sender: str, metrics: Mapping[str, object], kinds: Sequence[str]) -> Measured:
+def read_measures(
+    sender: str,
+    metrics: Mapping[str, object],
+    kinds: Sequence[str],
+    wanted: Sequence[str] = (),
+) -> Measured:
     """Return a client's measurements of models of the method's `kinds`.
 
-    Raises KnowledgeError naming the sender and the metric, for any other metric too.
+    `wanted`: the names of the metrics that the run asks for beside accuracy. Raises KnowledgeError
+    naming the sender and the metric, for any other metric too.
     """
     names = {
         metric_name(protocol, kind): (protocol, kind) for protocol in PROTOCOLS for kind in kinds
     }
-    known = (*names, *MEASURES)
+    others = {
+        metric_name(protocol, kind, metric): (metric, protocol, kind)
+        for metric in wanted
+        for protocol, kind in names.values()
+    }
+    known = (*names, *MEASURES, *others)
     for name in metrics:
         if name not in known:
             raise KnowledgeError(sender, name, f"is no metric of this method{nearest(name, known)}")
@@ -377,7 +434,22 @@ def read_measures(sender: str, metrics: Mapping[str, object], kinds: Sequence[st
         _number(sender, metrics, "seconds.evaluate"),
         _number(sender, metrics, "memory"),
         {name: _number(sender, metrics, name, high=1.0) for name in FIGURES if name in metrics},
+        {
+            key: _metric(sender, metrics, name, key)
+            for name, key in others.items()
+            if name in metrics
+        },
     )
+
+
+def _metric(
+    sender: str, metrics: Mapping[str, object], name: str, key: tuple[str, str, str]
+) -> float:
+    """Return a metric of a model; its accuracy on the same test set must be there too."""
+    metric, *where = key
+    if (beside := metric_name(*where)) not in metrics:
+        raise KnowledgeError(sender, name, f"has no {beside} beside it")
+    return _number(sender, metrics, name, high=metric_of(metric).highest)
 
 
 def _accuracy(sender: str, metrics: Mapping[str, object], name: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
@@ -11,6 +11,7 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_param
 from fedhet.algorithms.classwise import capped
 from fedhet.config.methods import Method
 from fedhet.errors import FedhetError, KnowledgeError, words_of
+from fedhet.metrics import measured_names
 from fedhet.runs.records import Measured, read_measures
 from fedhet.server.outliers import Sizes as FieldSizes
 from fedhet.server.outliers import out_of_proportion, sizes_of
@@ -56,11 +57,21 @@ class Reply:
 class Exchange:
     """The messages between a method's server half and its clients in one run."""
 
-    def __init__(self, run: str, method: Method, max_bytes: int, state: RoundState) -> None:
-        """`max_bytes` limits a reply's size; `state` counts the bytes sent and received."""
+    def __init__(
+        self,
+        run: str,
+        method: Method,
+        max_bytes: int,
+        state: RoundState,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
+
+        `metrics` are measured beside accuracy.
+        """
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._receives: Contract = method.client.sends
-        self._max_bytes = max_bytes
+        self._max_bytes, self._metrics = max_bytes, metrics
         self._state = state
 
     def encode(self, round: int, knowledge: Knowledge) -> Parameters:
@@ -98,16 +109,22 @@ class Exchange:
             raise KnowledgeError(name, "answer", fault)
         envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
         expect(envelope, run=self._run, method=self._method, round=round, sender=name)
-        reply = Reply(client, knowledge, read_measures(name, result.metrics, self._kinds))
+        reply = Reply(client, knowledge, self._measures(name, result.metrics, client.classes))
         self.check(reply, sizes)
         return reply
 
-    def read_evaluation(self, name: str, result: EvaluateRes) -> Measured:
-        """Return a client's measurements from an evaluation. Raises KnowledgeError."""
+    def read_evaluation(self, name: str, result: EvaluateRes, classes: int = 0) -> Measured:
+        """Return a client's measurements from an evaluation, of `classes` if one by one.
+
+        Raises KnowledgeError.
+        """
         with _from_outside(name):
             if "error" in result.metrics:
                 raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
-            return read_measures(name, result.metrics, self._kinds)
+            return self._measures(name, result.metrics, classes)
+
+    def _measures(self, name: str, metrics: Mapping[str, object], classes: int) -> Measured:
+        return read_measures(name, metrics, self._kinds, measured_names(self._metrics, classes))
 
     def check(self, reply: Reply, sizes: Sizes) -> None:
         """Raise KnowledgeError unless a reply satisfies the contract."""

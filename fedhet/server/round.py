@@ -24,7 +24,17 @@ from fedhet.errors import (
     one_line,
     words_of,
 )
-from fedhet.runs.records import Accuracy, Measured, RoundRecord, relative, spread, summarise
+from fedhet.metrics import in_order, metric_of
+from fedhet.runs.records import (
+    Accuracy,
+    Measured,
+    Metrics,
+    RoundRecord,
+    Scores,
+    relative,
+    spread,
+    summarise,
+)
 from fedhet.server.outliers import Sizes, medians
 from fedhet.server.standing import Outcome, Standing
 from fedhet.settings.tables import RunSettings
@@ -66,6 +76,7 @@ class RoundState:
         self._notice = notice
         self._lock = threading.Lock()
         self._accuracy: Accuracy = {}
+        self._metrics: Metrics = {}
         self._changed: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._losses: dict[str, float] = {}
@@ -127,11 +138,21 @@ class RoundState:
                 self._accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = accuracy
             if measured.accuracy:
                 self._changed.discard(name)
+            self._measured_beside(name, measured)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             self.record.seconds.train += measured.train_seconds
             self.record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
+
+    def _measured_beside(self, name: str, measured: Measured) -> None:
+        """Record a client's metrics beside accuracy; earlier ones of the same models are void."""
+        for known in self._metrics.values():
+            for protocol, kind in measured.accuracy:
+                known.get(protocol, {}).get(kind, {}).pop(name, None)
+        for (metric, protocol, kind), value in measured.metrics.items():
+            kinds = self._metrics.setdefault(metric, {}).setdefault(protocol, {})
+            kinds.setdefault(kind, {})[name] = value
 
     def figures(self, figures: Mapping[str, float]) -> None:
         """Record metrics of the method, or of an attack."""
@@ -241,6 +262,7 @@ class RoundState:
         if evaluated:
             record.accuracy = summarise(self._accuracy, without=self._changed)
             record.relative = relative(self._accuracy, without=self._changed)
+            record.metrics = self._summarised_metrics()
         record.loss = spread(self._losses) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
         seconds = record.seconds
@@ -251,11 +273,22 @@ class RoundState:
         seconds.overhead = max(lost, 0.0)
         return record
 
+    def _summarised_metrics(self) -> dict[str, Scores]:
+        """Return the statistics of each metric beside accuracy that has values, in their order."""
+        found = {
+            name: summarise(
+                self._metrics[name], self._changed, lower_is_better=metric_of(name).lower_is_better
+            )
+            for name in sorted(self._metrics, key=in_order)
+        }
+        return {name: scores for name, scores in found.items() if scores}
+
     def to_json(self) -> str:
         """Return what is known of the clients after the round, for its checkpoint."""
         return json.dumps(
             {
                 "accuracy": self._accuracy,
+                **({"metrics": self._metrics} if self._metrics else {}),
                 "changed": sorted(self._changed),
                 "standing": self.standing.to_dict(),
                 "usual": self.usual,
@@ -270,6 +303,7 @@ class RoundState:
         """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         known = json.loads(text)
         self._accuracy = TypeAdapter(Accuracy).validate_python(known["accuracy"])
+        self._metrics = TypeAdapter(Metrics).validate_python(known.get("metrics", {}))
         self._changed = set(TypeAdapter(list[str]).validate_python(known["changed"]))
         self.standing.load_dict(known["standing"])
         self.usual = {field: float(size) for field, size in known["usual"].items()}

@@ -24,12 +24,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
+from fedhet.metrics import beside_accuracy
 from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
 FAR = 1_000_000
 """The least upper end of a range that is only there to keep numbers finite."""
+MOST_TIMES = 1000
+"""How often a pool may repeat a model."""
 WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
 
 
@@ -183,10 +186,39 @@ def _is_milestones(text: str) -> str:
     return ",".join(parts)
 
 
+def pool_names(pool: str) -> list[str]:
+    """Return the names in a pool of models, `name*3` as often as it says.
+
+    Raises ValueError for another multiple.
+    """
+    found: list[str] = []
+    for entry in filter(None, map(str.strip, pool.split(","))):
+        name, sign, times = map(str.strip, entry.partition("*"))
+        if sign and not (name and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
+            raise ValueError(
+                f"'{entry}' is no part of a pool, which is NAME, or NAME*3 with a whole number "
+                f"from 1 to {MOST_TIMES}"
+            )
+        found += [name] * (int(times) if sign else 1)
+    return found
+
+
+def _is_pool_of_models(text: str) -> str:
+    pool_names(text)
+    return text
+
+
+def _are_metrics(text: str) -> str:
+    beside_accuracy(text)
+    return text
+
+
 # Types and ranges that several settings share.
 Span = Annotated[str, AfterValidator(_is_number_span)]
 SpanOrAll = Annotated[str, AfterValidator(_is_span)]
 Milestones = Annotated[str, AfterValidator(_is_milestones)]
+Pool = Annotated[str, AfterValidator(_is_pool_of_models)]
+Metrics = Annotated[str, AfterValidator(_are_metrics)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]

@@ -12,14 +12,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.metrics import beside_accuracy
 from fedhet.settings.schema import (
     Bytes,
     Count,
     CountOrNone,
     Dealt,
     Fraction,
+    Metrics,
     Milestones,
     NonNegative,
+    Pool,
     Positive,
     Scalar,
     Schema,
@@ -33,6 +36,7 @@ from fedhet.settings.schema import (
     is_machine,
     is_pool,
     machine,
+    pool_names,
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -44,7 +48,8 @@ class DataSettings(Schema):
     dataset: str = Field(
         "digits",
         description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR or python:module:function",
+        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR, medmnist:FILE, hf:NAME or "
+        "python:module:function",
     )
     sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
         "auto",
@@ -85,7 +90,8 @@ class DataSettings(Schema):
         "is a common test set",
     )
     image_size: Side = Field(
-        0, description="side to which an image folder is resized; 0 = as it is"
+        0,
+        description="side to which images of imagefolder:DIR and hf:NAME are resized; 0 = as it is",
     )
     text_column: str = Field(
         "text",
@@ -152,9 +158,10 @@ class DataSettings(Schema):
 class ModelSettings(Schema):
     """The clients' models."""
 
-    pool: str = Field(
+    pool: Pool = Field(
         "cnn2,cnn3,mlp,gems-resnet11,resnet10",
-        description="models, comma-separated, as `fedhet models` lists them; left at this default, "
+        description="models, comma-separated, as `fedhet models` lists them, cnn2*3 for three in a "
+        "row; left at this default, "
         "the pool is one for tables where the data is a table (texts, signals: likewise), and a "
         "method's own where all its clients must have one model: `fedhet methods NAME` says which",
     )
@@ -168,7 +175,7 @@ class ModelSettings(Schema):
     @property
     def names(self) -> list[str]:
         """Return the names of the models in the pool."""
-        return [name.strip() for name in self.pool.split(",") if name.strip()]
+        return pool_names(self.pool)
 
 
 class TrainingSettings(Schema):
@@ -240,6 +247,12 @@ class TrainingSettings(Schema):
         """Return the settings with the first value of each."""
         return self.model_copy(update={name: pool[0] for name, pool in self.pools().items()})
 
+    @property
+    def follows_rounds(self) -> str:
+        """Return the schedule if it depends on the number of the run's rounds, or ""."""
+        follows = self.schedule == "cosine" or (self.schedule == "step" and not self.milestones)
+        return self.schedule if follows else ""
+
     def describe(self) -> str:
         """Return what a client trains with, in one line."""
         step = f"{self.optimizer}, lr {self.lr:g}"
@@ -267,6 +280,9 @@ class EngineSettings(ComputeSettings):
 
     backend: Literal["ray", "inline"] = machine(
         "ray", "Flower's simulation on Ray, or everything in this process"
+    )
+    track: Literal["none", "wandb", "mlflow"] = machine(
+        "none", "where a run's numbers are sent beside its own files (docs/trackers.md)"
     )
     cpus_per_client: Positive = machine(1.0, "Ray: processors a worker takes")
     gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
@@ -304,6 +320,17 @@ class EngineSettings(ComputeSettings):
         2,
         description="rounds running after which a client that does not answer is asked only now "
         "and then; 0 = it is asked in every round",
+    )
+    drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="in a simulation, the share of the asked clients that do not answer in a "
+        "round, drawn for each client and round",
+    )
+    stragglers: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="in a simulation, the share of the asked clients that are slow in a round"
+    )
+    slowdown: Annotated[float, Field(ge=1, le=1000)] = Field(
+        3.0, description="how many times as long a straggler takes"
     )
     divergences: CountOrNone = Field(
         3,
@@ -351,6 +378,19 @@ class RunSettings(Schema):
     evaluate_every: Count = Field(
         1, description="rounds between evaluations; the last round is always evaluated"
     )
+    early_stopping: CountOrNone = Field(
+        0,
+        description="evaluations running without a rise of the headline accuracy, after which one "
+        "more round is the last; 0 = all rounds",
+    )
+    keep_best: bool = machine(
+        False, "keep the clients' models of the round with the best headline accuracy too"
+    )
+    metrics: Metrics = machine(
+        "accuracy",
+        "what is measured of the models in an evaluation beside accuracy, comma-separated: "
+        "balanced-accuracy, macro-f1, auc, test-loss, calibration-error, recall (of each class)",
+    )
     out: str = machine("", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>")
     resume: bool = machine(
         False, "go on with the run in 'out' after its last whole round, if one is there"
@@ -360,6 +400,11 @@ class RunSettings(Schema):
     training: TrainingSettings = TrainingSettings()
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Return the metrics that are measured beside accuracy."""
+        return beside_accuracy(self.metrics)
 
     @model_validator(mode="after")
     def _a_run_to_resume_is_named(self) -> RunSettings:
@@ -386,6 +431,8 @@ class RunSettings(Schema):
 
 PLACE = frozenset({"out", "resume"})
 """Settings that locate a run; its config.toml leaves them out."""
+ENDS = frozenset({"rounds", "early-stopping"})
+"""Settings that say when a run ends; a run that goes on may end later than it was to."""
 RENAMED = MappingProxyType(
     {"models": "models.pool", "attack": "attack.kind", "attack-scale": "attack.scale"}
 )

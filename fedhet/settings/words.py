@@ -13,6 +13,8 @@ _MEANT = {
     "participation participation-rate",
     "seed": "random-seed rng-seed manual-seed",
     "evaluate-every": "eval-every eval-interval eval-gap test-every test-gap",
+    "early-stopping": "early-stop stop-patience early-stopping-patience",
+    "keep-best": "save-best",
     "out": "output output-dir out-dir log-dir logdir save-dir",
     "data.dataset": "data dataset-name",
     "data.data-dir": "data-path data-root dataset-dir root",

@@ -22,7 +22,7 @@ from fedhet.errors import DataError, StateError, nearest
 from fedhet.models import Refitted
 from fedhet.runs.records import MOST_ROUNDS
 from fedhet.storage import ClientStore
-from fedhet.trained.folders import find_store
+from fedhet.trained.folders import best_round_of, find_store
 from fedhet.training import evaluate, logits_of
 
 
@@ -127,11 +127,12 @@ class TrainedClient:
         }
 
 
-def open_client(directory: Path | str, client: str) -> TrainedClient:
+def open_client(directory: Path | str, client: str, *, best: bool = False) -> TrainedClient:
     """Restore a client's models from a run's directory, or from a site's state folder.
 
-    A network takes no data. A model without gradients is never stored: it is fitted again on what
-    it was fitted on, which must still be there. Raises StateError or DataError.
+    `best`: as they were after the best round, which takes a run's directory. A network takes no
+    data. A model without gradients is never stored: it is fitted again on what it was fitted on,
+    which must still be there. Raises StateError or DataError.
     """
     root = Path(directory)
     store = find_store(root, client)
@@ -141,10 +142,16 @@ def open_client(directory: Path | str, client: str) -> TrainedClient:
     config = record.config()
     node = record.node(config, store.root)
     half = config.method.client(config, node, samples=record.without_data(config))
-    half.state.restore(store.run, before=MOST_ROUNDS + 1)
+    round = best_round_of(root) if best else MOST_ROUNDS
+    half.state.restore(store.run, before=round + 1)
     if any(isinstance(model, Refitted) for model in half.models.values()):
         half = config.method.client(config, node)
-        half.state.restore(store.run, before=MOST_ROUNDS + 1)
+        half.state.restore(store.run, before=round + 1)
+    if best and not half.state.round:
+        raise StateError(
+            f"{store.folder} no longer has the models of round {round}, the best one: a run keeps "
+            "them with --set keep-best=true"
+        )
     return TrainedClient(record, config, half.state.round, half.state.participations, half)
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import read_toml
 from fedhet.errors import StateError, nearest
 from fedhet.runs.directory import read_run_name
+from fedhet.runs.files import read_records
+from fedhet.runs.records import best_round
 from fedhet.runs.units import natural
 from fedhet.storage import ClientStore
 
@@ -41,6 +45,18 @@ def find_store(directory: Path, client: str) -> ClientStore:
 def clients_in(directory: Path) -> list[str]:
     """Return the names of the clients whose states are in a run's directory, or state folder."""
     return sorted({store.client for store in _stores(directory)}, key=natural)
+
+
+def best_round_of(directory: Path) -> int:
+    """Return the round with the best headline accuracy of a run. Raises StateError."""
+    if not (directory / "metrics.jsonl").exists():
+        raise StateError(f"{directory} is no run's directory, which says what round was the best")
+    config = resolve(read_toml(directory / "config.toml"))
+    records, _ = read_records(directory / "metrics.jsonl")
+    found = best_round(records, config.method.spec.headline)
+    if not found:
+        raise StateError(f"{directory}: no round was evaluated, so that none is the best")
+    return found
 
 
 def _empty(directory: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ import pandas as pd
 from torch import nn
 
 from fedhet import report
+from fedhet.metrics import ACCURACY
 from fedhet.report import frames
 from fedhet.report.compare import to_dict
 from fedhet.report.page import render
 from fedhet.report.tables import comparison_cells, paired_cells
-from fedhet.runs.records import NAN, Summary, metric_name
+from fedhet.runs.records import NAN, RoundRecord, Summary, metric_name
 from fedhet.runs.units import score
 from fedhet.trained import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.trained import export as write_model
@@ -24,9 +25,12 @@ from fedhet.trained import export as write_model
 class Result:
     """A run on disk: its records as data frames, and its clients' models."""
 
-    def __init__(self, run: report.Run) -> None:
-        """Take what was read of the run; models are read when they are asked for."""
-        self._run = run
+    def __init__(self, run: report.Run, *, best: bool = False) -> None:
+        """Take what was read of the run; models are read when they are asked for.
+
+        `best`: those after the best round, and not after the last.
+        """
+        self._run, self._best = run, best
         self._open: dict[str, TrainedClient] = {}
 
     @property
@@ -51,32 +55,46 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """A row per round: means of accuracies and losses over the clients, bytes and seconds."""
+        """A row per round: means of scores and losses over the clients, bytes and seconds."""
         records = self._run.records
-        means = frames.accuracies(records)
-        columns: dict[str, pd.Series] = {}
-        for protocol, kind in means[["protocol", "kind"]].drop_duplicates().to_numpy():
-            rows = (means["protocol"] == protocol) & (means["kind"] == kind)
-            columns[metric_name(protocol, kind)] = means.loc[rows, "mean"]
+        columns = {
+            metric_name(*column, metric): view.curve(*column)["mean"]
+            for metric, view in self._views()
+            for column in _columns(view.records)
+        }
         costs = self._run.costs[["bytes_up", "bytes_down", "seconds"]]
         found = pd.DataFrame(columns, index=costs.index)
         return found.assign(loss=frames.mean_loss(records)).join(costs)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row per round, client, protocol and kind of model, with its accuracy."""
-        rows = [
+        """Return a row per round, client, protocol and kind of model, with its accuracy.
+
+        The metrics beside accuracy are further columns, NaN where a client has none.
+        """
+        place = ["round", "client", "model", "protocol", "kind"]
+        (_, first), *others = self._views()
+        found = pd.DataFrame(self._rows(first), columns=[*place, ACCURACY])
+        for metric, view in others:
+            found = found.merge(pd.DataFrame(self._rows(view), columns=[*place, metric]), "left")
+        return found
+
+    def _rows(self, view: report.Run) -> list[tuple[object, ...]]:
+        return [
             (record.round, client, self._run.models.get(client, ""), protocol, kind, value)
-            for record in self._run.records
+            for record in view.records
             for protocol, kinds in record.accuracy.items()
             for kind, scores in kinds.items()
             for client, value in scores.per_client.items()
         ]
-        names = ["round", "client", "model", "protocol", "kind", "accuracy"]
-        return pd.DataFrame(rows, columns=names)
+
+    def _views(self) -> list[tuple[str, report.Run]]:
+        """Return the run by what was measured: accuracy first, then the metrics beside it."""
+        names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
+        return [(name, self._run.measuring(name)) for name in (ACCURACY, *names)]
 
     @cached_property
     def clients(self) -> pd.DataFrame:
-        """A row per client: model, samples, rounds answered, and its last loss and accuracies."""
+        """A row per client: model, samples, rounds answered, its last loss, and its last scores."""
         run = self._run
         index = pd.Index(run.clients, name="client")
         answered = [sum(name in each.answered for each in run.records) for name in run.clients]
@@ -88,10 +106,11 @@ class Result:
         losses = frames.losses(run.records).ffill()
         last = losses.iloc[-1].to_dict() if len(losses) else {}
         scores = {
-            metric_name(*column): [
-                run.last(*column).per_client.get(name, NAN) for name in run.clients
+            metric_name(*column, metric): [
+                view.last(*column).per_client.get(name, NAN) for name in run.clients
             ]
-            for column in run.columns
+            for metric, view in self._views()
+            for column in view.columns
         }
         loss = {"loss": [last.get(name, NAN) for name in run.clients]}
         return pd.DataFrame({**about, **loss, **scores}, index=index)
@@ -105,6 +124,13 @@ class Result:
     def plots(self) -> dict[str, Path]:
         """The images of the run's report, by name."""
         return {path.stem: path for path in sorted((self.directory / "figures").glob("*.png"))}
+
+    def best(self) -> Result:
+        """Return the same result with the clients' models as they were after the best round.
+
+        The run must have kept them ('keep-best'); StateError is raised when one is missing.
+        """
+        return Result(self._run, best=True)
 
     def kinds(self, client: str) -> tuple[str, ...]:
         """Return the kinds of model that a client keeps. Raises as `model` does."""
@@ -141,7 +167,7 @@ class Result:
 
     def _client(self, name: str) -> TrainedClient:
         if name not in self._open:
-            self._open[name] = open_client(self.directory, name)
+            self._open[name] = open_client(self.directory, name, best=self._best)
         return self._open[name]
 
     def __repr__(self) -> str:
@@ -155,6 +181,17 @@ class Result:
         return render("card.html", run=self._run, models=clients_in(self.directory))
 
 
+def _columns(records: Sequence[RoundRecord]) -> list[tuple[str, str]]:
+    """Return every protocol and kind of the records, in order of first occurrence."""
+    found = (
+        (protocol, kind)
+        for record in records
+        for protocol, kinds in record.accuracy.items()
+        for kind in kinds
+    )
+    return list(dict.fromkeys(found))
+
+
 class ComparedRuns:
     """Runs side by side, grouped over their seeds."""
 
@@ -165,14 +202,15 @@ class ComparedRuns:
     def to_frame(self) -> pd.DataFrame:
         """Return a row per group, best first: mean and std of its accuracies, and its cost."""
         content: Any = to_dict(self.comparison)
+        metric = content["metric"]
         rows = [
             {
                 "method": group["method"],
                 "dataset": group["dataset"],
                 "seeds": len(group["seeds"]),
                 **{
-                    f"{metric_name(protocol, kind)}.{which}": spread[which]
-                    for protocol, kinds in group["accuracy"].items()
+                    f"{metric_name(protocol, kind, metric)}.{which}": spread[which]
+                    for protocol, kinds in group[metric].items()
                     for kind, spread in kinds.items()
                     for which in ("mean", "std")
                 },

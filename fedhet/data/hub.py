@@ -1,0 +1,168 @@
+"""Datasets of the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, read through flwr-datasets.
+
+NAME may also be a folder on this machine that the library `datasets` can read. The split `train` is
+dealt to the clients; `test`, or else `validation`, is the common test set. Nothing is executed that
+comes with a dataset: the library reads data files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
+from fedhet.data.texts import class_names
+from fedhet.data.tokens import tokenized, vocabulary_of
+from fedhet.errors import DataError
+
+KIND, PLACE = "hf", "NAME"
+TESTS = ("test", "validation")
+"""Splits that may be the common test set; the first that there is."""
+
+
+def read_hub(name: str, spec: DataSpec) -> Dataset:
+    """Read the dataset, from this machine if it is there, else with `data.download`.
+
+    Its samples are images, or texts with `data.sample-kind` = text. Raises DataError if it cannot
+    be read, or has no such columns.
+    """
+    splits = _splits(name, spec)
+    train = splits["train"]
+    label = _label_column(train.features, name, spec)
+    test = next((splits[part] for part in TESTS if part in splits), None)
+    classes, places = _classes(train, test, label, name)
+    found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
+    if found[-1].x.shape[1:] != found[0].x.shape[1:]:
+        raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
+    words = vocabulary_of(spec) if spec.sample_kind == "text" else 0
+    return Dataset(
+        spec.dataset, found[0], found[1] if test is not None else None, classes, vocabulary=words
+    )
+
+
+def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
+    """Return the dataset's splits by name."""
+    from flwr_datasets import FederatedDataset
+
+    place, _, subset = name.partition("@")
+    there = Path(place).expanduser()
+    path = str(there.resolve()) if there.is_dir() else place
+    federated = FederatedDataset(
+        dataset=path, subset=subset or None, partitioners={"train": 1}, shuffle=False
+    )
+    with _offline(unless=spec.download):
+        try:
+            splits = {"train": federated.load_split("train")}
+        except Exception as error:  # the libraries' own, for each fault of a dataset or the network
+            raise DataError(_absent(name, spec, error)) from error
+    for part in TESTS:
+        with contextlib.suppress(ValueError):  # there is no such split
+            splits[part] = federated.load_split(part)
+    return splits
+
+
+def _absent(name: str, spec: DataSpec, error: Exception) -> str:
+    fault = " ".join(str(error).split())[:200] or type(error).__name__
+    if spec.download:
+        return f"data.dataset = 'hf:{name}': cannot be read or downloaded: {fault}"
+    return (
+        f"data.dataset = 'hf:{name}': is not on this machine, or cannot be read ({fault}); "
+        "--set download=true downloads it from the Hugging Face Hub"
+    )
+
+
+@contextlib.contextmanager
+def _offline(*, unless: bool) -> Iterator[None]:
+    """Keep the libraries from the network inside the block."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    switches = ((datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE"))
+    before = [(module, name, getattr(module, name)) for module, name in switches]
+    try:
+        for module, name, value in before:
+            setattr(module, name, value or not unless)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _label_column(features: Any, name: str, spec: DataSpec) -> str:
+    """Return `data.label-column` if there is one, or else the only column of class labels."""
+    if spec.label_column in features:
+        return spec.label_column
+    found = [key for key, feature in features.items() if type(feature).__name__ == "ClassLabel"]
+    if len(found) == 1:
+        return str(found[0])
+    raise DataError(
+        f"hf:{name}: has no column {spec.label_column!r}, but {', '.join(features)}: "
+        "'data.label-column' says which holds the classes"
+    )
+
+
+def _classes(
+    train: Any, test: Any, label: str, name: str
+) -> tuple[tuple[str, ...], dict[Any, int]]:
+    """Return the names of the classes, and the place of each value of the label column."""
+    feature = train.features[label]
+    if type(feature).__name__ == "ClassLabel":
+        names = tuple(map(str, feature.names))
+        return names, {number: number for number in range(len(names))}
+    values = [*train[label], *(test[label] if test is not None else ())]
+    if not all(isinstance(value, str | int) for value in values):
+        raise DataError(f"hf:{name}: column {label!r} must hold a whole number or a word for each")
+    names = class_names([str(value) for value in values], Path(name))
+    places = {class_name: place for place, class_name in enumerate(names)}
+    return names, {value: places[str(value)] for value in set(values)}
+
+
+def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataSpec) -> Split:
+    labels = [places.get(value, -1) for value in rows[label]]
+    if not labels or min(labels) < 0:
+        raise DataError(f"hf:{name}: has no samples, or samples without a class, in {label!r}")
+    return Split(_samples(rows, name, spec), torch.tensor(labels, dtype=torch.int64))
+
+
+def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
+    if spec.sample_kind == "text":
+        if spec.text_column not in rows.features:
+            raise DataError(
+                f"hf:{name}: has no column {spec.text_column!r} ('data.text-column'), but "
+                f"{', '.join(rows.features)}"
+            )
+        return tokenized([str(text) for text in rows[spec.text_column]], spec, f"hf:{name}")
+    columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
+    if len(columns) != 1:
+        hint = "; texts need --set sample-kind=text" if spec.text_column in rows.features else ""
+        raise DataError(
+            f"hf:{name}: has {len(columns)} columns of images, one is needed, among "
+            f"{', '.join(rows.features)}{hint}"
+        )
+    return _images(rows[columns[0]], name, spec)
+
+
+def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
+    """Return PIL images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size."""
+    first = images[0]
+    size = (spec.image_size, spec.image_size) if spec.image_size else first.size
+    mode = "L" if all(image.mode in ("1", "L") for image in images) else "RGB"
+    channels = 1 if mode == "L" else 3
+    refuse_more(len(images) * channels * size[0] * size[1], spec, f"hf:{name}")
+    found = np.empty((len(images), size[1], size[0], channels), np.uint8)
+    for number, image in enumerate(images):
+        if image.size != size and not spec.image_size:
+            raise DataError(
+                f"hf:{name}: image {number} is {image.width} x {image.height} pixels, the first "
+                f"{size[0]} x {size[1]}; set data.image-size to resize all"
+            )
+        pixels = image.convert(mode)
+        resized = pixels if pixels.size == size else pixels.resize(size)
+        found[number] = np.asarray(resized).reshape(size[1], size[0], channels)
+    return torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))

@@ -1,0 +1,214 @@
+"""Data and models from elsewhere: MedMNIST's files, the Hugging Face Hub, pools with multiples."""
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from federation import run, small
+
+from fedhet.config.resolve import absolute, resolve
+from fedhet.data import DataSpec, load
+from fedhet.errors import DataError, SettingsError
+from fedhet.models import deal
+from fedhet.settings.schema import pool_names
+
+
+def spec(dataset, **changes):
+    return DataSpec(dataset=dataset, **changes)
+
+
+# --- MedMNIST ---------------------------------------------------------------------------------
+
+
+def medmnist(path, channels=0, sizes=(60, 12, 20), side=8, **changes):
+    """Write a file as MedMNIST's are; return its arrays."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for part, size in zip(("train", "val", "test"), sizes, strict=True):
+        shape = (size, side, side) + ((channels,) if channels else ())
+        arrays[f"{part}_images"] = rng.integers(0, 256, shape, np.uint8)
+        arrays[f"{part}_labels"] = np.arange(size, dtype=np.uint8)[:, None] % 3
+    arrays |= changes
+    np.savez_compressed(path, **{k: v for k, v in arrays.items() if v is not None})
+    return arrays
+
+
+@pytest.mark.parametrize("channels", [0, 3])
+def test_a_file_of_medmnist_is_read(tmp_path, channels):
+    arrays = medmnist(tmp_path / "pathmnist.npz", channels)
+    found = load(spec(f"medmnist:{tmp_path}/pathmnist.npz"))
+    assert found.classes == ("0", "1", "2")
+    assert (len(found.train), len(found.test)) == (72, 20)
+    assert found.shape == (3 if channels else 1, 8, 8)
+    for image, row in ((arrays["train_images"][5], 5), (arrays["val_images"][2], 62)):
+        pixels = image.transpose(2, 0, 1) if channels else image[None]
+        assert found.train.x[row].tolist() == pixels.tolist()
+    assert found.train.y[60:].tolist() == arrays["val_labels"][:, 0].tolist()
+    assert found.test.x[3, 0, 1, 2] == arrays["test_images"][3][1][2].reshape(-1)[0]
+
+
+def objects(count):
+    return np.array([{}] * count)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"val_labels": None}, "has no array val_labels; a file of MedMNIST has train_images"),
+        ({"train_labels": np.zeros((60, 14), np.uint8)}, "several labels a sample are not supp"),
+        ({"train_images": np.zeros((60, 8, 8, 8), np.uint8)}, "volumes are not supported"),
+        ({"train_images": np.zeros((60, 8, 8), np.float32)}, "must be uint8"),
+        ({"test_images": np.zeros((20, 9, 9), np.uint8)}, "test_images have another shape"),
+        ({"test_images": np.zeros((19, 8, 8), np.uint8)}, "test has 19 images and 20 labels"),
+        ({"val_labels": -np.ones((12, 1), np.int8)}, "y holds the label -1"),
+        ({"val_labels": objects(12)}, "pickled objects are refused"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path, changes, fault):
+    medmnist(tmp_path / "x.npz", **changes)
+    with pytest.raises(DataError, match=fault):
+        load(spec(f"medmnist:{tmp_path}/x.npz"))
+
+
+def test_a_file_that_is_absent_broken_or_too_large(tmp_path):
+    with pytest.raises(DataError, match=r"no such file; MedMNIST's are at"):
+        load(spec(f"medmnist:{tmp_path}/none.npz"))
+    (tmp_path / "odd.npz").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"not a readable \.npz file"):
+        load(spec(f"medmnist:{tmp_path}/odd.npz"))
+    medmnist(tmp_path / "x.npz")
+    with pytest.raises(DataError, match=r"'data\.max-bytes' allows 1000"):
+        load(spec(f"medmnist:{tmp_path}/x.npz", max_bytes=1000))
+
+
+def test_a_run_on_medmnist(tmp_path):
+    medmnist(tmp_path / "bloodmnist.npz", channels=3, sizes=(120, 20, 30))
+    config = small(
+        "felo", dataset=f"medmnist:{tmp_path}/bloodmnist.npz", rounds=1, clients=2, max_samples=0,
+        models="mlp", partition="iid",
+    )  # fmt: skip
+    summary = run(config, tmp_path / "run")
+    assert set(summary["accuracy"]) == {"personal", "common"}
+
+
+# --- the Hugging Face Hub ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder that the library `datasets` reads, and a cache of its own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    from datasets import ClassLabel, Dataset, Features, Image, Value
+
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "hub"
+    folder.mkdir()
+
+    def write(split, count, side=8, mode="L", names=("cat", "dog"), size_of=None):
+        shape = (side, side) if mode == "L" else (side, side, 3)
+        images = [PIL.Image.fromarray(rng.integers(0, 256, shape, np.uint8)) for _ in range(count)]
+        if size_of:
+            images[-1] = images[-1].resize(size_of)
+        rows = {
+            "picture": images,
+            "label": [number % len(names) for number in range(count)],
+            "text": [f"word {number}" for number in range(count)],
+        }
+        features = Features(
+            picture=Image(), label=ClassLabel(names=list(names)), text=Value("string")
+        )
+        Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
+        return images
+
+    return folder, write
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_images_of_the_hub_are_read(hub, mode):
+    folder, write = hub
+    images, tests = write("train", 30, mode=mode), write("test", 10, mode=mode)
+    found = load(spec(f"hf:{folder}"))
+    assert found.classes == ("cat", "dog")
+    assert (len(found.train), len(found.test)) == (30, 10)
+    for x, image in ((found.train.x[7], images[7]), (found.test.x[2], tests[2])):
+        pixels = np.asarray(image)
+        expected = pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
+        assert x.tolist() == expected.tolist()
+    assert found.train.y.tolist() == [number % 2 for number in range(30)]
+
+
+def test_without_a_test_split_there_is_no_common_test_set(hub):
+    folder, write = hub
+    write("train", 10)
+    assert load(spec(f"hf:{folder}")).test is None
+
+
+def test_images_of_several_sizes_are_resized_or_refused(hub):
+    folder, write = hub
+    write("train", 6, size_of=(5, 9))
+    with pytest.raises(DataError, match=r"image 5 is 5 x 9 pixels, .*set data\.image-size"):
+        load(spec(f"hf:{folder}"))
+    assert load(spec(f"hf:{folder}", image_size=4)).shape == (1, 4, 4)
+
+
+def test_texts_of_the_hub_are_read(hub):
+    folder, write = hub
+    write("train", 6)
+    found = load(spec(f"hf:{folder}", sample_kind="text"))
+    assert found.vocabulary == 8192
+    assert len(set(map(tuple, found.train.x.tolist()))) == 6
+    with pytest.raises(DataError, match=r"has no column 'words' \('data\.text-column'\)"):
+        load(spec(f"hf:{folder}", sample_kind="text", text_column="words"))
+
+
+def test_another_column_may_hold_the_classes(hub):
+    folder, write = hub
+    write("train", 6)
+    assert len(load(spec(f"hf:{folder}", label_column="text")).classes) == 6
+    assert load(spec(f"hf:{folder}", label_column="none")).classes == ("cat", "dog")
+
+
+def test_what_is_too_large_is_refused(hub):
+    folder, write = hub
+    write("train", 6)
+    with pytest.raises(DataError, match=r"'data\.max-bytes' allows 100"):
+        load(spec(f"hf:{folder}", max_bytes=100))
+
+
+def test_without_the_network_it_is_said_how_to_download():
+    with pytest.raises(DataError, match=r"is not on this machine, .*--set download=true") as caught:
+        load(spec("hf:nobody/nothing-of-this-name"))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_name_on_the_hub_stays_as_it_is(tmp_path):
+    named = absolute(resolve({"data.dataset": "hf:nobody/nothing"}))
+    assert named.run.data.dataset == "hf:nobody/nothing"
+    local = absolute(resolve({"data.dataset": f"hf:{tmp_path}/../{tmp_path.name}"}))
+    assert local.run.data.dataset == f"hf:{tmp_path}"
+
+
+# --- multiples in a pool ----------------------------------------------------------------------
+
+
+def test_a_pool_may_repeat_a_model():
+    assert pool_names("cnn2*3, mlp ,sk-tree * 2") == ["cnn2"] * 3 + ["mlp"] + ["sk-tree"] * 2
+    config = small("felo", models="cnn2*3,mlp", clients=8)
+    assert deal(config.run.models.names, 8, 0) == ["cnn2", "cnn2", "cnn2", "mlp"] * 2
+
+
+@pytest.mark.parametrize("pool", ["cnn2*0", "cnn2*", "*3", "cnn2*x", "cnn2*1.5", "cnn2*1001"])
+def test_what_is_no_multiple_is_said(pool):
+    with pytest.raises(SettingsError, match=r"is no part of a pool, which is NAME, or NAME\*3"):
+        small("felo", models=pool)
+
+
+def test_one_model_for_all_may_be_given_as_a_multiple():
+    assert small("fedavg", models="mlp*3").run.models.names == ["mlp"] * 3
+    with pytest.raises(SettingsError, match="one model for all clients"):
+        small("fedavg", models="mlp*3,cnn2")
+
+
+def test_samples_are_tensors_of_their_own(tmp_path):
+    medmnist(tmp_path / "x.npz")
+    assert load(spec(f"medmnist:{tmp_path}/x.npz")).train.x.dtype == torch.uint8

@@ -1,0 +1,127 @@
+"""Trackers: what is sent, and that a run does not depend on them."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from federation import run, small
+
+from fedhet import api
+from fedhet.errors import SettingsError
+from fedhet.runs.log import Watcher
+from fedhet.runs.trackers import trackers_of
+
+
+class Fake:
+    """Stands for either library; keeps its calls."""
+
+    def __init__(self, fails=""):
+        self.calls, self.fails = [], fails
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            if name == self.fails:
+                raise ConnectionError("no network\nat all")
+            self.calls.append((name, args, options))
+            return self
+
+        return call
+
+
+@pytest.fixture(params=["wandb", "mlflow"])
+def tracker(request, monkeypatch):
+    def put(fails=""):
+        fake = Fake(fails)
+        monkeypatch.setitem(sys.modules, request.param, fake)
+        return fake
+
+    return request.param, put
+
+
+def tracked(name, **changes):
+    return small("local", clients=2, rounds=2, track=name, **changes)
+
+
+def test_settings_and_numbers_are_sent(tracker, tmp_path):
+    name, put = tracker
+    fake = put()
+    summary = run(tracked(name, metrics="auc"), tmp_path / "run")
+    names = [call for call, _, _ in fake.calls]
+    expected = {
+        "wandb": ["init", "log", "log", "finish"],
+        "mlflow": ["set_experiment", "start_run", "log_params", "log_metrics", "log_metrics",
+                   "end_run"],
+    }  # fmt: skip
+    assert names == expected[name]
+    sent = [(args[0], options["step"]) for call, args, options in fake.calls if call in
+            ("log", "log_metrics")]  # fmt: skip
+    assert [step for _, step in sent] == [1, 2]
+    last = sent[-1][0]
+    assert last["accuracy-common-private/mean"] == summary["accuracy"]["common"]["private"]["mean"]
+    assert last["auc-common-private/mean"] == summary["metrics"]["auc"]["common"]["private"]["mean"]
+    assert not any("client" in key for key in last)
+    settings = next(
+        options["config"] if call == "init" else args[0]
+        for call, args, options in fake.calls
+        if call in ("init", "log_params")
+    )
+    assert str(settings["training.lr"]) == "0.001"
+    if name == "wandb":
+        _, _, options = fake.calls[0]
+        known = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
+        assert (options["id"], options["resume"]) == (known, "allow")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
+    name, put = tracker
+    fails = {"wandb": ("init", "log"), "mlflow": ("start_run", "log_metrics")}[name][place]
+    put(fails)
+    assert run(tracked(name), tmp_path / "run")["rounds"] == 2
+    said = [
+        record.getMessage() for record in caplog.records if "is off from" in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert len(said[0].splitlines()) == 1
+
+
+def test_without_the_library_it_is_said_what_to_install(tracker, monkeypatch, tmp_path):
+    name, _ = tracker
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingsError, match=rf"needs the package '{name}': pip install"):
+        run(tracked(name), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_by_default_there_is_none():
+    assert trackers_of(small("local")) == []
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run(tracked("wandb"), tmp_path / "run")
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+def test_mlflow_in_a_folder(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(tmp_path / "mlruns")
+    run(tracked("mlflow"), tmp_path / "run")
+    found = mlflow.search_runs(experiment_names=["fedhet"])
+    assert len(found) == 1
+
+
+def test_a_watcher_of_ones_own(tmp_path):
+    rounds = []
+    own = SimpleNamespace(
+        **{name: lambda *_: None for name in vars(Watcher) if not name.startswith("_")}
+    )
+    own.round_finished = lambda record: rounds.append(record.round)
+    api.run(
+        "local", clients=2, rounds=2, models="mlp", backend="inline", out=tmp_path / "run",
+        settings={"data.max-samples": 200, "training.local-epochs": 1}, progress=False,
+        watchers=[own],
+    )  # fmt: skip
+    assert rounds == [1, 2]
