@@ -10,7 +10,7 @@ import numpy as np
 from fedhet.arrays import Array
 
 Weights = Mapping[str, Array]
-PART = 2**20
+PART = 2**18
 """Elements of a tensor that are averaged at once: sums in float64 take twice their memory."""
 
 

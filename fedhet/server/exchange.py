@@ -94,12 +94,14 @@ class Exchange:
         if result.status.code != Code.OK or "error" in result.metrics:
             fault = str(result.metrics.get("error", result.status.message))[:300]
             raise KnowledgeError(name, "answer", fault)
-        arrays = stored.arrays(name) if stored else read_arrays(payload, name, self._max_bytes)
-        envelope, knowledge = decode(arrays, name)
+        if stored:
+            envelope, knowledge = stored.read(name, self._receives)
+        else:
+            envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
         expect(envelope, run=self._run, method=self._method, round=round, sender=name)
         reply = Reply(client, knowledge, read_measures(name, result.metrics, self._kinds))
         self.check(reply, sizes)
-        return reply.saying(stored.on_disk(knowledge, self._receives)) if stored else reply
+        return reply
 
     def read_evaluation(self, name: str, result: EvaluateRes) -> Measured:
         """Return a client's measurements from an evaluation. Raises KnowledgeError."""

@@ -20,7 +20,14 @@ from fedhet.arrays import Array, OnDemand
 from fedhet.errors import StateError
 from fedhet.server.outliers import sizes_of_payload
 from fedhet.wire.contract import Contract, WeightsField
-from fedhet.wire.knowledge import Knowledge, check_size, payload_bytes, read_npy
+from fedhet.wire.knowledge import (
+    Envelope,
+    Knowledge,
+    check_size,
+    decode,
+    payload_bytes,
+    read_npy,
+)
 
 
 class Inbox:
@@ -68,22 +75,21 @@ class StoredReply(Parameters):
         whole = self._mapped()
         return [whole[start:end] for start, end in self._places]
 
-    def arrays(self, sender: str) -> list[Array]:
-        """Return the arrays, mapped from the file, as `read_arrays` does. Raises KnowledgeError."""
-        check_size(self.size, sender, self._max_bytes)
-        return [read_npy(part, sender, f"array {n}") for n, part in enumerate(self.parts())]
-
-    def on_disk(self, knowledge: Knowledge, contract: Contract) -> Knowledge:
-        """Return what `arrays` hold, of which only what is not weights stays in memory.
+    def read(self, sender: str, contract: Contract) -> tuple[Envelope, Knowledge]:
+        """Decode the message; of its tensors, only those that are not weights stay in memory.
 
         Weights are mapped each time they are used, and can be used until the inbox is cleared.
+        Raises KnowledgeError.
         """
+        check_size(self.size, sender, self._max_bytes)
+        arrays = [read_npy(part, sender, f"array {n}") for n, part in enumerate(self.parts())]
+        envelope, knowledge = decode(arrays, sender)
         groups = tuple(f"{f.name}/" for f in contract.fields if isinstance(f, WeightsField))
         sources: dict[str, Array | Callable[[], Array]] = {}
         for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
             weights = name.startswith(groups) and value.size
             sources[name] = partial(self._array, number) if weights else value.copy()
-        return Knowledge(OnDemand(sources), knowledge.scalars)
+        return envelope, Knowledge(OnDemand(sources), knowledge.scalars)
 
     def _array(self, number: int) -> Array:
         start, end = self._places[number]
