@@ -313,8 +313,8 @@ def played(tmp_path, **changes):
     aggregate = server.strategy.aggregate
 
     def watched(round, replies):
-        for reply in replies:  # weights can be read in the round alone
-            seen.append(reply.saying(Knowledge(dict(reply.knowledge.tensors))))
+        # Weights can be read in the round alone.
+        seen.extend(r.saying(Knowledge(dict(r.knowledge.tensors))) for r in replies)
         return aggregate(round, replies)
 
     server.strategy.aggregate = watched
