@@ -6,7 +6,7 @@ The whole: --mb 45 --clients 10,100,500; the replies of a round lie on disk, 22 
 
 Each figure is that of a process of its own, in which the server trains with clients that answer in
 turn what a real one has answered in another process. What the process holds before the server
-starts is not counted.
+starts is not counted. MALLOC_MMAP_THRESHOLD_ is set, because glibc otherwise keeps what is freed.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--methods", default="fedavg,felo,fedtype")
     chosen = parser.parse_args()
     os.environ |= {"FEDHET_BENCH_MB": str(chosen.mb), "OMP_NUM_THREADS": "1"}
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
     for method in chosen.methods.split(","):
         for clients in map(int, chosen.clients.split(",")):
             with tempfile.TemporaryDirectory() as folder:
