@@ -10,12 +10,14 @@ both sides write to disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -65,14 +67,9 @@ def main() -> None:
                 "training.optimizer": "sgd",
             }
         )
-        peaks: dict[str, float] = {}
-        over = threading.Event()
-        with LocalDeployment(Path(folder) / "deployment", nodes=1) as deployment:
-            watch = threading.Thread(target=_watch, args=(peaks, over))
-            watch.start()
+        deployment = LocalDeployment(Path(folder) / "deployment", nodes=1)
+        with deployment, watched() as peaks:
             submit(config, deployment.connection, print)
-            over.set()
-            watch.join()
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records[1:]:
         seconds = record["seconds"]
@@ -83,7 +80,21 @@ def main() -> None:
             f"{(down + up) / moving:.0f} MB/s"
         )
     for name, peak in sorted(peaks.items()):
-        print(f"{name}: peak {peak / MB:.0f} MB, {peak / MB / down:.1f} x the payload")
+        print(f"{name}: peak {peak / MB:.0f} MB, {peak / MB / up:.1f} x the payload")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[str, float]]:
+    """Yield the peak memory of Flower's processes, by name, which grows during the block."""
+    peaks: dict[str, float] = {}
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(peaks, over))
+    watch.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        watch.join()
 
 
 def _watch(peaks: dict[str, float], over: threading.Event) -> None:

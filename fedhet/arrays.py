@@ -5,7 +5,7 @@ In a larger mapping, a model's tensors are named `<group>/<name in the state dic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -33,3 +33,29 @@ def groups(values: Mapping[str, T], name: str) -> dict[str, dict[str, T]]:
     """Return the values `name/<group>/<key>` by group and key; group names have no slash."""
     inner = group(values, name)
     return {first: group(inner, first) for first in sorted({key.split("/")[0] for key in inner})}
+
+
+class OnDemand(Mapping[str, Array]):
+    """Named arrays, some of which are read anew each time they are used, and held by nobody."""
+
+    def __init__(self, sources: Mapping[str, Array | Callable[[], Array]]) -> None:
+        """`sources`: the arrays, or for those that are read when they are used, what reads them."""
+        self._sources = sources
+
+    def __getitem__(self, name: str) -> Array:
+        source = self._sources[name]
+        return source() if callable(source) else source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def group(self, name: str) -> OnDemand:
+        """Return the arrays `name/<key>` by key; none is read."""
+        return OnDemand(group(self._sources, name))
+
+    def replacing(self, values: Arrays) -> OnDemand:
+        """Return these arrays with `values` in the places of those of the same names."""
+        return OnDemand({**self._sources, **values})

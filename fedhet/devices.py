@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
-from fedhet.settings.tables import ComputeSettings
+from fedhet.settings.tables import ComputeSettings, EngineSettings
 
 PROCESSOR_BATCH, ACCELERATOR_BATCH = 128, 1024
 """Samples in a batch of evaluation: a processor is faster while activations fit its cache."""
+PROCESSOR_BFLOAT16 = False
+"""Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
+docs/performance.md has the accuracies and the times."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,21 @@ CPU = Compute(torch.device("cpu"))
 def compute_for(settings: ComputeSettings) -> Compute:
     """Return the `Compute` for the device and precision of `settings`. Raises SettingsError."""
     device = find_device(settings.device)
-    last = {"true": True, "false": False, "auto": device.type == "cuda"}[settings.channels_last]
+    last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
     usual = PROCESSOR_BATCH if device.type == "cpu" else ACCELERATOR_BATCH
     batch = settings.eval_batch_size or usual
     return Compute(device, _autocast_dtype(settings.precision, device), last, batch)
+
+
+def settled(settings: EngineSettings) -> EngineSettings:
+    """Return the settings with what `auto` means on this machine as precision and memory format.
+
+    Raises SettingsError.
+    """
+    compute = compute_for(settings)
+    name = str(compute.autocast_dtype or torch.float32).removeprefix("torch.")
+    last = str(compute.channels_last).lower()
+    return settings.model_copy(update={"precision": name, "channels_last": last})
 
 
 def find_device(name: str) -> torch.device:
@@ -84,11 +98,22 @@ def available_devices() -> list[str]:
 
 def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "auto":
-        has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if has_bfloat16 else None
+        return torch.bfloat16 if _is_faster_in_bfloat16(device) else None
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
             "setting 'engine.precision' = 'float16' is not there on the device cpu: "
             "it takes auto, float32 or bfloat16"
         )
     return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
+
+
+def _is_faster_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return device.type == "cpu" and PROCESSOR_BFLOAT16 and multiplies_bfloat16()
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether this processor multiplies bfloat16 in hardware: by AMX, or by AVX-512."""
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.11 may not have it
+    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))

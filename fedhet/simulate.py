@@ -25,7 +25,8 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
 from fedhet.config.resolve import Config, absolute, check
-from fedhet.devices import find_device
+from fedhet.config.sources import read_toml
+from fedhet.devices import find_device, settled
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
 from fedhet.server_app import components
@@ -52,6 +53,7 @@ def simulate(
     watchers = tuple(watchers)
     _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     check(config)
+    config = _settled(config, directory)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
     workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
     parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
@@ -69,6 +71,22 @@ def _tell(watchers: Iterable[Watcher], what: str) -> None:
     """Tell watchers what the run waits for."""
     for watcher in watchers:
         watcher.waiting(what)
+
+
+def _settled(config: Config, directory: Path) -> Config:
+    """Return the settings with what `auto` means here, or meant where the run was begun.
+
+    They stand in config.toml, so that the run can be made again, or resumed, on another machine.
+    """
+    there = directory / "config.toml"
+    if not (config.run.resume and there.exists()):
+        return config.replacing(engine=settled(config.run.engine))
+    begun, changes = read_toml(there), {}
+    for name in ("precision", "channels_last"):
+        kept = begun.get(f"engine.{name.replace('_', '-')}")
+        if getattr(config.run.engine, name) == "auto" and kept is not None:
+            changes[name] = kept
+    return config.replacing(engine=config.run.engine.model_copy(update=changes))
 
 
 def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:

@@ -34,6 +34,7 @@ from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_s
 from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.rules import rules_of
 from fedhet.server.standing import Standing
+from fedhet.server.stored import Inbox
 from fedhet.settings.tables import EngineSettings
 from fedhet.storage import Checkpoint
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -59,7 +60,8 @@ class HetStrategy(Strategy):
         self.members: dict[str, Member] = {}
         receives: Contract = config.method.client.sends
         engine = self.run.engine
-        weighed = any(isinstance(f, WeightsField) for f in (*receives.fields, *self.sends.fields))
+        told, heard = (_holds_weights(each) for each in (self.sends, receives))
+        weighed = told or heard
         pool = self.run.models.names if weighed else None
         self._members = Members(
             engine.join_timeout, pool, log.notice, rules_of(config), engine.samples_cap
@@ -70,6 +72,8 @@ class HetStrategy(Strategy):
         self._exchange = Exchange(log.run_name, config.method, limit, self.state, self.run.measured)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
+        self._inbox = Inbox(log.directory / "inbox", limit)
+        self._stores = self.spec.large_messages or heard
 
     # The hooks: what a method implements.
 
@@ -93,7 +97,9 @@ class HetStrategy(Strategy):
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the part of a reply that `aggregate` needs; store large parts elsewhere.
 
-        Raises KnowledgeError to refuse a reply although it satisfies the contract.
+        Weights lie on disk until `aggregate` returns, and are read each time they are used: a
+        method that keeps some copies them, by `numpy.array`. Raises KnowledgeError to refuse a
+        reply although it satisfies the contract.
         """
         return reply
 
@@ -155,6 +161,7 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
+        self._inbox.clear()
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)
@@ -189,6 +196,13 @@ class HetStrategy(Strategy):
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """Check the replies, record missing clients, and let the method aggregate."""
         self.state.go_on()
+        with self._inbox.read():
+            self._aggregate(server_round, results, failures)
+        return NOTHING, dict(self.state.record.method)
+
+    def _aggregate(
+        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> None:
         self.state.changed(self.state.selection.training)
         accepted = []
         sent = self._replies(results, failures)
@@ -206,7 +220,6 @@ class HetStrategy(Strategy):
             with learning(self.state, self.run):
                 self.state.figures(self.aggregate(server_round, accepted))
                 self.state.figures(mean_figures([reply.measured.figures for reply in accepted]))
-        return NOTHING, dict(self.state.record.method)
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """Do nothing: the server's own models are evaluated when the round closes."""
@@ -270,7 +283,7 @@ class HetStrategy(Strategy):
             for name in selection.names:
                 proxy = self._proxy(name)
                 proxy.instruction = partial(self._payload, round, name)
-                proxy.turn, proxy.inbox = self._turns, self.log.directory / "inbox"
+                proxy.turn = self._turns
                 yield proxy, NOTHING
             return
         made = {name: self.instruct(round, self.members[name].info) for name in selection.names}
@@ -282,7 +295,8 @@ class HetStrategy(Strategy):
         return self._exchange.encode(round, knowledge)
 
     def _proxy(self, name: str) -> NamedProxy:
-        return NamedProxy(self.members[name], self.log.client_answered)
+        inbox = self._inbox if self._stores else None
+        return NamedProxy(self.members[name], self.log.client_answered, inbox)
 
     def _replies(
         self, results: Sequence[tuple[ClientProxy, FitRes]], failures: Failures
@@ -339,6 +353,10 @@ class HetStrategy(Strategy):
             return
         found = measured_on(common, models, self.run.engine, self.run.measured)
         self.state.measured(SERVER, found)
+
+
+def _holds_weights(contract: Contract) -> bool:
+    return any(isinstance(field, WeightsField) for field in contract.fields)
 
 
 def measured_on(

@@ -118,7 +118,8 @@ class CentralStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take over the trainer's model."""
-        self._keep(replies[0].knowledge.group("weights"))
+        weights = replies[0].knowledge.group("weights")
+        self._keep({name: value.copy() for name, value in weights.items()})
         return {}
 
     def state_dict(self) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, FeatureNorm, Terms, average
-from fedhet.arrays import Array, grouped, groups
+from fedhet.arrays import Array, Arrays, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.models import shapes
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
@@ -184,7 +184,7 @@ def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Arr
 
     Weights of different architectures are never mixed.
     """
-    groups: dict[str, list[tuple[dict[str, Array], float]]] = {}
+    groups: dict[str, list[tuple[Arrays, float]]] = {}
     for reply in replies:
         if weights := reply.knowledge.group("weights"):
             groups.setdefault(reply.client.model, []).append((weights, reply.samples))

@@ -19,6 +19,7 @@ from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
 from fedhet.runs.log import RunLog
+from fedhet.server.stored import StoredReply
 from fedhet.settings.tables import RunSettings
 from strategies.base import HetStrategy
 
@@ -119,8 +120,12 @@ class Server:
             self.strategy.aggregate_evaluate(round, results, [])
 
     def answers(self, asked) -> list[tuple[object, FitRes]]:
-        """Let every client train."""
-        return [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+        """Let every client train; a reply on disk can be read here after the round, too."""
+        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+        for _, result in answers:
+            if isinstance(stored := result.parameters, StoredReply):
+                stored.tensors = [bytes(part) for part in stored.parts()]
+        return answers
 
 
 def client_of(proxy) -> HetClient:

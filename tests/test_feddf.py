@@ -32,10 +32,8 @@ def told(asked):
 
 
 def said(result):
-    """Return a stored reply, which lies on disk and is read once."""
-    whole = result.parameters.take()
-    result.parameters = whole
-    return decode(parameters_to_ndarrays(whole), "test")[1]
+    """Return a reply."""
+    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
 
 
 def changed(result, change):

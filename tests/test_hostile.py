@@ -16,7 +16,7 @@ from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
 from fedhet.deployment.local import LocalDeployment
 from fedhet.errors import FedhetError
-from fedhet.server.proxy import StoredReply
+from fedhet.server.stored import Inbox
 from fedhet.wire import contract
 from fedhet.wire.knowledge import decode, encode
 
@@ -385,10 +385,11 @@ def _usual_umask():
 
 @pytest.mark.usefixtures("_usual_umask")
 def test_replies_on_disk_are_their_owners(tmp_path):
-    stored = StoredReply(tmp_path / "inbox" / "a", Parameters([b"12", b"345"], "numpy.ndarray"))
+    inbox = Inbox(tmp_path / "inbox", 5)
+    stored = inbox.put("a", Parameters([b"12", b"345"], "numpy.ndarray"))
     assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
-    assert stored.take().tensors == [b"12", b"345"]
+    assert stored.parts() == [b"12", b"345"]
 
 
 @pytest.mark.usefixtures("_usual_umask")

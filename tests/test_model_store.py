@@ -5,7 +5,7 @@ import pytest
 from flwr.common import Parameters
 
 from fedhet.errors import StateError
-from fedhet.server.proxy import StoredReply
+from fedhet.server.stored import Inbox
 from fedhet.storage import ModelStore
 from fedhet.wire.knowledge import payload_bytes
 
@@ -54,10 +54,14 @@ def test_a_read_only_array_can_be_put(tmp_path):
 @pytest.mark.parametrize("tensors", [[], [b""], [b"abc", b"", b"\x00" * 1000, b"x"]])
 def test_a_payload_waits_on_disk(tmp_path, tensors):
     given = Parameters(tensors=list(tensors), tensor_type="numpy.ndarray")
-    waiting = StoredReply(tmp_path / "inbox" / "client-0", given)
-    assert payload_bytes(waiting) == 0
-    assert (tmp_path / "inbox" / "client-0").stat().st_size == sum(map(len, tensors))
-    assert waiting.take() == given
+    inbox = Inbox(tmp_path / "inbox", 10**6)
+    with inbox.read():
+        waiting = inbox.put("client-0", given)
+        assert payload_bytes(waiting) == 0
+        assert waiting.size == sum(map(len, tensors))
+        assert (tmp_path / "inbox" / "client-0").stat().st_size == waiting.size
+        for _ in range(2):
+            assert [bytes(part) for part in waiting.parts()] == given.tensors
     assert not list((tmp_path / "inbox").iterdir())
 
 

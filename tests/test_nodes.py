@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedhet.server import nodes
 from fedhet.server.members import Members
-from fedhet.server.nodes import asked_again, registered_name
+from fedhet.server.nodes import AskingAgain, Nodes, Transfers, asked_again, registered_name
 
 GIVEN_UP = SimpleNamespace(reason="its time is over")
 SAYS = {"model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
@@ -280,3 +280,66 @@ def test_messages_are_flowers_own(grid):
     again = nodes._anew(message, 4.0)
     assert (again.metadata.dst_node_id, again.metadata.ttl) == (5, 4.0)
     assert again.object_id != message.object_id
+
+
+def under_way(transfers, started, done):
+    """Take a turn, say so, and keep it until `done` is set."""
+    with transfers.turn():
+        started.set()
+        done.wait(10)
+
+
+def test_only_a_few_messages_are_in_memory_at_once():
+    transfers, done = Transfers(most=2, seconds=60.0), threading.Event()
+    started = [threading.Event() for _ in range(3)]
+    threads = [
+        threading.Thread(target=under_way, args=(transfers, each, done), daemon=True)
+        for each in started
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        if sum(each.is_set() for each in started) == 2:
+            break
+        threading.Event().wait(0.01)
+    assert not threading.Event().wait(0.1)
+    assert sum(each.is_set() for each in started) == 2
+    done.set()
+    assert all(each.wait(10) for each in started)
+    for thread in threads:
+        thread.join(10)
+    assert not transfers._begun
+
+
+def test_a_transfer_that_hangs_keeps_nobody_waiting():
+    transfers, done, started = Transfers(most=1, seconds=0.1), threading.Event(), threading.Event()
+    hanging = threading.Thread(target=under_way, args=(transfers, started, done), daemon=True)
+    hanging.start()
+    assert started.wait(10)
+    with transfers.turn():
+        assert hanging.is_alive()
+    done.set()
+    hanging.join(10)
+
+
+def test_an_error_ends_a_transfer():
+    transfers = Transfers(most=1)
+    with pytest.raises(OSError, match="cut"), transfers.turn():
+        raise OSError("cut")
+    with transfers.turn():
+        pass
+
+
+def test_every_message_of_a_deployment_takes_its_turn(grid):
+    grid.add(1, claims="site-a", registered="site-a")
+    taken = []
+
+    class Noting(Transfers):
+        def turn(self):
+            taken.append(len(grid.sent))
+            return super().turn()
+
+    asking = AskingAgain(grid, Nodes(grid), Noting())
+    proxy = GridClientProxy(1, asking, 1)
+    assert proxy.fit(FitIns(Parameters([], ""), {}), 100.0, 1).num_examples == 7
+    assert taken == [0, 1]

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device
+from fedhet import devices
+from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device, settled
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
-from fedhet.settings.tables import ComputeSettings, TrainingSettings
+from fedhet.settings.tables import ComputeSettings, EngineSettings, TrainingSettings
 from fedhet.training import (
     batches,
     cross_entropy_of,
@@ -443,8 +444,8 @@ def test_a_gpu_without_bfloat16_computes_in_float32(monkeypatch):
 @pytest.mark.usefixtures("no_gpu")
 def test_devices_of_a_machine_without():
     assert available_devices() == ["cpu"]
-    assert compute_for(ComputeSettings()) == Compute(torch.device("cpu"), None, False)
-    assert compute_for(ComputeSettings(channels_last="true")).channels_last
+    assert compute_for(ComputeSettings()) == Compute(torch.device("cpu"), None, True)
+    assert not compute_for(ComputeSettings(channels_last="false")).channels_last
     for name in ("cuda", "cuda:0", "mps"):
         with pytest.raises(SettingsError, match=f"'{name}'.* auto .*: cpu$"):
             find_device(name)
@@ -455,6 +456,27 @@ def test_a_mac_has_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert find_device("auto") == find_device("mps") == torch.device("mps")
     assert compute_for(ComputeSettings()).autocast_dtype is None
+    assert not compute_for(ComputeSettings()).channels_last
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize(
+    ("has", "able"), [({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({}, False)]
+)
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_on_a_processor_that_multiplies_bfloat16(monkeypatch, has, able, wanted):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr(devices, "PROCESSOR_BFLOAT16", wanted)
+    chosen = torch.bfloat16 if able and wanted else None
+    assert compute_for(ComputeSettings()).autocast_dtype is chosen
+    found = settled(EngineSettings())
+    assert (found.precision, found.channels_last) == (
+        "bfloat16" if able and wanted else "float32",
+        "true",
+    )
+    kept = settled(EngineSettings(precision="bfloat16", channels_last="false"))
+    assert (kept.precision, kept.channels_last) == ("bfloat16", "false")
+    assert settled(found) == found
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])

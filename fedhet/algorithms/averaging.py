@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,29 +10,46 @@ import numpy as np
 from fedhet.arrays import Array
 
 Weights = Mapping[str, Array]
+PART = 2**18
+"""Elements of a tensor that are averaged at once: sums in float64 take twice their memory."""
 
 
 def average_weights(models: Sequence[tuple[Weights, float]]) -> dict[str, Array]:
     """Return the average of models of one architecture, weighted by their numbers of samples.
 
-    Sums are in float64, one tensor at a time. Running statistics of batch normalisation are
-    averaged like weights (ours), its integer counters rounded. The order of `models` may affect the
-    last bit: pass them sorted. Raises ValueError if there is no model or no sample.
+    Sums are in float64, a part of one tensor at a time: models that are read from disk need not fit
+    into memory together. Running statistics of batch normalisation are averaged like weights
+    (ours), its integer counters rounded. The order of `models` may affect the last bit: pass them
+    sorted. Raises ValueError if there is no model or no sample.
     """
     total = sum(weight for _, weight in models)
     if total <= 0:
         raise ValueError("an average needs at least one model with at least one sample")
-    first = models[0][0]
-    return {name: _mean([(m[name], w) for m, w in models], total) for name in first}
+    return {name: _mean(name, models, total) for name in models[0][0]}
 
 
-def _mean(parts: Sequence[tuple[Array, float]], total: float) -> Array:
-    if len(parts) == 1:
-        return parts[0][0].copy()
-    mean = np.zeros(parts[0][0].shape, dtype=np.float64)
-    for value, weight in parts:
-        mean += value.astype(np.float64) * (weight / total)
-    return as_type(mean, parts[0][0].dtype)
+def _mean(name: str, models: Sequence[tuple[Weights, float]], total: float) -> Array:
+    """Return the average of one tensor; of each model, only a part of it is read at a time."""
+    first = models[0][0][name]
+    if len(models) == 1:
+        return first.copy()
+    mean = np.empty(first.shape, first.dtype)
+    for part in _parts(first.size):
+        total_of_part = np.zeros(len(mean.reshape(-1)[part]))
+        for model, weight in models:
+            total_of_part += _elements(model[name], part) * (weight / total)
+        mean.reshape(-1)[part] = as_type(total_of_part, mean.dtype)
+    return mean
+
+
+def _parts(size: int) -> Iterator[slice]:
+    """Yield slices that cover so many elements, PART at a time."""
+    return (slice(start, start + PART) for start in range(0, size, PART))
+
+
+def _elements(value: Array, part: slice) -> Array:
+    """Return some elements of a tensor, counted in C order, in float64."""
+    return value.reshape(-1)[part].astype(np.float64)
 
 
 def as_type(mean: Array, dtype: np.dtype[Any]) -> Array:
@@ -59,9 +76,13 @@ class RunningAverage:
     def add(self, weights: Weights, weight: float) -> None:
         """Add a model. The order of models may affect the last bit: add them sorted."""
         for name, value in weights.items():
-            share = value.astype(np.float64) * weight
-            self._sums[name] = self._sums[name] + share if name in self._sums else share
-            self._types.setdefault(name, value.dtype)
+            if first := name not in self._sums:
+                self._sums[name] = np.empty(value.shape)
+                self._types[name] = value.dtype
+            sums = self._sums[name].reshape(-1)
+            for part in _parts(value.size):
+                share = _elements(value, part) * weight
+                sums[part] = share if first else sums[part] + share
         self._total += weight
 
     def mean(self) -> dict[str, Array]:
@@ -71,7 +92,11 @@ class RunningAverage:
         """
         if self._total <= 0:
             raise ValueError("an average needs at least one model with a positive weight")
-        return {
-            name: as_type(total / self._total, self._types[name])
-            for name, total in self._sums.items()
-        }
+        return {name: self._mean(name) for name in self._sums}
+
+    def _mean(self, name: str) -> Array:
+        sums = self._sums[name]
+        mean = np.empty(sums.shape, self._types[name])
+        for part in _parts(sums.size):
+            mean.reshape(-1)[part] = as_type(_elements(sums, part) / self._total, mean.dtype)
+        return mean

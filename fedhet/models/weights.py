@@ -16,5 +16,8 @@ def to_arrays(model: nn.Module) -> dict[str, Array]:
 
 def load_weights(model: nn.Module, weights: Arrays) -> None:
     """Load `weights`, by state-dict names, into `model` on any device."""
-    state = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
+    state = {
+        name: torch.from_numpy(np.require(value, requirements="W"))  # copied only if read-only
+        for name, value in weights.items()
+    }
     model.load_state_dict(state)

@@ -15,8 +15,8 @@ from fedhet.metrics import measured_names
 from fedhet.runs.records import Measured, read_measures
 from fedhet.server.outliers import Sizes as FieldSizes
 from fedhet.server.outliers import out_of_proportion, sizes_of
-from fedhet.server.proxy import StoredReply
 from fedhet.server.round import RoundState
+from fedhet.server.stored import StoredReply
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
@@ -49,9 +49,8 @@ class Reply:
 
     def with_counts_capped(self) -> Reply:
         """Return this reply with `counts` that sum to no more samples than its client has."""
-        said = self.knowledge
-        counts = capped(said.tensors["counts"], self.samples)
-        return self.saying(Knowledge({**said.tensors, "counts": counts}, said.scalars))
+        counts = capped(self.knowledge.tensors["counts"], self.samples)
+        return self.saying(self.knowledge.replacing({"counts": counts}))
 
 
 class Exchange:
@@ -101,13 +100,15 @@ class Exchange:
 
     def _read(self, round: int, client: ClientInfo, result: FitRes, sizes: Sizes) -> Reply:
         payload, name = result.parameters, client.name
-        if isinstance(payload, StoredReply):  # kept out of `result`, which lives longer
-            payload = payload.take()
-        self._state.received(payload_bytes(payload))
+        stored = payload if isinstance(payload, StoredReply) else None
+        self._state.received(stored.size if stored else payload_bytes(payload))
         if result.status.code != Code.OK or "error" in result.metrics:
             fault = str(result.metrics.get("error", result.status.message))[:300]
             raise KnowledgeError(name, "answer", fault)
-        envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
+        if stored:
+            envelope, knowledge = stored.read(name, self._receives)
+        else:
+            envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
         expect(envelope, run=self._run, method=self._method, round=round, sender=name)
         reply = Reply(client, knowledge, self._measures(name, result.metrics, client.classes))
         self.check(reply, sizes)
@@ -153,17 +154,17 @@ def in_proportion(
 ) -> Iterator[Reply]:
     """Yield the replies of a round that are in proportion to its others; drop the rest by name.
 
-    `stored`: the sizes of replies that lie on disk, so that they can be read one at a time.
+    `stored`: the sizes of replies that lie on disk, which need not be read for them again.
     `factor` is 'engine.outlier-factor'; 0 lets everything pass.
     """
     if not factor:
         yield from replies
         return
-    if not stored or isinstance(replies, list):  # a list: the attack has changed them
-        replies = list(replies)
-        stored = {reply.client.name: sizes_of(reply.knowledge) for reply in replies}
-    state.compared(stored)
-    odd = out_of_proportion(stored, state.usual, factor)
+    known = {} if isinstance(replies, list) else stored  # a list: the attack has changed them
+    replies = list(replies)
+    sizes = {r.client.name: known.get(r.client.name) or sizes_of(r.knowledge) for r in replies}
+    state.compared(sizes)
+    odd = out_of_proportion(sizes, state.usual, factor)
     for reply in replies:
         with state.dropping(reply.client.name):
             if reply.client.name in odd:

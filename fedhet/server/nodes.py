@@ -6,9 +6,10 @@ it as gone. A message that its former session has taken is never answered; it is
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -20,6 +21,10 @@ FRESH_SECONDS = 10.0
 """For so long what Flower has said of the nodes is used again."""
 POLL_SECONDS = 3.0
 """Between two looks for a reply, as in Flower's own grid."""
+TRANSFERS = 2
+"""Messages that are in the server's memory at once while they are sent or received."""
+TRANSFER_SECONDS = 60.0
+"""A transfer that takes longer keeps no other waiting: its node may have been killed."""
 
 
 class NodeInfo(Protocol):
@@ -66,11 +71,40 @@ class Nodes:
             return self._known
 
 
+class Transfers:
+    """Lets a few messages at a time be sent or received: each takes several times its size."""
+
+    def __init__(self, most: int = TRANSFERS, seconds: float = TRANSFER_SECONDS) -> None:
+        self._most, self._seconds = most, seconds
+        self._begun: dict[object, float] = {}
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until fewer than the most are under way that are not overdue; then do the block."""
+        own = object()
+        with self._changed:
+            while self._under_way() >= self._most:
+                self._changed.wait(min(1.0, self._seconds))
+            self._begun[own] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._begun[own]
+                self._changed.notify()
+
+    def _under_way(self) -> int:
+        now = time.monotonic()
+        return sum(now - begun < self._seconds for begun in self._begun.values())
+
+
 class AskingAgain:
     """Flower's grid for messages to one node: a node that restarts meanwhile is asked again."""
 
-    def __init__(self, grid: Any, nodes: Nodes) -> None:
+    def __init__(self, grid: Any, nodes: Nodes, transfers: Transfers | None = None) -> None:
         self._grid, self._nodes = grid, nodes
+        self._transfers = transfers or Transfers()
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Send the one message; return its reply, or Flower's error once its time is over.
@@ -94,7 +128,9 @@ class AskingAgain:
                 pending += self._send(_anew(message, left))
 
     def _send(self, message: Message) -> list[Look]:
-        return [Look(self._grid, number) for number in self._grid.push_messages([message])]
+        with self._transfers.turn():
+            numbers = list(self._grid.push_messages([message]))
+        return [Look(self._grid, number, self._transfers) for number in numbers]
 
 
 class Look:
@@ -103,8 +139,8 @@ class Look:
     Of a node that was killed while it sent its reply, Flower waits minutes for the rest.
     """
 
-    def __init__(self, grid: Any, number: str) -> None:
-        self._grid, self._number = grid, number
+    def __init__(self, grid: Any, number: str, transfers: Transfers) -> None:
+        self._grid, self._number, self._transfers = grid, number, transfers
         self._found: list[Message] = []
         self._fault: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -124,7 +160,8 @@ class Look:
 
     def _look(self) -> None:
         try:
-            self._found = list(self._grid.pull_messages([self._number]))
+            with self._transfers.turn():
+                self._found = list(self._grid.pull_messages([self._number]))
         except Exception as error:  # it is raised where the reply is waited for
             self._fault = error
 
@@ -147,7 +184,7 @@ def asked_again(proxy: ClientProxy) -> ClientProxy:
     if grid is None:
         return proxy
     assert isinstance(proxy, GridClientProxy)
-    asking: Any = AskingAgain(grid, _nodes_of(grid))
+    asking: Any = AskingAgain(grid, _nodes_of(grid), _transfers_of(grid))
     return GridClientProxy(proxy.node_id, asking, proxy.run_id)
 
 
@@ -155,6 +192,12 @@ def asked_again(proxy: ClientProxy) -> ClientProxy:
 def _nodes_of(grid: Any) -> Nodes:
     """Return the nodes of a grid, one object for all its proxies."""
     return Nodes(grid)
+
+
+@lru_cache(maxsize=1)
+def _transfers_of(grid: Any) -> Transfers:
+    """Return the turns of a grid's messages, one object for all its proxies."""
+    return Transfers()
 
 
 def _grid_of(proxy: ClientProxy) -> Any:

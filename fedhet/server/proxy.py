@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
-from fedhet.server.outliers import Sizes, sizes_of_payload
+from fedhet.server.outliers import Sizes
+from fedhet.server.stored import Inbox, StoredReply
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]
@@ -22,16 +21,16 @@ OnAnswer = Callable[[str, str], None]
 class NamedProxy(ClientProxy):
     """A member's proxy with the client's name; it reports when the client has replied.
 
-    For large messages: `instruction` makes the payload once the semaphore `turn` is acquired, and
-    replies are stored in the folder `inbox` until they are read.
+    For large messages, `instruction` makes the payload once the semaphore `turn` is acquired.
+    Replies are stored in `inbox`, if there is one.
     """
 
-    def __init__(self, member: Member, on_answer: OnAnswer) -> None:
+    def __init__(self, member: Member, on_answer: OnAnswer, inbox: Inbox | None = None) -> None:
         super().__init__(member.proxy.cid)
         self.name = member.info.name
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self.inbox: Path | None = None
+        self.inbox = inbox
         self._proxy = member.proxy
         self._on_answer = on_answer
 
@@ -43,7 +42,7 @@ class NamedProxy(ClientProxy):
                     ins = FitIns(self.instruction(), ins.config)
                 result = self._proxy.fit(ins, timeout, group_id)
                 if self.inbox is not None:
-                    result.parameters = StoredReply(self.inbox / self.name, result.parameters)
+                    result.parameters = self.inbox.put(self.name, result.parameters)
         except Exception as error:
             self._on_answer(self.name, words_of(error))
             raise ClientFailureError(self.name, words_of(error)) from error
@@ -70,32 +69,6 @@ class NamedProxy(ClientProxy):
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
         return self._proxy.reconnect(ins, timeout, group_id)
-
-
-class StoredReply(Parameters):
-    """A payload stored on disk, so that the server does not hold all in memory; read once."""
-
-    def __init__(self, path: Path, parameters: Parameters) -> None:
-        super().__init__(tensors=[], tensor_type=parameters.tensor_type)
-        self.field_sizes = sizes_of_payload(parameters)
-        """The root mean square of each field: replies are compared before they are read."""
-        self._path = path
-        self._sizes = [len(tensor) for tensor in parameters.tensors]
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path, "wb", opener=_private) as file:
-            file.writelines(parameters.tensors)
-
-    def take(self) -> Parameters:
-        """Return the payload and remove it from disk."""
-        with self._path.open("rb") as file:
-            tensors = [file.read(size) for size in self._sizes]
-        self._path.unlink()
-        return Parameters(tensors=tensors, tensor_type=self.tensor_type)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read."""
-    return os.open(path, flags, 0o600)
 
 
 def stored_sizes(results: Sequence[tuple[ClientProxy, FitRes]]) -> dict[str, Sizes]:

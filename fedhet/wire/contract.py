@@ -268,15 +268,15 @@ def _check_weights(
     shapes: Shapes,
     sizes: dict[str, int],
 ) -> None:
-    found = {k: v for k, v in tensors.items() if k.startswith(field.name + "/")}
+    found = {name for name in tensors if name.startswith(field.name + "/")}
     if not found and not field.required:
         return
     expected = {f"{field.name}/{name}": spec for name, spec in shapes.items()}
-    for name in sorted(expected.keys() ^ found.keys()):
+    for name in sorted(expected.keys() ^ found):
         fault = "missing" if name in expected else "not a tensor of this client's model"
         raise KnowledgeError(sender, name, fault)
     for name, (one, dtype) in expected.items():
-        value = found[name]
+        value = tensors[name]
         shape = (_stack(field, value, sizes), *one) if field.stacked else one
         if value.shape != shape or value.dtype != np.dtype(dtype):
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"

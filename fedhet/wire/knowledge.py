@@ -16,7 +16,7 @@ from flwr.common import Parameters
 from google.protobuf.message import DecodeError
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.arrays import Array, group
+from fedhet.arrays import Array, Arrays, OnDemand, group
 from fedhet.errors import KnowledgeError
 
 SCHEMA_VERSION = 1
@@ -59,9 +59,20 @@ class Knowledge:
     tensors: Mapping[str, Array] = field(default_factory=dict)
     scalars: Scalars = field(default_factory=dict)
 
-    def group(self, name: str) -> dict[str, Array]:
-        """Return the tensors `name/<key>` by key: a model's weights."""
-        return group(self.tensors, name)
+    def group(self, name: str) -> Arrays:
+        """Return the tensors `name/<key>` by key: a model's weights.
+
+        Those of a reply on disk are read each time they are used, and not after the round.
+        """
+        own = self.tensors
+        return own.group(name) if isinstance(own, OnDemand) else group(own, name)
+
+    def replacing(self, tensors: Arrays) -> Knowledge:
+        """Return the same with `tensors` in the places of those of the same names."""
+        own = self.tensors
+        if isinstance(own, OnDemand):
+            return Knowledge(own.replacing(tensors), self.scalars)
+        return Knowledge({**own, **tensors}, self.scalars)
 
 
 def is_name(text: str) -> bool:
@@ -149,18 +160,25 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 
     Raises KnowledgeError if they exceed `max_bytes` or are not well-formed .npy.
     """
-    size = payload_bytes(parameters)
-    if size > max_bytes:
-        fault = f"is {size / 1e6:.1f} MB, the most allowed is {max_bytes / 1e6:.1f} MB"
-        raise KnowledgeError(sender, "payload", fault)
+    check_size(payload_bytes(parameters), sender, max_bytes)
     return [
-        _read_npy(data, sender, f"array {position}")
+        read_npy(data, sender, f"array {position}")
         for position, data in enumerate(parameters.tensors)
     ]
 
 
-def _read_npy(data: bytes, sender: str, name: str) -> Array:
-    """Return the array of an .npy file; its header must match the actual number of bytes."""
+def check_size(size: int, sender: str, max_bytes: int) -> None:
+    """Raise KnowledgeError if a payload of `size` bytes is larger than `max_bytes`."""
+    if size > max_bytes:
+        fault = f"is {size / 1e6:.1f} MB, the most allowed is {max_bytes / 1e6:.1f} MB"
+        raise KnowledgeError(sender, "payload", fault)
+
+
+def read_npy(data: bytes | memoryview, sender: str, name: str) -> Array:
+    """Return the array of an .npy file, which shares the memory of `data`.
+
+    Raises KnowledgeError if its header does not match the actual number of bytes.
+    """
     start = len(_MAGIC) + 2
     end = start + int.from_bytes(data[start - 2 : start], "little")
     header = _HEADER.fullmatch(data[start:end]) if end <= start + MAX_HEADER_BYTES else None
