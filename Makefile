@@ -83,6 +83,7 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.engine_overhead
+	$(BIN)/python -m benchmarks.round
 	$(BIN)/python -m benchmarks.conformal_step
 	$(BIN)/python -m benchmarks.cvae_share
 	$(BIN)/python -m benchmarks.voting

@@ -148,21 +148,23 @@ class Watched(FedAvg):
         )
         self.moments: list[float] = []
 
-    def configure_fit(self, *of_round: Any) -> Any:
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
         """Note when a round begins."""
         self.moments.append(time.perf_counter())
-        return super().configure_fit(*of_round)
+        return super().configure_fit(server_round, parameters, client_manager)
 
-    def aggregate_fit(self, *of_round: Any) -> Any:
-        """Keep no weights: the clients' networks differ."""
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+        """Keep no weights: the clients' networks differ. Raises RuntimeError if a client failed."""
+        if failures:
+            raise RuntimeError(f"a client failed: {failures[0]}")
         return ndarrays_to_parameters([]), {}
 
-    def aggregate_evaluate(self, *of_round: Any) -> Any:
+    def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> Any:
         """Note when a round ends. Raises RuntimeError if a client failed."""
         self.moments.append(time.perf_counter())
-        if of_round[2]:
-            raise RuntimeError(f"a client failed: {of_round[2][0]}")
-        return super().aggregate_evaluate(*of_round)
+        if failures:
+            raise RuntimeError(f"a client failed: {failures[0]}")
+        return super().aggregate_evaluate(server_round, results, failures)
 
 
 def flower(chosen: argparse.Namespace, folder: Path) -> list[float]:
