@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
-from fedhet.metrics import is_shown, metric_of
 from fedhet.report import clients, frames, style
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds
+from fedhet.settings.metrics import is_shown, metric_of
 
 GAP = "\N{EN SPACE}"
 """Separates a name from its number: SVG would merge two ordinary spaces into one."""
