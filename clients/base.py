@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedhet.arrays import Arrays
 from fedhet.client.messages import Scores, best_round, measures, own_loss, read_instruction
-from fedhet.client.mishaps import refuse_drop_out, straggling
+from fedhet.client.mishaps import mishaps
 from fedhet.client.node import Node
 from fedhet.client.recipe import Recipe
 from fedhet.client.record import Recorder
@@ -31,9 +31,9 @@ from fedhet.client.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
-from fedhet.errors import DropOutError, FedhetError, StateError
-from fedhet.evaluation import judge
+from fedhet.errors import FedhetError, StateError
 from fedhet.models import HetModel, Refitted, build, build_any, load_weights
+from fedhet.models.evaluation import judge
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.tables import TrainingSettings
 from fedhet.training import (
@@ -272,9 +272,8 @@ class HetClient(NumPyClient):
         """Train as the server's instruction says, and return the reply."""
         try:
             envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
-            refuse_drop_out(self.run, self.info.name, envelope.round)
             self.state.restore(envelope.run, before=envelope.round)
-            with straggling(self.run, self.info.name, envelope.round):
+            with mishaps(self.run, self.info.name, envelope.round):
                 answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round, best_round(config))
             self.recorder.leave(self.state.folder, envelope.run)
@@ -282,8 +281,6 @@ class HetClient(NumPyClient):
             if config.get("evaluate", True):
                 scores, eval_seconds = self._evaluate(instruction)
             arrays = encode(replace(envelope, sender=self.info.name), answer)
-        except DropOutError:
-            raise  # nothing is answered
         except FedhetError as error:
             return [], 0, {"error": str(error)}
         measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
@@ -302,8 +299,7 @@ class HetClient(NumPyClient):
             scores, seconds = self._evaluate(instruction)
         except FedhetError as error:
             return 0.0, 0, {"error": str(error)}
-        measured = measures(scores, None, 0.0, seconds)
-        return own_loss(scores), self.info.samples, measured
+        return own_loss(scores), self.info.samples, measures(scores, None, 0.0, seconds)
 
     # The steps of these methods.
 

@@ -14,13 +14,13 @@ from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name, layered, overlaid
 from fedhet.errors import SettingsError
-from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import Watcher
 from fedhet.runs.notebook import NotebookDisplay, in_notebook
 from fedhet.server_app import run_directory
+from fedhet.settings.metrics import ACCURACY
 from fedhet.settings.schema import flatten
 from fedhet.settings.tables import RunSettings
 from fedhet.simulate import simulate

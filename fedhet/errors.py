@@ -35,8 +35,8 @@ class StateError(FedhetError):
     """A saved state that is absent, truncated, or of another run, method or model."""
 
 
-class DropOutError(FedhetError):
-    """A client of a simulation that drops out of a round, as its settings say."""
+class DropOutError(Exception):
+    """A client of a simulation drops out of a round, as its settings say: it does not answer."""
 
 
 class DivergedError(FedhetError):

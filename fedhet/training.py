@@ -226,7 +226,7 @@ class Score:
     accuracy: float
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Others by their names; see `fedhet.evaluation.judge`."""
+    """Others by their names; see `fedhet.models.evaluation.judge`."""
 
 
 @torch.inference_mode()

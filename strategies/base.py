@@ -23,7 +23,7 @@ from fedhet.config.resolve import Config
 from fedhet.data import DataSpec, Split, common_test, public_set
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
-from fedhet.evaluation import judge
+from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.records import Measured, mean_figures
 from fedhet.seeding import numpy_rng
@@ -35,7 +35,7 @@ from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.rules import rules_of
 from fedhet.server.standing import Standing
 from fedhet.server.stored import Inbox
-from fedhet.settings.tables import EngineSettings
+from fedhet.settings.tables import RunSettings
 from fedhet.storage import Checkpoint
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -69,7 +69,7 @@ class HetStrategy(Strategy):
         standing = Standing(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, standing)
         limit = int(engine.max_payload_mb * 1e6)
-        self._exchange = Exchange(log.run_name, config.method, limit, self.state, self.run.measured)
+        self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
         self._attack = attack_of(self.run.attack, receives, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
         self._inbox = Inbox(log.directory / "inbox", limit)
@@ -168,7 +168,6 @@ class HetStrategy(Strategy):
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)
-        self._end_with(self.log.last_round)
         return NOTHING
 
     def configure_fit(
@@ -176,6 +175,7 @@ class HetStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Select clients and return an instruction for each."""
         self.state.start(server_round)
+        self.run = self.log.ending(self.run)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined(member.info for member in self.members.values())
         eligible = self.state.standing.eligible(server_round, self.members)
@@ -183,9 +183,8 @@ class HetStrategy(Strategy):
         self.state.ask(selection)
         self.log.round_started(server_round, selection.names)
         evaluated = selection.training if self._evaluates(server_round) else ()
-        best: dict[str, Scalar] = {"best": self.log.best_round} if self.run.keep_best else {}
         instructions: list[tuple[ClientProxy, FitIns]] = [
-            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **best}))
+            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **self.log.kept_too}))
             for proxy, payload in self._instructions(server_round, selection)
         ]
         self.state.wait()
@@ -248,8 +247,8 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                classes = self.members[name].info.classes
-                self.state.measured(name, self._exchange.read_evaluation(name, result, classes))
+                info = self.members[name].info
+                self.state.measured(name, self._exchange.read_evaluation(info, result))
         self._close_round()
         return None, {}
 
@@ -291,8 +290,7 @@ class HetStrategy(Strategy):
             yield self._proxy(name), payload
 
     def _payload(self, round: int, name: str) -> Parameters:
-        knowledge = self.instruct(round, self.members[name].info)
-        return self._exchange.encode(round, knowledge)
+        return self._exchange.encode(round, self.instruct(round, self.members[name].info))
 
     def _proxy(self, name: str) -> NamedProxy:
         inbox = self._inbox if self._stores else None
@@ -335,39 +333,23 @@ class HetStrategy(Strategy):
         self.log.round_finished(record)
         facts = {"state": self.state.to_json()}
         self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
-        self._end_with(self.log.last_round)
-
-    def _end_with(self, round: int) -> None:
-        """Let `round` be the last one, if it comes before the last that was planned."""
-        if round < self.run.rounds:
-            self.run = self.run.model_copy(update={"rounds": round})
-            self.log.notice(
-                f"round {round} is the last: the accuracy has not risen for "
-                f"{self.run.early_stopping} evaluations ('early-stopping')"
-            )
 
     def _evaluate_own(self) -> None:
         """Evaluate the server's own models on the common test set, recorded under SERVER."""
         models = self.eval_models()
         if not models or (common := self.common_test()) is None:
             return
-        found = measured_on(common, models, self.run.engine, self.run.measured)
-        self.state.measured(SERVER, found)
+        self.state.measured(SERVER, measured_on(common, models, self.run))
 
 
 def _holds_weights(contract: Contract) -> bool:
     return any(isinstance(field, WeightsField) for field in contract.fields)
 
 
-def measured_on(
-    common: Split,
-    models: Mapping[str, nn.Module],
-    engine: EngineSettings,
-    metrics: Sequence[str] = (),
-) -> Measured:
+def measured_on(common: Split, models: Mapping[str, nn.Module], run: RunSettings) -> Measured:
     """Return what the server's own models score, by kind, on the common test set."""
-    compute = compute_for(engine)
-    scores = {kind: judge(model, common, compute, metrics) for kind, model in models.items()}
+    compute = compute_for(run.engine)
+    scores = {kind: judge(model, common, compute, run.measured) for kind, model in models.items()}
     return Measured(
         {("common", kind): score.accuracy for kind, score in scores.items()},
         None,

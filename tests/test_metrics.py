@@ -17,11 +17,11 @@ from fedhet.cli import app
 from fedhet.data import Split
 from fedhet.devices import CPU
 from fedhet.errors import KnowledgeError, SettingsError
-from fedhet.evaluation import judge
-from fedhet.metrics import METRICS, beside_accuracy, measured_names, metric_of
 from fedhet.models import build_any
+from fedhet.models.evaluation import judge
 from fedhet.runs.records import Measured, metric_name, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
+from fedhet.settings.metrics import METRICS, beside_accuracy, measured_names, metric_of
 from fedhet.settings.tables import RunSettings
 from fedhet.training import evaluate
 

@@ -134,7 +134,7 @@ def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, 
     assert type(error).__name__ in caught.value.fault
     if step == "read_measures":
         with pytest.raises(KnowledgeError):
-            exchange.read_evaluation("a", EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
+            exchange.read_evaluation(CLIENT, EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
 
 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"

@@ -462,6 +462,7 @@ def test_the_choices_are_found():
         "engine.precision",
         "engine.channels-last",
         "engine.backend",
+        "engine.track",
         "attack.kind",
         "attack.direction",
     }

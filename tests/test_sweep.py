@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedhet import report
 from fedhet.cli import app
 from fedhet.cli.jobs import jobs_that_fit
-from fedhet.cli.sweep import folder_name, point_name, read_grid, read_sweep
+from fedhet.cli.sweep import check_names, folder_name, point_name, read_grid, read_sweep
 from fedhet.errors import SettingsError
 from fedhet.report.sweep import _panel
 
@@ -119,7 +119,7 @@ def test_several_settings_make_a_grid():
 )
 def test_what_is_no_grid_is_said(texts, fault):
     with pytest.raises(SettingsError, match=fault):
-        read_grid(texts, "local")
+        check_names(read_grid(texts, "local"))
 
 
 def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):

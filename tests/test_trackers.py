@@ -106,11 +106,15 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 def test_mlflow_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(tmp_path / "mlruns")
-    run(tracked("mlflow"), tmp_path / "run")
-    found = mlflow.search_runs(experiment_names=["fedhet"])
-    assert len(found) == 1
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    summary = run(tracked("mlflow"), tmp_path / "run")
+    (found,) = mlflow.search_runs(experiment_names=["fedhet"], output_format="list")
+    mean = summary["accuracy"]["common"]["private"]["mean"]
+    assert found.data.metrics["accuracy-common-private/mean"] == mean
+    assert found.data.params["training.lr"] == "0.001"
+    assert found.info.status == "FINISHED"
 
 
 def test_a_watcher_of_ones_own(tmp_path):

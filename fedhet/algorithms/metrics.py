@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedhet.arrays import Array
-from fedhet.metrics import LEAST_LIKELIHOOD, RECALL
+from fedhet.settings.metrics import LEAST_LIKELIHOOD, RECALL
 
 BINS = 15
 """Bins of the calibration error (Guo et al., On Calibration of Modern Neural Networks, 2017)."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedhet.cli.options import loading, read_seeds, with_settings
-from fedhet.cli.sweep import read_grid
+from fedhet.cli.sweep import check_names, read_grid
 from fedhet.config.sources import parse_pairs
 from fedhet.config.values import read_values
 from fedhet.errors import SettingsError
@@ -77,6 +77,7 @@ def sweep_command(
     swept = read_grid(over, str(values["method"]))
     for point in product(*swept.values()):
         read_values({**values, **dict(zip(swept, point, strict=True))})
+    check_names(swept)
     several = read_seeds(seeds)
     with loading():
         from fedhet.cli import training

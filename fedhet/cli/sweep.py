@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from itertools import product
 from math import prod
@@ -49,10 +49,14 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
         grid[name] = values
     if (points := prod(map(len, grid.values()))) > MOST_VALUES:
         raise SettingsError(f"a sweep takes at most {MOST_VALUES} points, these are {points}")
-    names = {point_name(point) for point in product(*grid.values())}
-    if len(names) < points:
-        raise SettingsError("two values of the sweep have the same name as a folder")
     return grid
+
+
+def check_names(grid: Mapping[str, Sequence[object]]) -> None:
+    """Raise SettingsError unless each point of a sweep has a folder's name of its own."""
+    points = list(product(*grid.values()))
+    if len(set(map(point_name, points))) < len(points):
+        raise SettingsError("two values of the sweep have the same name as a folder")
 
 
 def point_name(point: Sequence[object]) -> str:

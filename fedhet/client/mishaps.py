@@ -24,15 +24,14 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
     return _is_hit(run, client, round, "straggler", run.engine.stragglers)
 
 
-def refuse_drop_out(run: RunSettings, client: str, round: int) -> None:
-    """Raise DropOutError if the client drops out of the round."""
+@contextlib.contextmanager
+def mishaps(run: RunSettings, client: str, round: int) -> Iterator[None]:
+    """Let the block take 'engine.slowdown' times as long if the client straggles in the round.
+
+    Raises DropOutError, before the block, if the client drops out of the round.
+    """
     if drops_out(run, client, round):
         raise DropOutError(f"drops out of round {round} ('engine.drop-outs')")
-
-
-@contextlib.contextmanager
-def straggling(run: RunSettings, client: str, round: int) -> Iterator[None]:
-    """Let the block take 'engine.slowdown' times as long if the client straggles in the round."""
     started = time.perf_counter()
     yield
     if straggles(run, client, round):

@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
-from fedhet.metrics import is_shown, metric_of
 from fedhet.report import canvas, clients, frames, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds
+from fedhet.settings.metrics import is_shown, metric_of
 
 BARS = 50
 """Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
@@ -44,7 +44,7 @@ def drawings(run: Run) -> list[Drawing]:
         accuracy(run, run.protocols) if run.protocols else None,
         Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds"),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
-        *(loss(run), metrics(run)),
+        *(loss(run), metrics(run, metrics_of(run))),
         *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
         clients.curves(run),
     ]
@@ -57,9 +57,8 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     return Drawing("accuracy", draw, "accuracy over rounds", width=WIDTH * len(protocols))
 
 
-def metrics(run: Run) -> Drawing | None:
-    """Draw the metrics beside accuracy over rounds, one panel each, under the headline protocol."""
-    names = [name for name in run.metrics if is_shown(name)]
+def metrics(run: Run, names: Sequence[str]) -> Drawing | None:
+    """Draw metrics beside accuracy over rounds, one panel each, under the headline protocol."""
     if not names:
         return None
     across = min(len(names), ACROSS)
@@ -69,6 +68,11 @@ def metrics(run: Run) -> Drawing | None:
         "metrics beside accuracy over rounds",
         width=WIDTH * 0.75 * across, height=HEIGHT * 0.75 * rows,
     )  # fmt: skip
+
+
+def metrics_of(run: Run) -> list[str]:
+    """Return the metrics beside accuracy that are drawn."""
+    return [name for name in run.metrics if is_shown(name)]
 
 
 def _metrics(figure: Figure, run: Run, names: Sequence[str], shape: tuple[int, int]) -> None:

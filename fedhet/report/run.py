@@ -15,7 +15,6 @@ from pathlib import Path
 import pandas as pd
 
 from fedhet.errors import StateError, one_line
-from fedhet.metrics import ACCURACY
 from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
 from fedhet.runs.records import (
@@ -31,6 +30,7 @@ from fedhet.runs.records import (
     tail_of,
 )
 from fedhet.runs.units import natural, position
+from fedhet.settings.metrics import ACCURACY
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Protocol -> the data on which a model is evaluated."""

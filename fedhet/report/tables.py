@@ -12,7 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.metrics import is_shown, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
 from fedhet.report.groups import Column, Spread
@@ -27,6 +26,7 @@ from fedhet.runs.units import (
     printable,
     score,
 )
+from fedhet.settings.metrics import is_shown, metric_of
 
 WHOLE = 30
 """Maximum number of clients listed in full; beyond, only the best and the worst."""

@@ -43,6 +43,8 @@ from fedhet.runs.records import (
     peak_memory_mb,
     with_tails,
 )
+from fedhet.settings.schema import Scalar
+from fedhet.settings.tables import RunSettings
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 from fedhet.wire.identity import ClientInfo
 
@@ -165,6 +167,26 @@ class RunLog:
     def best_round(self) -> int:
         """The round with the best headline accuracy so far; 0: none was evaluated."""
         return best_round(self._history, self.config.method.spec.headline)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that are measured beside accuracy."""
+        return self.config.run.measured
+
+    @property
+    def kept_too(self) -> dict[str, Scalar]:
+        """What a client is told of the models that it is to keep beside the last ones."""
+        return {"best": self.best_round} if self.config.run.keep_best else {}
+
+    def ending(self, run: RunSettings) -> RunSettings:
+        """Return the run's settings with the last round as it is known now; tell if it is new."""
+        if (last := self.last_round) >= run.rounds:
+            return run
+        self.notice(
+            f"round {last} is the last: the accuracy has not risen for {run.early_stopping} "
+            "evaluations ('early-stopping')"
+        )
+        return run.model_copy(update={"rounds": last})
 
     @property
     def last_round(self) -> int:

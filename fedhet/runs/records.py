@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from fedhet.errors import KnowledgeError, nearest, one_line, shown
-from fedhet.metrics import ACCURACY, metric_of
+from fedhet.settings.metrics import ACCURACY, metric_of
 
 Accuracy = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=1)]]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""

@@ -11,12 +11,12 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_param
 from fedhet.algorithms.classwise import capped
 from fedhet.config.methods import Method
 from fedhet.errors import FedhetError, KnowledgeError, words_of
-from fedhet.metrics import measured_names
 from fedhet.runs.records import Measured, read_measures
 from fedhet.server.outliers import Sizes as FieldSizes
 from fedhet.server.outliers import out_of_proportion, sizes_of
 from fedhet.server.round import RoundState
 from fedhet.server.stored import StoredReply
+from fedhet.settings.metrics import measured_names
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
@@ -114,15 +114,13 @@ class Exchange:
         self.check(reply, sizes)
         return reply
 
-    def read_evaluation(self, name: str, result: EvaluateRes, classes: int = 0) -> Measured:
-        """Return a client's measurements from an evaluation, of `classes` if one by one.
-
-        Raises KnowledgeError.
-        """
+    def read_evaluation(self, client: ClientInfo, result: EvaluateRes) -> Measured:
+        """Return a client's measurements from an evaluation. Raises KnowledgeError."""
+        name = client.name
         with _from_outside(name):
             if "error" in result.metrics:
                 raise KnowledgeError(name, "answer", str(result.metrics["error"])[:300])
-            return self._measures(name, result.metrics, classes)
+            return self._measures(name, result.metrics, client.classes)
 
     def _measures(self, name: str, metrics: Mapping[str, object], classes: int) -> Measured:
         return read_measures(name, metrics, self._kinds, measured_names(self._metrics, classes))

@@ -24,7 +24,6 @@ from fedhet.errors import (
     one_line,
     words_of,
 )
-from fedhet.metrics import in_order, metric_of
 from fedhet.runs.records import (
     Accuracy,
     Measured,
@@ -37,6 +36,7 @@ from fedhet.runs.records import (
 )
 from fedhet.server.outliers import Sizes, medians
 from fedhet.server.standing import Outcome, Standing
+from fedhet.settings.metrics import in_order, metric_of
 from fedhet.settings.tables import RunSettings
 
 

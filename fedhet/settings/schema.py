@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
-from fedhet.metrics import beside_accuracy
+from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.metrics import beside_accuracy
+from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
     Bytes,
     Count,
