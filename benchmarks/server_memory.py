@@ -56,7 +56,8 @@ def stack(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
 
 def federation(method: str, clients: int, out: Path) -> Config:
     """Return two rounds of a method whose clients send a model of that size."""
-    own = {"fedtype.proxy": MODEL} if method == "fedtype" else {"models.pool": MODEL}
+    fedtype = {"fedtype.proxy": MODEL, "models.pool": "mlp"}
+    own = fedtype if method == "fedtype" else {"models.pool": MODEL}
     return resolve(
         {
             "method": method,

@@ -109,11 +109,12 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 def _is_faster_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return device.type == "cpu" and PROCESSOR_BFLOAT16 and multiplies_bfloat16()
 
 
 def multiplies_bfloat16() -> bool:
     """Tell whether this processor multiplies bfloat16 in hardware: by AMX, or by AVX-512."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.11 may not have it
+    # PyTorch 2.11 may not have it.
+    known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("amx_bf16") or known.get("avx512_bf16"))

@@ -70,6 +70,7 @@ def masks(client, state, number, version):
     """A helper's predictions (Eq. 9), which tests/test_uncertainty.py checks."""
     model = models.build(MODEL, (1, 8, 8), 10, seed=0)
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
+    client.compute.place(model)  # rounding decides between pseudo-labels that are equally sure
     with seeded(client.run.seed, client.info.name, "masks", number, version):
         return model, predictive(model, client.unlabelled.x, client.settings.passes)
 
@@ -131,6 +132,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
             for name, value in mean.items()
         }
     )
+    client.compute.place(model)
     descent = torch.optim.SGD(model.train().parameters(), lr=0.02, momentum=0.9)
     x = torch.cat([client.x, client.unlabelled.x]) if pseudo_labels else client.x
     order = client.generator(2, "batches")
