@@ -32,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.stem
         group = "processes" if name in PROCESSES else name
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture
+def encoders(tmp_path, monkeypatch):
+    """A folder of encoders, with no more of one than the check of settings reads."""
+    folder = tmp_path / "encoders" / "distilbert"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"vocab_size": 30522}')
+    monkeypatch.setenv("FEDHET_ENCODERS", str(folder.parent))

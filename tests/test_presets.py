@@ -9,7 +9,6 @@ from fedhet.cli.options import gather
 from fedhet.cli.sweep import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
-from fedhet.data.encoders import VARIABLE
 from fedhet.errors import SettingsError
 
 # FedType, Appendix F and Section 4.1; Appendix C for the data.
@@ -201,6 +200,7 @@ EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4
 TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a round, Section 4.3
 
 
+@pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize(
     ("name", "dataset", "expected"),
     [
@@ -220,10 +220,7 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
         ("um-pfssl-cifar10", "cifar10", UM_PFSSL),
     ],
 )
-def test_a_preset_has_the_papers_numbers(name, dataset, expected, tmp_path, monkeypatch):
-    (tmp_path / "distilbert").mkdir()
-    (tmp_path / "distilbert" / "config.json").write_text('{"vocab_size": 30522}')
-    monkeypatch.setenv(VARIABLE, str(tmp_path))  # where encoders are
+def test_a_preset_has_the_papers_numbers(name, dataset, expected):
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in expected} == expected
     assert found["data.dataset"] == dataset

@@ -71,6 +71,7 @@ def test_velo_has_every_experiment_of_felos(name):
     assert {**own, "method": "velo", "velo.interval": 1} == velo
 
 
+@pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_resolves(name):
     values = read_preset(name)
@@ -304,6 +305,7 @@ def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_pa
     assert resolve({**everything, "method": method}) == config
 
 
+@pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", preset_names())
 def test_a_resolved_preset_resolves_to_itself(tmp_path, name):
     _comes_back(resolve(read_preset(name)), tmp_path / "mine.toml")
