@@ -226,7 +226,12 @@ def test_a_preset_has_the_papers_numbers(name, dataset, expected):
     assert found["data.dataset"] == dataset
 
 
-@pytest.mark.parametrize("name", [n for n in preset_names() if n.startswith("fedgems-cifar")])
+FULL_SIZE = [
+    n for n in preset_names() if n.startswith("fedgems-cifar") and not n.endswith("-small")
+]
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
 def test_fedgems_has_as_many_images_as_in_the_paper(name):
     """Halves of 60,000 images, of which five of six are for training; 5,000 each for testing."""
     data = resolve(read_preset(name)).run.data
