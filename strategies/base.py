@@ -61,8 +61,7 @@ class HetStrategy(Strategy):
         receives: Contract = config.method.client.sends
         engine = self.run.engine
         told, heard = (_holds_weights(each) for each in (self.sends, receives))
-        weighed = told or heard
-        pool = self.run.models.names if weighed else None
+        pool = self.run.models.names if told or heard else None
         self._members = Members(
             engine.join_timeout, pool, log.notice, rules_of(config), engine.samples_cap
         )
@@ -196,29 +195,23 @@ class HetStrategy(Strategy):
         """Check the replies, record missing clients, and let the method aggregate."""
         self.state.go_on()
         with self._inbox.read():
-            self._aggregate(server_round, results, failures)
+            self.state.changed(self.state.selection.training)
+            sent, accepted = self._replies(results, failures), []
+            replies = self._attack(
+                server_round, sent, state=self.state, check=self._exchange.check, sizes=self.sizes
+            )
+            factor = self.run.engine.outlier_factor
+            for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
+                with self.state.dropping(reply.client.name):
+                    accepted.append(self.accept(server_round, reply))
+                    self.state.measured(reply.client.name, reply.measured)
+            if self.state.settle([reply.client.name for reply in accepted]):
+                self._go_back()
+            elif accepted:
+                with learning(self.state, self.run):
+                    self.state.figures(self.aggregate(server_round, accepted))
+                    self.state.figures(mean_figures([r.measured.figures for r in accepted]))
         return NOTHING, dict(self.state.record.method)
-
-    def _aggregate(
-        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
-    ) -> None:
-        self.state.changed(self.state.selection.training)
-        accepted = []
-        sent = self._replies(results, failures)
-        replies = self._attack(
-            server_round, sent, state=self.state, check=self._exchange.check, sizes=self.sizes
-        )
-        factor = self.run.engine.outlier_factor
-        for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
-            with self.state.dropping(reply.client.name):
-                accepted.append(self.accept(server_round, reply))
-                self.state.measured(reply.client.name, reply.measured)
-        if self.state.settle([reply.client.name for reply in accepted]):
-            self._go_back()
-        elif accepted:
-            with learning(self.state, self.run):
-                self.state.figures(self.aggregate(server_round, accepted))
-                self.state.figures(mean_figures([reply.measured.figures for reply in accepted]))
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """Do nothing: the server's own models are evaluated when the round closes."""
@@ -316,30 +309,23 @@ class HetStrategy(Strategy):
     def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
         """Return the instructions to evaluate, for clients that are due and have not failed."""
         found: dict[str, Knowledge] = {}
-        nothing = Knowledge()
         for name in self.state.present(self.members):
             knowledge = self.eval_instruction(round, self.members[name].info)
             if knowledge is not None or self.state.to_evaluate(name):
-                found[name] = knowledge or nothing
+                found[name] = knowledge or Knowledge()
         return found
 
     def _close_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)
-        if evaluated:
-            self._evaluate_own()
+        models = self.eval_models() if evaluated else {}
+        if models and (common := self.common_test()) is not None:
+            self.state.measured(SERVER, measured_on(common, models, self.run))
         for name in self.state.enter_standing(self.members):
             self.forget(name)
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
         facts = {"state": self.state.to_json()}
         self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
-
-    def _evaluate_own(self) -> None:
-        """Evaluate the server's own models on the common test set, recorded under SERVER."""
-        models = self.eval_models()
-        if not models or (common := self.common_test()) is None:
-            return
-        self.state.measured(SERVER, measured_on(common, models, self.run))
 
 
 def _holds_weights(contract: Contract) -> bool:

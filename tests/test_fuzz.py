@@ -355,5 +355,5 @@ def test_a_damaged_description_is_refused_or_in_range():
         assert 2 <= found.samples <= 10**9
         assert 2 <= found.classes <= 100_000
         assert 1 <= math.prod(found.shape) <= 2**28
-    assert senders <= {"node 1", "a", "b", "run-1", "9" * 6}
+    assert senders <= {"node 1", "a", "b", "run-1", "cnn2", "9" * 6}  # names, each allowed
     assert min(verdicts.values()) > TRIES // 20, verdicts

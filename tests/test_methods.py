@@ -140,6 +140,7 @@ def test_every_setting_has_a_line_of_help():
     assert all(info.description for info in all_settings().values())
 
 
+@pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_resolves_for_each_method(name):
     values = read_preset(name)

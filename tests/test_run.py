@@ -1,6 +1,7 @@
 """Whole runs: what they leave, that they are reproducible, and that a bad client ends none."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -224,14 +225,31 @@ def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, change, fault):
     assert len(server.ask(2)) == 4
 
 
-def test_bytes_that_are_no_message_are_dropped(tmp_path):
+def _garbage(result):
+    result.parameters.tensors[1] = b"\x80\x04garbage"
+
+
+DAMAGE = {
+    "client-0": _garbage,
+    "client-1": lambda result: result.parameters.tensors.append(bytes(1_000_000)),
+    "client-2": lambda result: result.metrics.update({"accuracy.common.private": math.nan}),
+    "client-3": lambda result: result.parameters.tensors.clear(),
+}
+
+
+class Damaging(simulation.InlineProxy):
+    """A client whose reply is damaged on its way, each in another manner."""
+
+    def fit(self, ins, timeout, group_id):
+        result = super().fit(ins, timeout, group_id)
+        DAMAGE[self.cid](result)
+        return result
+
+
+def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
-    asked = server.ask(1)
-    answers = server.answers(asked)
-    answers[0][1].parameters.tensors[1] = b"\x80\x04garbage"
-    answers[1][1].parameters.tensors.append(bytes(1_000_000))
-    answers[2][1].metrics["accuracy.common.private"] = float("nan")
-    answers[3][1].parameters.tensors.clear()
+    answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
     server.strategy.aggregate_fit(1, answers, [])
     failed = server.strategy.state.record.failed
     assert failed["client-0"].startswith("array 1: is not an .npy array")
