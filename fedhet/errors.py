@@ -8,8 +8,11 @@ from collections.abc import Iterable
 
 MOST_CHARACTERS = 500
 _AT_A_CLIENT = re.compile(
-    r"Message contains an Error \(reason: <class 'fedhet\.errors\.\w+'>:<'(.*)'>\)", re.DOTALL
+    r"Message contains an Error \(reason: <class '(?:fedhet\.errors\.\w+'>:<'|ray\..*"
+    r"ClientAppException occurred\. Message: )(.*)'>\)",
+    re.DOTALL,
 )
+"""What Flower wraps around a client's error: in this process, and in one of Ray's."""
 
 
 class FedhetError(Exception):
