@@ -14,6 +14,7 @@ from fedhet.client.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, client_data, load, partition, public_set, site_data
 from fedhet.data.examples import OWNERS, TOPICS, write_example
+from fedhet.data.partition import split_rows
 from fedhet.data.tokens import tokenized, words
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
@@ -375,3 +376,28 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
     own = site_data(str(site), spec=DataSpec(sample_kind="signal"), classes=2, name="client-1")
     assert torch.equal(own.train.x, client_data(whole, 1).train.x)
     assert own.shape == (1, 16)  # and not an image of one channel
+
+
+def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
+    """As images' do: topics are joined, and each client draws some of them, of one topic each."""
+    write_example("text", tmp_path / "texts")
+    given = spec(
+        tmp_path / "texts",
+        superclasses="garden+kitchen,journey+workshop",
+        partition="superclasses",
+        label_space="2",
+        subclasses="1",
+        samples_per_class=20,
+    )
+    with (tmp_path / "texts" / "train.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert load(given).classes == ("garden+kitchen", "journey+workshop")
+    for client in range(2):
+        places = np.concatenate(split_rows(given, client))
+        data = client_data(given, client)
+        topics = {rows[place]["label"] for place in places}
+        assert data.space == (0, 1)
+        assert [len(topics & {"garden", "kitchen"}), len(topics)] == [1, 2]
+        labels = {"garden": 0, "kitchen": 0, "journey": 1, "workshop": 1}
+        wanted = sorted(labels[rows[place]["label"]] for place in places)
+        assert sorted(data.train.y.tolist() + data.test.y.tolist()) == wanted
