@@ -214,7 +214,11 @@ def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment,
     waited = [record["seconds"]["total"] for record in found]
     assert len(found) == rounds
     assert max(waited) < 60 + 60 + 2 * usual, waited
-    assert sum(total > usual + 30 for total in waited) >= crashes / 2, "the crashes cost nothing?"
+    felt = [
+        failed(r) == {"client-1"} or t > min(waited) + 30
+        for r, t in zip(found, waited, strict=True)
+    ]
+    assert sum(felt) >= crashes / 2, "the crashes cost nothing?"
     assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
     assert "client-1" in found[-1]["answered"]
 
