@@ -47,7 +47,7 @@ from fedhet.arrays import Shapes, grouped
 from fedhet.config.resolve import Config, resolve
 from fedhet.models import shapes
 from fedhet.runs.log import RunLog
-from fedhet.runs.records import peak_memory_mb
+from fedhet.runs.measures import peak_memory_mb
 from fedhet.seeding import numpy_rng
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode

@@ -25,7 +25,7 @@ from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
 from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
-from fedhet.runs.records import Measured, mean_figures
+from fedhet.runs.measures import Measured, mean_figures
 from fedhet.seeding import numpy_rng
 from fedhet.server.attacks import attack_of
 from fedhet.server.exchange import Exchange, Reply, in_proportion

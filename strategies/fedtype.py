@@ -20,7 +20,7 @@ from fedhet.algorithms.local_models import LEAST_SCALE, START_SCALE
 from fedhet.arrays import Array, group, grouped
 from fedhet.config.methods import MethodSpec
 from fedhet.models import ModelName, build, shapes, to_arrays, trained_shapes
-from fedhet.runs.records import mean_figures
+from fedhet.runs.measures import mean_figures
 from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo

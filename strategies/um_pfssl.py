@@ -26,7 +26,7 @@ from fedhet.arrays import Array, group, grouped, groups
 from fedhet.config.methods import MethodSpec
 from fedhet.errors import KnowledgeError
 from fedhet.models import build, shapes
-from fedhet.runs.records import mean_figures
+from fedhet.runs.measures import mean_figures
 from fedhet.seeding import numpy_rng
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.storage import ModelStore

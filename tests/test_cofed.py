@@ -19,7 +19,7 @@ from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import Within
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
-from fedhet.runs.records import Measured
+from fedhet.runs.measures import Measured
 from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode, encode

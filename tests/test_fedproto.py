@@ -24,7 +24,7 @@ from torch import nn
 
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.errors import SettingsError
-from fedhet.runs.records import Measured
+from fedhet.runs.measures import Measured
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge
 

@@ -10,7 +10,7 @@ from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
 from fedhet.arrays import grouped
 from fedhet.client.node import read_node
-from fedhet.runs.records import Measured
+from fedhet.runs.measures import Measured
 from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode

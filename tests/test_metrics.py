@@ -19,7 +19,7 @@ from fedhet.devices import CPU
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import build_any
 from fedhet.models.evaluation import judge
-from fedhet.runs.records import Measured, metric_name, read_measures, write_measures
+from fedhet.runs.measures import Measured, metric_name, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
 from fedhet.settings.metrics import METRICS, beside_accuracy, measured_names, metric_of
 from fedhet.settings.tables import RunSettings

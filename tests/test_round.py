@@ -20,7 +20,7 @@ from flwr.common import (
 )
 
 from fedhet.errors import KnowledgeError, StateError
-from fedhet.runs.records import Measured
+from fedhet.runs.measures import Measured
 from fedhet.server import exchange as exchanges
 from fedhet.server import round as rounds
 from fedhet.server.exchange import Exchange

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from flwr.common import NDArrays, Scalar
 
 from fedhet.config.methods import Method
-from fedhet.runs.records import Measured, peak_memory_mb, write_measures
+from fedhet.runs.measures import Measured, peak_memory_mb, write_measures
 from fedhet.training import Score
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER

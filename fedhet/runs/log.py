@@ -32,6 +32,7 @@ from fedhet.runs.directory import (
     whole_rounds,
 )
 from fedhet.runs.files import record_line, summary_text
+from fedhet.runs.measures import peak_memory_mb
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
@@ -40,7 +41,6 @@ from fedhet.runs.records import (
     Summary,
     best_round,
     metrics_with_tails,
-    peak_memory_mb,
     with_tails,
 )
 from fedhet.settings.schema import Scalar

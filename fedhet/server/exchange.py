@@ -11,7 +11,7 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_param
 from fedhet.algorithms.classwise import capped
 from fedhet.config.methods import Method
 from fedhet.errors import FedhetError, KnowledgeError, words_of
-from fedhet.runs.records import Measured, read_measures
+from fedhet.runs.measures import Measured, read_measures
 from fedhet.server.outliers import Sizes as FieldSizes
 from fedhet.server.outliers import out_of_proportion, sizes_of
 from fedhet.server.round import RoundState

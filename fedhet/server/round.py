@@ -24,16 +24,8 @@ from fedhet.errors import (
     one_line,
     words_of,
 )
-from fedhet.runs.records import (
-    Accuracy,
-    Measured,
-    Metrics,
-    RoundRecord,
-    Scores,
-    relative,
-    spread,
-    summarise,
-)
+from fedhet.runs.measures import Measured
+from fedhet.runs.records import Accuracy, Metrics, RoundRecord, Scores, relative, spread, summarise
 from fedhet.server.outliers import Sizes, medians
 from fedhet.server.standing import Outcome, Standing
 from fedhet.settings.metrics import in_order, metric_of

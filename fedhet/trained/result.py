@@ -15,7 +15,8 @@ from fedhet.report import frames
 from fedhet.report.compare import to_dict
 from fedhet.report.page import render
 from fedhet.report.tables import comparison_cells, paired_cells
-from fedhet.runs.records import NAN, RoundRecord, Summary, metric_name
+from fedhet.runs.measures import metric_name
+from fedhet.runs.records import NAN, RoundRecord, Summary
 from fedhet.runs.units import score
 from fedhet.settings.metrics import ACCURACY
 from fedhet.trained import Predictions, TrainedClient, clients_in, open_client, samples_for
