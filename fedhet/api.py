@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from fedhet import report
 from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import full_name, layered, overlaid
+from fedhet.config.sources import full_name, layered, of_method, of_run, overlaid
 from fedhet.errors import SettingsError
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import LineDisplay
@@ -41,6 +42,7 @@ def run(
     out: str | Path | None = None,
     preset: str | None = None,
     config: str | Path | None = None,
+    resume: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
     watchers: Iterable[Watcher] = (),
@@ -58,6 +60,9 @@ def run(
     "ray" such an object must be at the top level of a module, from which the workers import it;
     with "inline" it may be any.
 
+    `resume` is the directory of a run that goes on after its last whole round, with its own
+    settings; what is given here may add rounds, and change where it runs.
+
     `progress` shows the rounds as they end. `watchers` are told of the run's events too; see
     `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is
     wrong, before any training if this machine cannot run it.
@@ -66,7 +71,8 @@ def run(
         "clients": clients, "rounds": rounds, "models.pool": models, "data.dataset": dataset,
         "seed": seed, BACKEND: backend, "out": None if out is None else str(out),
     }  # fmt: skip
-    chosen = _resolved(method, given, preset, config, flatten(settings or {}))
+    sources = _Sources(preset, config, resume)
+    chosen = _resolved(method, given, sources, flatten(settings or {}))
     with _display(progress) as display:
         return Result(simulate(chosen, run_directory(chosen), [*display, *watchers]))
 
@@ -103,18 +109,38 @@ def compare(
     )
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """Where settings come from beside what is given by name."""
+
+    preset: str | None
+    config: str | Path | None
+    resume: str | Path | None
+
+    def values(self, method: str | None) -> dict[str, object]:
+        """Return their settings, as a run of `method` has them. Raises FedhetError."""
+        if self.resume is None:
+            path = None if self.config is None else Path(self.config)
+            return layered(self.preset, path, method)
+        values = of_run(Path(self.resume))
+        return values if method is None else of_method(values, method)
+
+
 def _resolved(
     method: Any,
     given: Mapping[str, Any],
-    preset: str | None,
-    config: str | Path | None,
+    sources: _Sources,
     settings: Mapping[str, Any],
 ) -> Config:
     """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    path = None if config is None else Path(config)
-    inline = _backend(given, settings, layered(preset, path, None)) == "inline"
+    if sources.resume is not None and (sources.preset or sources.config or given["out"]):
+        raise SettingsError(
+            "resume takes the settings from the run's directory: preset, config and out do not go "
+            "with it"
+        )
+    inline = _backend(given, settings, sources.values(None)) == "inline"
     named = None if method is None else method_name(method, inline=inline)
-    values = layered(preset, path, named)
+    values = sources.values(named)
     if "method" not in values:
         raise SettingsError("which method? fedhet.run('felo', ...); `fedhet methods` lists them")
     known = RunSettings.fields() | find_method(str(values["method"])).settings()

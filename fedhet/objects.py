@@ -10,7 +10,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +26,22 @@ def __getattr__(name: str) -> Any:
         return _held[name]
     if name.startswith("_"):
         raise AttributeError(name)
-    raise SettingsError(
-        f"'{HERE}:{name}' was a Python object of the process that made the run: give it again, by "
-        f"fedhet.load(DIR, objects={{'{name}': ...}})"
+    raise _missing([name])
+
+
+def check_held(settings: Mapping[str, object]) -> None:
+    """Raise SettingsError, naming all of them, if settings name objects that are not held."""
+    named = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
+    if lost := [name for name in dict.fromkeys(named) if name not in _held]:
+        raise _missing(lost)
+
+
+def _missing(names: Sequence[str]) -> SettingsError:
+    them = "a Python object" if len(names) == 1 else "Python objects"
+    given = ", ".join(f"'{name}': ..." for name in names)
+    return SettingsError(
+        f"the run was given {them} that only the process which made it has: give them again, by "
+        f"fedhet.load(DIR, objects={{{given}}})"
     )
 
 

@@ -53,7 +53,7 @@ def simulate(
     watchers = tuple(watchers)
     _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     check(config)
-    config = _settled(config, directory)
+    config = settled_for(config, directory)
     run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
     workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
     parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
@@ -73,7 +73,7 @@ def _tell(watchers: Iterable[Watcher], what: str) -> None:
         watcher.waiting(what)
 
 
-def _settled(config: Config, directory: Path) -> Config:
+def settled_for(config: Config, directory: Path) -> Config:
     """Return the settings with what `auto` means here, or meant where the run was begun.
 
     They stand in config.toml, so that the run can be made again, or resumed, on another machine.

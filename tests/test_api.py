@@ -135,6 +135,27 @@ def test_a_run_is_loaded_again(result, tmp_path):
         fedhet.load(tmp_path / "nowhere")
 
 
+def test_a_run_goes_on(tmp_path):
+    whole = quick(models="mlp,mlp3", dataset=tabular, rounds=2, out=tmp_path / "whole")
+    out = tmp_path / "run"
+    quick(models="mlp,mlp3", dataset=tabular, rounds=1, out=out)
+    options = {"clients": None, "settings": None}
+    longer = quick(None, resume=out, rounds=2, **options)
+    scores = longer.to_frame()
+    pd.testing.assert_frame_equal(scores, whole.to_frame())
+    assert longer.directory == out
+    assert len(longer.history) == 2
+    with pytest.raises(StateError, match="is complete; there is nothing to resume"):
+        quick(None, resume=out, rounds=2, **options)
+    for other in ({"out": tmp_path / "b"}, {"preset": "demo"}, {"config": tmp_path / "c.toml"}):
+        with pytest.raises(SettingsError, match="preset, config and out do not go with it"):
+            quick(None, resume=out, rounds=3, **options, **other)
+    with pytest.raises(StateError, match="holds a run with 'seed' = 0, not 1"):
+        quick(None, resume=out, rounds=3, seed=1, **options)
+    with pytest.raises(StateError, match="holds no run to resume"):
+        quick(None, resume=tmp_path, rounds=3, **options)
+
+
 def test_the_card_escapes_everything(result, tmp_path):
     import shutil
 
@@ -194,7 +215,7 @@ def test_another_process_is_told_to_give_the_objects_again(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     said = done.stdout.strip().splitlines()
-    assert "fedhet.load(DIR, objects={'data': ...})" in said[0], done.stderr  # the first it needs
+    assert "fedhet.load(DIR, objects={'data': ..., 'mine': ...})" in said[0], done.stderr
     assert said[-1] == str(wanted)
 
 

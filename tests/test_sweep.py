@@ -101,6 +101,30 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
         assert words in " ".join(result.output.split())
 
 
+def test_a_sweep_is_gone_on_with(tmp_path):
+    out = tmp_path / "sweep"
+    command = ["sweep", "local", "lr=0.1,0.01", "--rounds", "1", "--out", str(out), *SMALL[:10]]
+    command += ["--models", "mlp", "--backend", "inline"]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0, first.output
+    assert "not made again" not in first.output
+    summaries = [out / value / "seed-0" / "summary.json" for value in ("0.1", "0.01")]
+    before = [path.read_bytes() for path in summaries]
+    summaries[1].unlink()  # as of a run that was cut off at its end
+    (out / "sweep.html").unlink()
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, again.output
+    assert "training.lr=0.1: complete, and not made again" in again.output
+    assert "training.lr=0.01: complete" not in again.output
+    assert summaries[0].read_bytes() == before[0]
+    scores = [json.loads(text)["accuracy"] for text in (before[1], summaries[1].read_bytes())]
+    assert scores[0] == scores[1]
+    assert (out / "sweep.html").exists()
+    other = CliRunner().invoke(app, [*command, "--set", "batch-size=7"])
+    assert other.exit_code == 1
+    assert "'training.batch-size' = 32, not 7" in str(other.exception)
+
+
 def test_several_settings_make_a_grid():
     grid = read_grid(["lr=0.1,1", "partition=iid,shards", "rounds=2:3:1"], "local")
     assert grid == {

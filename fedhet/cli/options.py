@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from fedhet.cli import completion
-from fedhet.config.sources import layered, overlaid, parse_pairs
-from fedhet.errors import SettingsError, StateError
+from fedhet.config.sources import layered, of_method, of_run, overlaid, parse_pairs
+from fedhet.errors import SettingsError
 from fedhet.settings.tables import RunSettings
 
 PIPED_WIDTH = 140
@@ -119,24 +119,13 @@ def gather(
                 "--resume takes the settings from the run's directory: --preset, --config and "
                 "--out do not go with it"
             )
-        config = _config_of(resume)
-        flags = {**flags, "out": str(resume)}
-    values = layered(preset, config, method)
-    if resume is not None:
-        values = {"resume": True, **values}
-    if resume is not None and "data.dataset" not in values:
-        raise StateError(f"{config} is of fedhet 0.1, whose runs cannot be resumed by this version")
+        values = of_run(resume)
+        values = of_method(values, method) if method is not None else values
+    else:
+        values = layered(preset, config, method)
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
     chosen = parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
     return overlaid(values, chosen)
-
-
-def _config_of(directory: Path) -> Path:
-    """Return the settings file of the run in `directory`. Raises StateError."""
-    path = directory / "config.toml"
-    if not path.exists():
-        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    return path
 
 
 def read_seeds(text: str) -> list[int]:

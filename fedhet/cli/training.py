@@ -21,12 +21,13 @@ from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import FedhetError, StateError
+from fedhet.runs.directory import is_complete
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural, setting
 from fedhet.server_app import run_directory
-from fedhet.simulate import simulate
+from fedhet.simulate import settled_for, simulate
 
 if TYPE_CHECKING:
     from fedhet import report
@@ -46,28 +47,46 @@ def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
     parent = run_directory(resolve({**values, "seed": seeds[0]}))
     if (parent / "config.toml").exists():
         raise StateError(f"{parent} holds a run already; give another directory with --out")
-    runs = [parent / f"seed-{seed}" for seed in seeds]
-    configs = [
-        resolve({**values, "seed": seed, "out": str(directory)})
-        for seed, directory in zip(seeds, runs, strict=True)
+    runs = [
+        _one_of_several(f"seed {seed}", parent / f"seed-{seed}", {**values, "seed": seed})
+        for seed in seeds
     ]
     begun: float | None = _process_begun()
-    for config, directory in zip(configs, runs, strict=True):
-        _run(config, directory, begun=begun)
+    for run in _to_be_made(runs):
+        _run(run.config, run.directory, begun=begun)
         begun = None  # the next begins when this one has ended
     from fedhet import report
     from fedhet.cli.shown import show_comparison
 
-    show_comparison(report.compare(runs), parent)
+    show_comparison(report.compare([run.directory for run in runs]), parent)
 
 
 @dataclass(frozen=True)
-class SweptRun:
-    """A run of a sweep: where it goes, what its lines are called, and its settings."""
+class OneOfSeveral:
+    """A run of several: what its lines are called, where it goes, and its settings."""
 
-    directory: Path
     label: str
+    directory: Path
     config: Config
+
+
+def _one_of_several(label: str, directory: Path, values: Mapping[str, object]) -> OneOfSeveral:
+    """Return a run; it goes on with what its directory holds. Raises SettingsError."""
+    place = directory.resolve()
+    return OneOfSeveral(label, place, resolve({**values, "out": str(place), "resume": True}))
+
+
+def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
+    """Return the runs that are not complete, and say which are.
+
+    Raises StateError, before any is made, if a directory holds a run of another experiment.
+    """
+    complete = [
+        run for run in runs if is_complete(settled_for(run.config, run.directory), run.directory)
+    ]
+    for run in complete:
+        say(f"{run.label}: complete, and not made again")
+    return [run for run in runs if run not in complete]
 
 
 def train_sweep(
@@ -84,10 +103,10 @@ def train_sweep(
     """
     points = {
         point: [
-            SweptRun(
-                out / point_name(point) / f"seed-{seed}",
+            _one_of_several(
                 _label(chosen, seed, several=len(seeds) > 1),
-                _swept_config(values, chosen, seed, out / point_name(point) / f"seed-{seed}"),
+                out / point_name(point) / f"seed-{seed}",
+                {**values, **chosen, "seed": seed},
             )
             for seed in seeds
         ]
@@ -95,12 +114,13 @@ def train_sweep(
         for chosen in [dict(zip(swept, point, strict=True))]
     }
     runs = [run for some in points.values() for run in some]  # all are checked by now
+    todo = _to_be_made(runs)
     at_once = jobs or jobs_that_fit(runs[0].config)
-    if min(at_once, len(runs)) == 1:
-        for run in runs:
-            _run(run.config, run.directory.resolve(), run.label)
+    if min(at_once, len(todo)) <= 1:
+        for run in todo:
+            _run(run.config, run.directory, run.label)
     else:
-        _make_side_by_side(runs, at_once)
+        _make_side_by_side(todo, at_once)
     from fedhet import report
 
     directories = {point: [run.directory for run in some] for point, some in points.items()}
@@ -110,13 +130,7 @@ def train_sweep(
     say(f"page: {page}")
 
 
-def _swept_config(
-    values: Mapping[str, object], chosen: Mapping[str, object], seed: int, directory: Path
-) -> Config:
-    return resolve({**values, **chosen, "seed": seed, "out": str(directory.resolve())})
-
-
-def _make_side_by_side(runs: Sequence[SweptRun], jobs: int) -> None:
+def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
     """Make runs in processes of their own, with a line for each that ends.
 
     Raises FedhetError, after all of them, if some did not.
@@ -130,10 +144,10 @@ def _make_side_by_side(runs: Sequence[SweptRun], jobs: int) -> None:
         raise FedhetError(f"{plural(len(faults), 'run')} did not end: {'; '.join(faults)}")
 
 
-def _made(run: SweptRun) -> str:
+def _made(run: OneOfSeveral) -> str:
     """Make a run; return why it did not end, or ""."""
     try:
-        simulate(run.config, run.directory.resolve())
+        simulate(run.config, run.directory)
     except FedhetError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from fedhet.config.declared import declared, declared_methods
 from fedhet.config.methods import shipped_names
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.settings.schema import flatten, nest, parse_text, table_of, unknown
 from fedhet.settings.tables import RENAMED, RunSettings
 
@@ -94,6 +94,20 @@ def layered(preset: str | None, config: Path | None, method: str | None) -> dict
         values |= read_toml(config)
     # So that `run local --preset felo-…` is the baseline of that experiment.
     return of_method(values, method) if method is not None else values
+
+
+def of_run(directory: Path) -> dict[str, object]:
+    """Return the settings with which the run in a directory goes on.
+
+    Raises StateError if there is none, and SettingsError for a file that cannot be read.
+    """
+    path = directory / "config.toml"
+    if not path.exists():
+        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
+    values = read_toml(path)
+    if "data.dataset" not in values:
+        raise StateError(f"{path} is of fedhet 0.1, whose runs cannot be resumed by this version")
+    return {**values, "resume": True, "out": str(directory)}
 
 
 def overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:

@@ -53,6 +53,33 @@ def check_same(config: Config, directory: Path) -> None:
     What is no part of the experiment may differ: where and on what it runs, and when it ends. A run
     that is complete can go on for more rounds.
     """
+    if is_complete(config, directory):
+        stopped = len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds
+        advice = (
+            "it was stopped early, and goes on with --set early-stopping=0"
+            if stopped
+            else "--rounds with more of them goes on with it"
+        )
+        raise StateError(
+            f"the run in {directory} is complete; there is nothing to resume: {advice}"
+        )
+
+
+def is_complete(config: Config, directory: Path) -> bool:
+    """Return whether `directory` holds a run of the same experiment that has no rounds left.
+
+    Raises StateError if it is of another experiment, or was to have more rounds.
+    """
+    if not (directory / "config.toml").exists():
+        return False
+    _check_experiment(config, directory)
+    if not (directory / "summary.json").exists():
+        return False
+    found = read_records(directory / "metrics.jsonl")[0]
+    return len(found) >= last_round(found, config)
+
+
+def _check_experiment(config: Config, directory: Path) -> None:
     there = read_toml(directory / "config.toml")
     here = {name: value for name, value in config.flat().items() if name not in PLACE}
     for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
@@ -62,29 +89,11 @@ def check_same(config: Config, directory: Path) -> None:
                 f"{here.get(name)!r}: it is resumed with its own settings, or another run begun "
                 "in another directory"
             )
-    _check_rounds(config, directory, there.get("rounds"))
-
-
-def _check_rounds(config: Config, directory: Path, planned: object) -> None:
-    """Raise StateError unless there are rounds left for the run in `directory`."""
-    rounds = config.run.rounds
+    rounds, planned = config.run.rounds, there.get("rounds")
     if isinstance(planned, int) and rounds < planned:
         raise StateError(
             f"{directory} holds a run with 'rounds' = {planned}, not {rounds}: it may be resumed "
             "with more rounds, not with fewer"
-        )
-    if not (directory / "summary.json").exists():
-        return
-    found = read_records(directory / "metrics.jsonl")[0]
-    if len(found) >= last_round(found, config):
-        stopped = len(found) < rounds
-        advice = (
-            "it was stopped early, and goes on with --set early-stopping=0"
-            if stopped
-            else "--rounds with more of them goes on with it"
-        )
-        raise StateError(
-            f"the run in {directory} is complete; there is nothing to resume: {advice}"
         )
 
 

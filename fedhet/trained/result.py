@@ -11,6 +11,7 @@ import pandas as pd
 from torch import nn
 
 from fedhet import report
+from fedhet.objects import check_held
 from fedhet.report import frames
 from fedhet.report.compare import to_dict
 from fedhet.report.page import render
@@ -168,6 +169,7 @@ class Result:
 
     def _client(self, name: str) -> TrainedClient:
         if name not in self._open:
+            check_held(self.settings)
             self._open[name] = open_client(self.directory, name, best=self._best)
         return self._open[name]
 
