@@ -66,8 +66,8 @@ def test_a_methods_own_setting_of_that_name_is_it():
 
 
 def test_what_is_no_setting_here_is_said():
-    said = str(unknown("wandb", RunSettings.fields()))
-    assert said.startswith("unknown setting 'wandb': a run writes metrics.jsonl")
+    said = str(unknown("tensorboard", RunSettings.fields()))
+    assert said.startswith("unknown setting 'tensorboard': a run writes metrics.jsonl")
 
 
 def test_a_misspelling_is_still_corrected():

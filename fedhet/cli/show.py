@@ -15,9 +15,9 @@ from fedhet.cli import completion
 from fedhet.cli.options import console, with_settings
 from fedhet.config.declared import declared, declared_methods
 from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, setting_rows
-from fedhet.config.sources import defaults_toml, preset_names, read_preset
+from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
 from fedhet.config.values import read_values
-from fedhet.settings.schema import Schema, table_of
+from fedhet.settings.schema import Schema, table_of, unknown
 from fedhet.settings.tables import RunSettings
 
 
@@ -78,13 +78,20 @@ def presets_command(
 
 
 def settings_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A table, such as training, or a word in the settings' names."),
+    ] = None,
     toml: Annotated[
         bool, typer.Option(help="All settings of all methods at their defaults, as TOML.")
     ] = False,
 ) -> None:
-    """List the settings that every run has."""
+    """List the settings that every run has, or those of a name."""
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
+        return
+    if name is not None:
+        console.print(_settings(_settings_of(name)))
         return
     for table, words in _sections().items():
         found = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
@@ -92,6 +99,21 @@ def settings_command(
         console.print(title, style="bold", markup=False, highlight=False)
         console.print(_settings(found), "")
     console.print("A method's own: `fedhet methods NAME`.")
+
+
+def _settings_of(name: str) -> dict[str, FieldInfo]:
+    """Return the settings, of methods too, in a table or with a word in their names.
+
+    Raises SettingsError if there is none.
+    """
+    known = all_settings()
+    if name in known:
+        return {name: known[name]}
+    found = {k: info for k, info in known.items() if table_of(k) == name}
+    found = found or {k: info for k, info in known.items() if name in k}
+    if not found:
+        raise unknown(name, known)
+    return found
 
 
 def _sections() -> dict[str, str]:

@@ -38,6 +38,10 @@ _MEANT = {
     "engine.gpus-per-client": "num-gpus gpus",
     "engine.cpus-per-client": "num-cpus cpus",
     "engine.round-timeout": "timeout",
+    "engine.track": "wandb mlflow tracker tracking report-to",
+    "engine.drop-outs": "dropouts drop-rate failure-rate",
+    "engine.stragglers": "straggler straggler-rate",
+    "metrics": "metric",
     "attack.attackers": "malicious byzantine num-attackers num-malicious",
 }
 MEANT = MappingProxyType({word: name for name, words in _MEANT.items() for word in words.split()})
@@ -45,7 +49,7 @@ MEANT = MappingProxyType({word: name for name, words in _MEANT.items() for word 
 _RECORDS = "a run writes metrics.jsonl and TensorBoard's files into its directory by itself"
 ABSENT = MappingProxyType(
     {
-        **dict.fromkeys(("wandb", "mlflow", "logger", "tensorboard"), _RECORDS),
+        **dict.fromkeys(("logger", "tensorboard"), _RECORDS),
         "num-workers": "data is decoded once and kept in memory, without loader processes",
         "verbose": "Flower's log is in the run's directory, in flower.log",
     }
