@@ -68,4 +68,4 @@ class CentralClient(LocalClient):
         self.samples = replace(self.samples, own=own, unlabelled=unlabelled, space=self.space)
 
     def _placed(self, split: Split) -> Split:
-        return Split(self.compute.images(split.x), split.y.to(self.compute.device))
+        return Split(self.compute.held(split.x), split.y.to(self.compute.device))

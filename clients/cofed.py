@@ -20,7 +20,7 @@ from fedhet.algorithms.voting import undecided
 from fedhet.arrays import Array
 from fedhet.client.messages import Scores
 from fedhet.data import Split
-from fedhet.data.spec import stratified
+from fedhet.data.spec import concatenated, stratified
 from fedhet.models import Refitted
 from fedhet.runs.records import PROTOCOLS
 from fedhet.seeding import numpy_rng, seeded
@@ -71,7 +71,7 @@ class CofedClient(HetClient):
     @cached_property
     def public(self) -> Tensor:
         """The public samples [N, ...], on the device, without their labels."""
-        return self.compute.images(self.public_set(labelled=False).x)
+        return self.compute.held(self.public_set(labelled=False).x)
 
     def sizes(self) -> Sizes:
         """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
@@ -98,7 +98,8 @@ class CofedClient(HetClient):
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)
         given = (labels < self.info.classes).nonzero().flatten()
-        return torch.cat([self.x, self.public[given]]), torch.cat([self.y, labels[given]])
+        x = concatenated(self.x, self.public[given])
+        return x, torch.cat([self.y, labels[given]])
 
     def evaluation(self, knowledge: Knowledge) -> Scores:
         """Return the scores of the current model, and of the model after local training.
@@ -180,7 +181,7 @@ class CofedClient(HetClient):
         """Return the class probabilities [N, C] of the public instances, which have `logits`."""
         model = self.private
         if isinstance(model, Refitted):
-            return model.probabilities(self.public).cpu().numpy()
+            return model.probabilities(self.compute.images(self.public)).cpu().numpy()
         return logits.softmax(1).cpu().numpy()
 
 
@@ -235,7 +236,7 @@ class Trials:
         """Return the model after update training, but for what is held out."""
         x, y = self.client.training_set()
         given = len(self.client.y)  # R_i follows the client's own samples
-        data = Split(torch.cat([self.own.x, x[given:]]), torch.cat([self.own.y, y[given:]]))
+        data = Split(concatenated(self.own.x, x[given:]), torch.cat([self.own.y, y[given:]]))
         epochs = self.settings.update_epochs or self.client.training.local_epochs
         self._fit(model, candidate, data, epochs, self.settings.update_batch_size, "update")
         return model

@@ -37,7 +37,8 @@ class CronusClient(FedMdClient):
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             rows = next(public)
-            return own_loss(x, y) + self.consensus_loss(consensus, consensus.x[rows], rows)
+            images = self.compute.images(consensus.x[rows])
+            return own_loss(x, y) + self.consensus_loss(consensus, images, rows)
 
         self.train_own(loss_of, self.private, optimizing, self.generator(round, "batches"))
 

@@ -85,5 +85,6 @@ class FedProtoClient(HetClient):
         with evaluating(model), self.compute.autocast():
             for start in range(0, len(self.y), batch):
                 part = slice(start, start + batch)
-                sums.add(*model.features_and_logits(self.x[part]), self.y[part])
+                x = self.compute.images(self.x[part])
+                sums.add(*model.features_and_logits(x), self.y[part])
         return sums.means()

@@ -195,7 +195,8 @@ class Reciprocity:
         missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing].to(x.device)
         with self.client.compute.autocast():
-            private, proxy = self.views(torch.cat([x, self.client.x[rows]]))
+            joined = self.client.compute.images(torch.cat([x, self.client.x[rows]]))
+            private, proxy = self.views(joined)
         return private[: len(x)], proxy[: len(x)]
 
     def logits(self, x: Tensor) -> Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from flwr.client import Client, ClientApp
 from flwr.common import Context
@@ -11,6 +12,8 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.client.permissions import permitted
 from fedhet.config.resolve import Config, resolve_items
+from fedhet.data import DataSpec
+from fedhet.data.decoded import use_decoded
 
 
 def client_fn(context: Context) -> Client:
@@ -19,9 +22,17 @@ def client_fn(context: Context) -> Client:
     return _client(resolve_items(tuple(settings.items())), "", context)
 
 
-def simulated_app(config: Config, state_dir: str) -> ClientApp:
-    """Return a simulation's app, bound to its settings: a simulation has no run config."""
-    return ClientApp(client_fn=partial(_client, config, state_dir))
+def simulated_app(config: Config, state_dir: str, decoded: Path) -> ClientApp:
+    """Return a simulation's app, bound to its settings: a simulation has no run config.
+
+    `decoded` is the folder from which its processes map the run's data.
+    """
+    return ClientApp(client_fn=partial(_simulated, config, state_dir, decoded))
+
+
+def _simulated(config: Config, state_dir: str, decoded: Path, context: Context) -> Client:
+    use_decoded(DataSpec.of(config.run), decoded)
+    return _client(config, state_dir, context)
 
 
 def _client(config: Config, state_dir: str, context: Context) -> Client:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
+from fedhet.scaling import scaled
 from fedhet.settings.tables import ComputeSettings, EngineSettings
 
 PROCESSOR_BATCH, ACCELERATOR_BATCH = 128, 1024
@@ -41,7 +42,11 @@ class Compute:
             module.to(memory_format=torch.channels_last)
 
     def images(self, x: Tensor) -> Tensor:
-        """Return `x` [N, ...] on the device; images [N, C, H, W] in the memory format."""
+        """Return `x` [N, ...] on the device as models expect it: bytes are scaled there."""
+        return scaled(self.held(x))
+
+    def held(self, x: Tensor) -> Tensor:
+        """Return `x` [N, ...] on the device as it is; images [N, C, H, W] in the memory format."""
         if self.channels_last and x.ndim == 4:
             return x.to(self.device, memory_format=torch.channels_last)
         return x.to(self.device)

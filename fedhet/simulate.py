@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from fedhet.client.node import Node, read_node
 from fedhet.client_app import simulated_app
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.config.sources import read_toml
+from fedhet.data.decoded import write_decoded
 from fedhet.devices import find_device, settled
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
@@ -95,18 +97,30 @@ def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's future default: a worker without a GPU share still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    run_simulation(
-        server_app=ServerApp(server_fn=lambda context: parts),
-        client_app=simulated_app(absolute(config), _state_dir(directory)),
-        num_supernodes=config.run.clients,
-        backend_config={
-            "init_args": {"include_dashboard": False, "log_to_driver": False},
-            "client_resources": {
-                "num_cpus": config.run.engine.cpus_per_client,
-                "num_gpus": _gpu_share(config),
+    with _decoded(config, directory) as decoded:
+        run_simulation(
+            server_app=ServerApp(server_fn=lambda context: parts),
+            client_app=simulated_app(absolute(config), _state_dir(directory), decoded),
+            num_supernodes=config.run.clients,
+            backend_config={
+                "init_args": {"include_dashboard": False, "log_to_driver": False},
+                "client_resources": {
+                    "num_cpus": config.run.engine.cpus_per_client,
+                    "num_gpus": _gpu_share(config),
+                },
             },
-        },
-    )
+        )
+
+
+@contextlib.contextmanager
+def _decoded(config: Config, directory: Path) -> Iterator[Path]:
+    """Have the run's data in a folder, from which the workers map it, inside the block."""
+    folder = directory / "decoded"
+    write_decoded(data.DataSpec.of(config.run), folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> None:

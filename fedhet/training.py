@@ -155,12 +155,15 @@ def train_epoch(
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
+    Images may be bytes: they are scaled batch by batch.
+
     `augment` changes the images of each batch. A batch is learned in `steps` optimiser steps, after
     which `stepped` is called.
     """
     total = torch.zeros((), device=compute.device)
     for index in batches(len(y), batch_size, generator, compute.device):
-        inputs = x[index] if augment is None else augment(x[index])
+        inputs = compute.images(x[index])
+        inputs = inputs if augment is None else augment(inputs)
         for _ in range(steps):
             with compute.autocast():
                 loss = loss_of(inputs, y[index])

@@ -101,7 +101,7 @@ class DsFlStrategy(FedMdStrategy):
     def _distil(self, round: int) -> None:
         device = self.learner.compute.device
         targets = torch.tensor(self.agreed, device=device)
-        x = self.learner.compute.images(self.public.x[self.rows.astype("int64")])
+        x = self.learner.compute.held(self.public.x[self.rows.astype("int64")])
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits = self.learner.model(x)

@@ -79,7 +79,7 @@ class FedDfStrategy(HetStrategy):
         public = self.public_set(labelled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
-        self.x = self.compute.images(public.x)
+        self.x = self.compute.held(public.x)
         self._keep({})
         self._networks: dict[str, HetModel] = {}
         """A network of each architecture, in which models are run and trained."""

@@ -135,7 +135,7 @@ class FedGemsStrategy(HetStrategy):
         model = build(self.settings.server_model, task.shape, task.classes, seed=self.run.seed)
         self.learner = Learner(model, self.run)
         compute = self.learner.compute
-        self.x, self.y = compute.images(public.x), public.y.to(compute.device)
+        self.x, self.y = compute.held(public.x), public.y.to(compute.device)
         self.pool = Targets.none(len(self.y), task.classes, compute.device)
         """L_Global: each sample's logits from when it was last predicted correctly."""
         self.logits = self.learner.predict(self.x)

@@ -32,12 +32,12 @@ from fedhet.data import (
     label_counts,
     load,
     partition,
-    scaled,
     site_data,
     validate,
 )
 from fedhet.data.spec import stratified
 from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.scaling import scaled
 from fedhet.settings.schema import build
 from fedhet.settings.tables import DataSettings
 
@@ -338,10 +338,8 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     assert torch.equal(data.train.x[:, 0], torch.from_numpy(images[:40]))
     assert data.test.y.tolist() == [*range(10)] * 2
     client = client_data(spec, 0)
-    assert client.train.x.dtype == torch.float32
-    assert client.train.x.min() >= -1
-    assert client.train.x.max() <= 1
-    assert client.train.x.min() < -0.9
+    assert client.train.x.dtype == torch.uint8
+    assert client.stored == "bytes"
 
 
 def test_cifar_is_put_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +481,7 @@ def test_tree_is_decoded_in_the_order_of_class_names(tmp_path: Path) -> None:
     assert data.train.x[:, 1, 4, 5].tolist() == [0, 1, 2, 3] * 3
     assert torch.equal(data.test.x[:, 0, 0, 0], 10 * data.test.y)
     validate(spec)
-    assert client_data(spec, 0).train.x[0, 2, 0, 0] == 1.0
+    assert client_data(spec, 0).train.x[0, 2, 0, 0] == 255
 
 
 def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
@@ -638,7 +636,7 @@ def test_site_with_images(tmp_path: Path) -> None:
     assert sorted(ordered.train.y.tolist()) == [1] * 4 + [2] * 4
     assert ordered.test.y.tolist() == [1] * 3
     cats = ordered.train.y == 2
-    assert torch.equal(ordered.train.x[cats, 0, 0, 0], torch.full((4,), -1.0)), "cat was written 0"
+    assert torch.equal(ordered.train.x[cats, 0, 0, 0], torch.zeros(4)), "cat was written 0"
 
 
 def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
@@ -653,9 +651,9 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
     assert read.classes == ("cat", "dog")
     assert read.unlabelled is not None
     assert read.unlabelled.x.shape == (5, 3, 5, 6)
-    assert read.unlabelled.x.dtype == torch.float32
-    colours = (read.unlabelled.x[:, :2, 0, 0] + 1) * 127.5  # (class's place * 10, row)
-    assert sorted(map(tuple, colours.round().int().tolist())) == [
+    assert read.unlabelled.x.dtype == torch.uint8
+    colours = read.unlabelled.x[:, :2, 0, 0]  # (class's place * 10, row)
+    assert sorted(map(tuple, colours.tolist())) == [
         (0, 0), (0, 0), (0, 1), (0, 2), (10, 0),
     ]  # fmt: skip
     assert read.unlabelled.y.tolist() == [-1] * 5

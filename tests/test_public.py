@@ -67,12 +67,12 @@ def test_the_share_hangs_on_the_seed_alone():
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
-def test_another_dataset_is_scaled_and_cut(tmp_path):
+def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
     public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, 10)
-    np.testing.assert_allclose(public.x[:40].numpy(), x / 127.5 - 1, atol=1e-6)
+    np.testing.assert_array_equal(public.x[:40].numpy(), x)
 
 
 def test_data_without_labels_is_one_class(tmp_path):
@@ -99,7 +99,7 @@ def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
     public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, None)
-    np.testing.assert_allclose(public.x[:, 0, 0, 0], np.arange(6) * 40 / 127.5 - 1, atol=1e-6)
+    np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
 
 
 def test_the_wrong_shape_or_classes_are_named(tmp_path):

@@ -243,7 +243,7 @@ def test_generated_rows_hang_on_the_seed_alone(tmp_path):
     assert client_data(spec, 0).space == (0, 1)
 
 
-def test_generated_rows_of_bytes_are_scaled_as_the_clients_are(tmp_path):
+def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
     rng = np.random.default_rng(0)
     for part in ("train", "test"):
         (tmp_path / part).mkdir()
@@ -253,7 +253,7 @@ def test_generated_rows_of_bytes_are_scaled_as_the_clients_are(tmp_path):
         dataset=f"npz:{tmp_path}", clients=1, public_dataset="generated", public_samples=50
     )
     public, own = public_set(spec, (5,), None).x, client_data(spec, 0)
-    assert public.dtype == torch.float32
+    assert public.dtype == own.train.x.dtype == torch.uint8
     held = torch.cat([own.train.x, own.test.x])
     for column in range(5):
         assert set(public[:, column].tolist()) <= set(held[:, column].tolist())

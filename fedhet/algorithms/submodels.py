@@ -131,6 +131,6 @@ def query_statistics(
             norm.momentum = None  # the plain mean over batches
             norm.train()
         for rows in batches(len(x), compute.eval_batch, generator, compute.device):
-            model(x[rows])
+            model(compute.images(x[rows]))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

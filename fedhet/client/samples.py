@@ -112,7 +112,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 
 
 def public_samples(config: Config, node: Node, samples: ClientSamples, *, labelled: bool) -> Split:
-    """Return the public set, scaled; set `labelled` if its labels are used.
+    """Return the public set; set `labelled` if its labels are used.
 
     Raises DataError if it contains any sample of this client.
     """
@@ -134,4 +134,4 @@ def placed_public(public: Split, compute: Compute) -> Split:
 
 
 def _placed(split: Split, compute: Compute) -> Split:
-    return Split(compute.images(split.x), split.y.to(compute.device))
+    return Split(compute.held(split.x), split.y.to(compute.device))

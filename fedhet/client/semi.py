@@ -46,7 +46,7 @@ class FixMatch:
 
         Raises DataError for samples that cannot be augmented.
         """
-        if unlabelled.x.is_floating_point():  # no texts
+        if unlabelled.x.dtype != torch.int64:  # no texts
             check_shape(tuple(unlabelled.x.shape[1:]))
         self._unlabelled, self._model, self._settings = unlabelled, model, settings
         self._compute, self._draws = compute, draws
@@ -84,7 +84,7 @@ class FixMatch:
     def loss(self, predict: Predict) -> Tensor:
         """Return the loss of the next batch of unlabelled images (Eq. 4), a scalar."""
         rows = next(self._batches)
-        x = self._unlabelled.x[rows]
+        x = self._compute.images(self._unlabelled.x[rows])
         with torch.no_grad(), evaluating(self._model):
             guessed, confident = confident_labels(
                 predict(self._compute.images(weak(x, self._draws))), self._settings.semi_threshold

@@ -61,6 +61,7 @@ _READ = (
     "max_tokens",
 )
 """The settings that determine what is read; those of the partition do not change the dataset."""
+_taken: dict[DataSpec, Callable[[], Dataset]] = {}
 
 
 def dataset_names() -> list[str]:
@@ -96,26 +97,37 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
 
     Raises DataError if it has fewer classes than `least_classes`.
     """
-    drawn = spec.max_samples or spec.public_fraction
-    unused = DataSpec(seed=spec.seed if drawn else 0)
-    key = unused.but(**{name: getattr(spec, name) for name in _READ})
     with LOCK:
-        dataset = _load(key)
+        dataset = _load(key_of(spec))
     if len(dataset.classes) < least_classes:
         count = len(dataset.classes)
         raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
     return dataset
 
 
+def key_of(spec: DataSpec) -> DataSpec:
+    """Return the spec with what determines the dataset alone."""
+    drawn = spec.max_samples or spec.public_fraction
+    unused = DataSpec(seed=spec.seed if drawn else 0)
+    return unused.but(**{name: getattr(spec, name) for name in _READ})
+
+
+def take_from(key: DataSpec, read: Callable[[], Dataset]) -> None:
+    """Let this process get the dataset of `key_of` a spec from `read`, once it is needed."""
+    _taken[key] = read
+
+
 def common_test(spec: DataSpec) -> Split | None:
-    """Return the common test set, scaled, or None if there is none; one copy per process."""
+    """Return the common test set, or None if there is none; one copy per process."""
     with LOCK:
-        return _scaled_test(load(spec))
+        return load(spec).test
 
 
 @lru_cache(maxsize=4)
 @global_random_kept()
 def _load(spec: DataSpec) -> Dataset:
+    if spec in _taken:
+        return _taken[spec]()
     dataset = _reader(spec.dataset)(spec)
     if spec.by and dataset.groups is None:
         raise SettingsError(
@@ -148,11 +160,6 @@ def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
     public = stratified(labels, count, numpy_rng(spec.seed, "public"))
     owned = np.setdiff1d(np.arange(len(labels)), public)
     return replace(dataset.keeping(owned), public=dataset.train.take(public))
-
-
-@lru_cache(maxsize=2)
-def _scaled_test(dataset: Dataset) -> Split | None:
-    return dataset.test.scaled() if dataset.test is not None else None
 
 
 def _reader(name: str) -> Callable[[DataSpec], Dataset]:

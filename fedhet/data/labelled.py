@@ -10,7 +10,7 @@ import torch
 from fedhet.data.datasets import load
 from fedhet.data.partition import client_name, split_rows
 from fedhet.data.site import ClientData
-from fedhet.data.spec import DataSpec, Split
+from fedhet.data.spec import DataSpec, Split, concatenated
 from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 from fedhet.settings.tables import DataSettings
@@ -54,7 +54,7 @@ def split_labels(
 
 
 def pooled_parts(spec: DataSpec) -> tuple[Split, Split]:
-    """Return the labelled and the unlabelled training samples of all clients, scaled.
+    """Return the labelled and the unlabelled training samples of all clients.
 
     They are those that `labelled_parts` gives each client, in the order of the clients.
     """
@@ -65,9 +65,9 @@ def pooled_parts(spec: DataSpec) -> tuple[Split, Split]:
         alpha, least = spec.labelled_alpha, spec.labelled_least
         pairs.append(split_labels(train.take(rows), alpha, least, spec.seed, name))
     labelled, unlabelled = map(joined, zip(*pairs, strict=True))
-    return labelled.scaled(), unlabelled.scaled()
+    return labelled, unlabelled
 
 
 def joined(parts: Sequence[Split]) -> Split:
     """Return the samples of several splits, one after the other."""
-    return Split(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    return Split(concatenated(*(part.x for part in parts)), torch.cat([part.y for part in parts]))

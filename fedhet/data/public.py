@@ -25,7 +25,7 @@ MADE_HERE = (GENERATED, UNUSED)
 
 
 def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
-    """Return the public samples, scaled: `public-dataset`, or a part of the training set.
+    """Return the public samples: `public-dataset`, or a part of the training set.
 
     One copy per process. Raises DataError unless its samples have `shape` and, if its labels are
     used, it has `classes` classes (None: labels are not used), and SettingsError if its labels are
@@ -52,7 +52,9 @@ def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> S
 
 
 def refuse_overlap(public: Split, own: Split, owner: str) -> None:
-    """Raise DataError if the public set contains any sample of `own`; both are scaled."""
+    """Raise DataError if the public set contains any sample of `own`, however stored."""
+    if public.x.dtype != own.x.dtype:
+        public, own = public.scaled(), own.scaled()
     seen = {_digest(public, row) for row in range(len(public))}
     shared = sum(_digest(own, row) in seen for row in range(len(own)))
     if shared:
@@ -71,7 +73,7 @@ def _digest(split: Split, row: int) -> bytes:
 
 @lru_cache(maxsize=2)
 def _public(spec: DataSpec) -> Dataset:
-    """Return a dataset whose `train` is the public set, scaled."""
+    """Return a dataset whose `train` is the public set."""
     if spec.public_dataset == GENERATED:
         dataset = load(spec)
         if spec.public_samples < 1:
@@ -89,12 +91,12 @@ def _public(spec: DataSpec) -> Dataset:
         # No effect if the reader has already applied the limit.
         rng = numpy_rng(spec.seed, "public-samples")
         cut = dataset.train.subset(spec.public_samples, rng)
-        return replace(dataset, train=cut.scaled(), test=None)
+        return replace(dataset, train=cut, test=None)
     kept = load(spec).public
     if kept is None:
         rule = "give 'data.public-dataset' or 'data.public-fraction'"
         raise SettingsError(f"there is no public data: {rule}")
-    return replace(load(spec), train=kept.scaled(), test=None, public=None)
+    return replace(load(spec), train=kept, test=None, public=None)
 
 
 def _unused(spec: DataSpec) -> Dataset:
@@ -116,7 +118,15 @@ def _unused(spec: DataSpec) -> Dataset:
     left = whole.train.take(rows).subset(
         spec.public_samples, numpy_rng(spec.seed, "public-samples")
     )
-    return replace(whole, train=left.scaled(), test=None, subclasses=None)
+    return replace(whole, train=left, test=None, subclasses=None)
+
+
+def public_source(spec: DataSpec) -> DataSpec | None:
+    """Return the spec of the dataset that public samples are taken from, if it is another one."""
+    if spec.public_dataset == UNUSED:
+        return spec.but(max_samples=0)
+    named = spec.public_dataset not in ("", GENERATED)
+    return _of_public(spec) if named else None
 
 
 def _of_public(spec: DataSpec) -> DataSpec:

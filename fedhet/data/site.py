@@ -39,7 +39,7 @@ _KEPT_CLIENTS = 32  # decoded clients cached per process
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's data, ready for models: x float32, images in [-1, 1]; or tokens, int64.
+    """A client's data: x as it is stored (bytes become images in [-1, 1] batch by batch).
 
     `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
     the rows of the common test set, if any, in the client's label space. `space` is that label
@@ -71,7 +71,7 @@ class ClientData:
 def client_data(spec: DataSpec, index: int) -> ClientData:
     """Return the data of client `index`; the most recent clients are cached."""
     dataset = load(spec)
-    train, test = (dataset.train.take(rows).scaled() for rows in split_rows(spec, index))
+    train, test = (dataset.train.take(rows) for rows in split_rows(spec, index))
     name = client_name(index, spec.clients)
     space = label_space(spec, index)
     common = _within_space(common_test(spec), space, len(dataset.classes))
@@ -107,7 +107,7 @@ def validate(spec: DataSpec) -> None:
     if spec.public_dataset or spec.public_fraction:
         public = public_set(spec, load(spec).shape, None)
         if spec.public_dataset not in ("", *MADE_HERE):
-            refuse_overlap(public, load(spec).train.scaled(), spec.dataset)
+            refuse_overlap(public, load(spec).train, spec.dataset)
 
 
 @lru_cache(maxsize=4)
@@ -161,9 +161,8 @@ def site_data(
     # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     size = vocabulary_of(spec) if is_text else 0
-    own = (train.scaled(), test.scaled())
     stored = stored_as(train.x)
-    return ClientData(name, *own, None, names, space, rest, left_aside, size, stored)
+    return ClientData(name, train, test, None, names, space, rest, left_aside, size, stored)
 
 
 def _holds_texts(train: Path, spec: DataSpec) -> bool:
@@ -176,8 +175,8 @@ def _without_labels(
 ) -> tuple[Split | None, int]:
     """Return a site's unlabelled samples, if any, and the number of those that are not used.
 
-    Images are decoded in the form of the training images, and scaled. Raises DataError if the
-    folder is needed and holds no samples.
+    Images are decoded in the form of the training images, and scaled if those are. Raises
+    DataError if the folder is needed and holds no samples.
     """
     refuse_unlabelled(root, f"it lies beside the class folders, in {root / 'train'}")
     folder = root / "train" / UNLABELLED
@@ -185,12 +184,13 @@ def _without_labels(
         return None, 0
     files = unlabelled_files(root / "train", TXT if is_text else ())
     if not wanted:
-        return train.take(torch.arange(0)).scaled(), len(files)
+        return train.take(torch.arange(0)), len(files)
     if not files:
         what = ".txt files" if is_text else "images"
         raise DataError(f"{folder}: has no {what}; remove it, and labels of others are hidden")
     x = read_files(files, spec) if is_text else decode(files, spec, like=_form(train))
-    return Split(x, torch.full((len(x),), UNKNOWN)).scaled(), 0
+    found = Split(x, torch.full((len(x),), UNKNOWN))
+    return found if x.dtype == train.x.dtype else found.scaled(), 0
 
 
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedhet.errors import DataError
 from fedhet.kinds import Shape, text_shape
+from fedhet.scaling import scaled
 from fedhet.settings.schema import Count, CountOrNone
 from fedhet.settings.tables import DataSettings, RunSettings
 
@@ -57,7 +58,7 @@ class Split:
         return np.arange(len(self))
 
     def scaled(self) -> Split:
-        """Return the split with `x` as models expect it (see `scaled`)."""
+        """Return the split with `x` as models expect it (see `fedhet.scaling`)."""
         return Split(scaled(self.x), self.y)
 
 
@@ -150,9 +151,10 @@ def refuse_more(size: int, spec: DataSettings, where: object) -> None:
         )
 
 
-def scaled(x: Tensor) -> Tensor:
-    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
-    return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+def concatenated(*parts: Tensor) -> Tensor:
+    """Return samples one after the other: as they are stored, or scaled if that differs."""
+    alike = len({part.dtype for part in parts}) == 1
+    return torch.cat([part if alike else scaled(part) for part in parts])
 
 
 def stored_as(x: Tensor) -> Stored:

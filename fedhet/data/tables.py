@@ -88,7 +88,7 @@ def generated(dataset: Dataset, size: int, seed: int) -> Split:
     x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
     columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
     drawn = [column[torch.from_numpy(_permuted(len(x), size, rng))] for column in columns]
-    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64)).scaled()
+    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64))
 
 
 def _permuted(rows: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:

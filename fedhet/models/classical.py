@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fedhet.arrays import Array
 from fedhet.data.spec import global_random_kept
 from fedhet.errors import ModelError
+from fedhet.scaling import scaled
 from fedhet.seeding import seeded
 
 ROUNDING = 1e-5
@@ -158,7 +159,7 @@ class Refitted(nn.Module):
 
 
 def _flat(x: Tensor) -> npt.NDArray[np.float32]:
-    flat: npt.NDArray[np.float32] = x.detach().cpu().float().flatten(1).numpy()
+    flat: npt.NDArray[np.float32] = scaled(x.detach().cpu()).float().flatten(1).numpy()
     return flat
 
 

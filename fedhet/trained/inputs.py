@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedhet.client.record import ClientRecord
-from fedhet.data import DataSpec, scaled
+from fedhet.data import DataSpec
 from fedhet.data.arrays import checked_samples, checked_signals
 from fedhet.data.folder import decoded
 from fedhet.data.texts import read_files
@@ -20,6 +20,7 @@ from fedhet.data.tokens import tokenized
 from fedhet.errors import DataError
 from fedhet.kinds import kind_of
 from fedhet.runs.units import natural
+from fedhet.scaling import scaled
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with so many channels."""
