@@ -32,7 +32,9 @@ class FeloSettings(MethodSettings):
     feature_dim: Count = Field(64, description="width of the features that travel, D")
     alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
     feature_weight: NonNegative = Field(
-        1.0, description="times alpha: the weight of Eq. 1's feature term alone; 0 leaves it out"
+        0.1,
+        description="times alpha: the weight of Eq. 1's feature term alone; 1 as printed, 0 leaves "
+        "it out",
     )
     logit_weight: NonNegative = Field(
         1.0, description="times alpha: the weight of Eq. 1's logit term alone; 0 leaves it out"

@@ -83,7 +83,7 @@ def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, n
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("averaged", [True, False])
 def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
-    client = opened(tmp_path, **{"felo.alpha": alpha})
+    client = opened(tmp_path, **{"felo.alpha": alpha, "felo.feature-weight": 1.0})  # as printed
     own = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     if not first:
         client.state.facts["participations"] = 1

@@ -392,6 +392,7 @@ def transcription(client, round, taught, count):
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, count):
     changes = {"local_epochs": 2, "models": "mlp", "velo.samples-per-class": count}
+    changes["velo.feature-weight"] = 1.0  # as printed
     client = opened(small("velo", **changes), tmp_path)
     taught = knowledge(count)
     client.train(3, Knowledge(taught))
