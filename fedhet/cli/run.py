@@ -68,7 +68,7 @@ def sweep_command(
         int,
         typer.Option(
             min=0,
-            help="Runs side by side, a process each; 0: as many as the processors allow (on Ray, "
+            help="Runs side by side, each in a process; 0: as many as the processors allow (on Ray, "
             "which takes all of them, one).",
         ),
     ] = 1,
@@ -100,7 +100,7 @@ def table_command(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Where the runs and the table go.")
     ] = Path("runs/tables"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, a process each.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option(
