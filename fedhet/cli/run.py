@@ -68,8 +68,8 @@ def sweep_command(
         int,
         typer.Option(
             min=0,
-            help="Runs side by side, each in a process; 0: as many as the processors allow (on Ray, "
-            "which takes all of them, one).",
+            help="Runs side by side, each in a process; 0: as many as the processors allow (on "
+            "Ray, which takes all of them, one).",
         ),
     ] = 1,
 ) -> None:
