@@ -9,6 +9,7 @@ client is asked again by another.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedhet.cluster.machines import Machine
-from fedhet.errors import FedhetError, words_of
+from fedhet.errors import FedhetError
 
+LOG = logging.getLogger("flwr")
 LOOK_EVERY = 0.5
 """Seconds between two looks whether a worker has started."""
 TRIES = 2
@@ -168,9 +170,10 @@ class Pool:
                 ray.get(ref)
                 self._idle.append(placed)
             except Exception as error:
+                LOG.warning("%s", error)
                 self._notice(
-                    f"no worker starts on {placed.machine.address} ({_reason(error)}): the run "
-                    "goes on without it"
+                    f"no worker starts on {placed.machine.address} ({type(error).__name__}): the "
+                    "run goes on without it"
                 )
 
 
@@ -183,7 +186,8 @@ def _result(ref: Any, end: float | None) -> Any:
     except ray.exceptions.GetTimeoutError:
         raise TimeoutError("did not answer in time") from None
     except ray.exceptions.RayError as error:
-        raise LostError(_reason(error)) from error
+        LOG.warning("%s", error)
+        raise LostError(type(error).__name__) from error
 
 
 def _left(end: float | None) -> float | None:
@@ -195,9 +199,3 @@ def _end(placed: Placed) -> None:
 
     with contextlib.suppress(Exception):  # it may be gone already
         ray.kill(placed.actor, no_restart=True)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first sentence of what Ray says, which says more than anyone asked."""
-    text = words_of(error).replace("\\n", " ")
-    return f"{type(error).__name__}: {text.split('. ')[0]}"[:200]
