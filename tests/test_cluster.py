@@ -147,18 +147,17 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
     assert (answer["read_fault"], answer["write_fault"]) == ("", "Read-only file system")
 
 
-def test_a_change_of_any_source_file_is_seen(tmp_path, monkeypatch):
+def test_a_change_of_any_source_file_is_seen(tmp_path):
     for place in ("one", "other"):
         (tmp_path / place / "pack" / "inner").mkdir(parents=True)
         (tmp_path / place / "pack" / "__init__.py").write_text("")
         (tmp_path / place / "pack" / "inner" / "deep.py").write_text("x = 1")
-    monkeypatch.setattr(inspection, "PACKAGES", ("pack",))
 
     def digest(place):
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(tmp_path / place))
             patch.delitem(sys.modules, "pack", raising=False)
-            return inspection._source()
+            return inspection._source(["pack"])
 
     first = digest("one")
     assert first == digest("other")
@@ -186,6 +185,7 @@ def test_what_a_run_asks_for(tmp_path):
     asked = question_of(config, tmp_path / "run")
     assert asked["data"] == [str(tmp_path)]
     assert asked["modules"] == ["strategies.felo", "clients.felo", "os"]
+    assert asked["packages"] == ["fedhet", "strategies", "clients"]
     assert asked["device"] in ("cpu", "cuda", "mps")
     assert asked["directory"] == str(tmp_path / "run")
 
@@ -207,7 +207,8 @@ def test_where_data_lies(tmp_path):
 # --- the faults -----------------------------------------------------------------------------
 
 ASKED = {
-    "directory": "/shared/run", "token": ".t", "device": "cuda", "data": ["/data"], "modules": ["m"]
+    "directory": "/shared/run", "token": ".t", "device": "cuda", "data": ["/data"],
+    "modules": ["m"], "packages": ["fedhet"],
 }  # fmt: skip
 SOUND = {
     "import_fault": "", "version": "0.1.0", "source": "s", "python": "3.11", "torch": "2.15",

@@ -15,8 +15,6 @@ import platform
 import secrets
 from typing import TypedDict
 
-PACKAGES = ("fedhet", "clients", "strategies")
-"""The packages of which all machines must have the same source files."""
 Listing = tuple[int, int, str]
 """Files below a path, their bytes together, and a digest of their names and sizes."""
 
@@ -34,6 +32,8 @@ class Question(TypedDict):
     """Files and folders that the run reads."""
     modules: list[str]
     """Modules that the run imports."""
+    packages: list[str]
+    """Packages of which all machines must have the same source files."""
 
 
 class Answer(TypedDict):
@@ -44,7 +44,7 @@ class Answer(TypedDict):
     version: str
     """fedhet's."""
     source: str
-    """A digest of the source files of PACKAGES."""
+    """A digest of the packages' source files."""
     python: str
     torch: str
     read_fault: str
@@ -65,7 +65,7 @@ def inspect(question: Question) -> Answer:
     return {
         "import_fault": import_fault,
         "version": version,
-        "source": "" if import_fault else _source(),
+        "source": "" if import_fault else _source(question["packages"]),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": _version_of("torch"),
         "read_fault": read_fault,
@@ -92,10 +92,10 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _source() -> str:
+def _source(packages: list[str]) -> str:
     """Return a digest of the names and contents of the packages' source files."""
     digest = hashlib.blake2b(digest_size=16)
-    for package in PACKAGES:
+    for package in packages:
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or []) if spec else []:
             for path in _files(root):

@@ -16,6 +16,7 @@ from typing import Any
 from fedhet.cluster import inspection
 from fedhet.cluster.faults import faults
 from fedhet.cluster.inspection import Answer, Question
+from fedhet.config.methods import PACKAGES
 from fedhet.config.resolve import Config
 from fedhet.data.encoders import encoder_folder, encoder_parts, is_encoder
 from fedhet.data.own import KIND as OWN
@@ -105,6 +106,7 @@ def question_of(config: Config, directory: Path) -> Question:
         device=find_device(run.engine.device).type,
         data=list(dict.fromkeys([*map(str, paths_of(run.data)), *encoders])),
         modules=list(dict.fromkeys(modules)),
+        packages=["fedhet", *PACKAGES],
     )
 
 

@@ -296,7 +296,9 @@ class EngineSettings(ComputeSettings):
         "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a Ray of its own on "
         "this machine (docs/cluster.md)",
     )
-    join_timeout: Positive = machine(120.0, "seconds to wait at the start for all clients")
+    join_timeout: Positive = machine(
+        120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
+    )
     min_clients: CountOrNone = machine(
         0, "start with so many if the others do not come in time; 0 = all must come"
     )
