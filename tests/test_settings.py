@@ -241,7 +241,7 @@ def test_a_setting_is_declared_in_one_place():
 
 def test_where_a_run_ran_is_its_place_and_its_machine():
     machine = """backend track device channels-last threads eval-batch-size cpus-per-client
-        gpus-per-client join-timeout min-clients round-timeout in-flight max-payload-mb"""
+        gpus-per-client ray-address join-timeout min-clients round-timeout in-flight max-payload-mb"""
     place = {
         "out",
         "resume",
