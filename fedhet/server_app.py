@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flwr.common import Context, Parameters, Scalar
 from flwr.server import History, Server, ServerApp, ServerAppComponents, ServerConfig
-from flwr.server.client_manager import SimpleClientManager
+from flwr.server.client_manager import ClientManager, SimpleClientManager
 from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
@@ -31,9 +31,9 @@ class _StoppedEarly(Exception):  # noqa: N818
 class FederationServer(Server):
     """Flower's server, extended to resume after the last complete round and to close the log."""
 
-    def __init__(self, config: Config, log: RunLog) -> None:
+    def __init__(self, config: Config, log: RunLog, manager: ClientManager) -> None:
         strategy = config.method.strategy(config, log)
-        super().__init__(client_manager=SimpleClientManager(), strategy=strategy)
+        super().__init__(client_manager=manager, strategy=strategy)
         self.set_max_workers(config.run.clients)
         self._log = log
 
@@ -69,12 +69,17 @@ def components(
     workers: int,
     watchers: Iterable[Watcher],
     begun: float | None = None,
+    manager: ClientManager | None = None,
 ) -> ServerAppComponents:
-    """Return the components of Flower's ServerApp. `begun`: as of `RunLog`."""
+    """Return the components of Flower's ServerApp.
+
+    `begun`: as of `RunLog`; `manager` has the clients, None: they will come.
+    """
     every = [*watchers, *trackers_of(config)]
     log = RunLog(config, directory, workers=workers, watchers=every, begun=begun)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
-    return ServerAppComponents(server=FederationServer(config, log), config=rounds)
+    server = FederationServer(config, log, manager or SimpleClientManager())
+    return ServerAppComponents(server=server, config=rounds)
 
 
 def run_directory(config: Config) -> Path:

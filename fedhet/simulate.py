@@ -1,4 +1,4 @@
-"""A whole federation on this machine: Flower's simulation on Ray, or in this process.
+"""A whole federation from this machine: Flower's simulation on Ray, in this process, or a cluster.
 
 This is the only module that starts simulations.
 """
@@ -12,14 +12,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server import Server, ServerApp, ServerAppComponents, ServerConfig
-from flwr.server.client_proxy import ClientProxy
+from flwr.server.client_manager import ClientManager
 
 from fedhet import data
 from fedhet.client.cache import open_client
@@ -29,8 +29,10 @@ from fedhet.config.resolve import Config, absolute, check
 from fedhet.config.sources import read_toml
 from fedhet.data.decoded import write_decoded
 from fedhet.devices import find_device, settled
+from fedhet.errors import one_line
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
+from fedhet.server.called import CalledProxy
 from fedhet.server_app import components
 from fedhet.settings.schema import refused
 from fedhet.storage import replacing
@@ -56,14 +58,20 @@ def simulate(
     _tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     check(config)
     config = settled_for(config, directory)
-    run_it = _run_on_ray if config.run.engine.backend == "ray" else _run_inline
-    workers = ray_workers(config) if config.run.engine.backend == "ray" else 1
-    parts = components(config, directory, workers=workers, watchers=watchers, begun=begun)
-    _write_partition(config, directory)
-    if config.run.engine.backend == "ray":
-        _tell(watchers, f"starting Ray with {plural(workers, 'worker')}")
-    with _logging_to(directory / "flower.log"):
-        run_it(config, directory, parts)
+    with _engine(config, directory, watchers) as engine:
+        parts = components(
+            config,
+            directory,
+            workers=engine.workers,
+            watchers=watchers,
+            begun=begun,
+            manager=engine.manager,
+        )
+        _write_partition(config, directory)
+        if engine.starting:
+            _tell(watchers, engine.starting)
+        with _logging_to(directory / "flower.log"):
+            engine.run(parts)
     from fedhet import report  # pandas and matplotlib: the clients need not wait for them
 
     return report.write(directory)
@@ -91,24 +99,74 @@ def settled_for(config: Config, directory: Path) -> Config:
     return config.replacing(engine=config.run.engine.model_copy(update=changes))
 
 
-def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:
-    from flwr.simulation import run_simulation
+@dataclass(frozen=True)
+class Engine:
+    """What trains the clients of a run: this process, a Ray of its own, or a cluster."""
 
+    run: Callable[[ServerAppComponents], None]
+    workers: int = 1
+    """Clients that train at once."""
+    starting: str = ""
+    """What there is to wait for before the first round."""
+    manager: ClientManager | None = None
+    """The clients, if the engine knows them from the start."""
+
+
+@contextlib.contextmanager
+def _engine(config: Config, directory: Path, watchers: Sequence[Watcher]) -> Iterator[Engine]:
+    """Return what trains the clients. Raises FedhetError if a cluster is not there or not ready."""
+    if config.run.engine.backend == "inline":
+        yield Engine(lambda parts: _run_inline(config, directory, parts))
+    elif not config.run.engine.ray_address:
+        workers = ray_workers(config)
+        yield Engine(
+            lambda parts: _run_on_ray(config, directory, parts),
+            workers,
+            f"starting Ray with {plural(workers, 'worker')}",
+        )
+    else:
+        with _cluster(config, directory, watchers) as cluster:
+            yield cluster
+
+
+@contextlib.contextmanager
+def _cluster(config: Config, directory: Path, watchers: Sequence[Watcher]) -> Iterator[Engine]:
+    from fedhet.cluster.joined import joined
+
+    def notice(text: str) -> None:
+        for watcher in watchers:
+            watcher.notice(one_line(text))
+
+    _refuse_numbered_gpu(config)
+    _set_up_ray()
+    _tell(watchers, f"joining the Ray cluster {config.run.engine.ray_address}, asking its machines")
+    with joined(config, directory, notice) as cluster:
+        machines = plural(cluster.machines, "machine")
+        yield Engine(
+            cluster.run,
+            cluster.workers,
+            f"starting with {plural(cluster.workers, 'worker')} on {machines}",
+            cluster.manager,
+        )
+
+
+def _set_up_ray() -> None:
+    """Set what Ray reads from the environment when it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's future default: a worker without a GPU share still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def _run_on_ray(config: Config, directory: Path, parts: ServerAppComponents) -> None:
+    from flwr.simulation import run_simulation
+
+    _set_up_ray()
     with _decoded(config, directory) as decoded:
         run_simulation(
             server_app=ServerApp(server_fn=lambda context: parts),
             client_app=simulated_app(absolute(config), _state_dir(directory), decoded),
             num_supernodes=config.run.clients,
-            backend_config={
-                "init_args": {"include_dashboard": False, "log_to_driver": False},
-                "client_resources": {
-                    "num_cpus": config.run.engine.cpus_per_client,
-                    "num_gpus": _gpu_share(config),
-                },
-            },
+            backend_config=own_ray(config),
         )
 
 
@@ -123,6 +181,18 @@ def _decoded(config: Config, directory: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def own_ray(config: Config) -> dict[str, dict[str, Any]]:
+    """Return what Flower passes to Ray: one of the run's own, though there may be a cluster."""
+    # Without an address Ray joins a cluster that runs on this machine, or is in RAY_ADDRESS.
+    return {
+        "init_args": {"address": "local", "include_dashboard": False, "log_to_driver": False},
+        "client_resources": {
+            "num_cpus": config.run.engine.cpus_per_client,
+            "num_gpus": _gpu_share(config),
+        },
+    }
+
+
 def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> None:
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
@@ -135,7 +205,7 @@ def _run_inline(config: Config, directory: Path, parts: ServerAppComponents) -> 
     server.fit(rounds.num_rounds, rounds.round_timeout)
 
 
-class InlineProxy(ClientProxy):
+class InlineProxy(CalledProxy):
     """A client in this process."""
 
     # Flower's server calls clients from several threads, but torch's generators and the data caches
@@ -147,32 +217,11 @@ class InlineProxy(ClientProxy):
         self._config = config
         self._node = node
 
-    def _call(self, name: str, instruction: Any) -> Any:
+    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
+        """Call the client's method `name`; it takes the time that it takes."""
         with self._one_at_a_time:
             client = open_client(self._config, self._node).to_client()
             return getattr(client, name)(instruction)
-
-    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        """Call the client."""
-        return self._call("get_properties", ins)
-
-    def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        """Call the client."""
-        return self._call("get_parameters", ins)
-
-    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
-        """Call the client."""
-        return cast(FitRes, self._call("fit", ins))
-
-    def evaluate(
-        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
-    ) -> EvaluateRes:
-        """Call the client."""
-        return cast(EvaluateRes, self._call("evaluate", ins))
-
-    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
-        """Do nothing: there is no connection."""
-        return DisconnectRes(reason="")
 
 
 def _state_dir(directory: Path) -> str:
@@ -194,13 +243,17 @@ def ray_workers(config: Config) -> int:
             "engine.cpus-per-client", engine.cpus_per_client, f"at most this machine's {cpus}"
         )
     workers = int(cpus / engine.cpus_per_client)
-    if engine.device.startswith("cuda:"):
-        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
-        raise refused("engine.device", engine.device, rule)
+    _refuse_numbered_gpu(config)
     if share := _gpu_share(config):
         # A worker cannot use parts of two GPUs.
         workers = min(workers, torch.cuda.device_count() * int(1 / share))
     return max(1, min(workers, config.run.clients))
+
+
+def _refuse_numbered_gpu(config: Config) -> None:
+    if (device := config.run.engine.device).startswith("cuda:"):
+        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        raise refused("engine.device", device, rule)
 
 
 def _write_partition(config: Config, directory: Path) -> None:

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread
 
 PROCESSES = {
     "test_cli",
+    "test_cluster_hosts",
     "test_deploy",
     "test_faults",
     "test_hosts",

@@ -4,58 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
-import shutil
-import subprocess
 import threading
 import time
 
 import pytest
 from federation import records, small
+from namespaces import SUBNET, TAG, host, ip, namespaces
 
 from fedhet.config.resolve import resolve
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment
 
-TAG = f"fh{secrets.token_hex(3)}"
-SUBNET = f"10.{secrets.randbelow(128) + 128}.{secrets.randbelow(256)}"
-"""Of this run alone: what a killed run leaves behind (its link, its route) is not in the way."""
 SERVER = f"{SUBNET}.254"
 """The server's address, which all reach over links of their own."""
 NAMES = ("site-0", "site-1", "site-2")
 CUT_SECONDS = 20
 
 
-def ip(*words: str, within: str = "") -> None:
-    before = ["ip", "netns", "exec", host(within)] if within else []
-    subprocess.run([*before, "ip", *words], check=True, capture_output=True, text=True)
-
-
-def host(name: str) -> str:
-    return f"{TAG}-{name}"
-
-
 @contextlib.contextmanager
 def hosts():
-    """A namespace for the server and each site; skips, and says why, where there can be none."""
-    if shutil.which("ip") is None:
-        pytest.skip("`ip` is not installed: no network namespaces")
-    try:
-        ip("netns", "add", host("server"))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-    try:
-        ip("link", "set", "lo", "up", within="server")
+    """A namespace for the server and each site, and links between them."""
+    with namespaces(("server", *NAMES)):
         ip("addr", "add", f"{SERVER}/32", "dev", "lo", within="server")
         join("", 0)  # this process, which starts the run
         for number, name in enumerate(NAMES):
-            ip("netns", "add", host(name))
-            ip("link", "set", "lo", "up", within=name)
             join(name, 1 + number)
         yield
-    finally:
-        for name in ("server", *NAMES):
-            subprocess.run(["ip", "netns", "del", host(name)], check=False, capture_output=True)
 
 
 def join(name: str, number: int) -> None:

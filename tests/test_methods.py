@@ -161,7 +161,7 @@ LAYERS = [
     ["fedhet.config", "fedhet.objects"],
     ["fedhet.runs"],
     ["fedhet.report", "fedhet.server", "fedhet.client"],
-    ["fedhet.papers", "fedhet.trained"],
+    ["fedhet.papers", "fedhet.trained", "fedhet.cluster"],
     ["strategies", "clients"],
     ["fedhet.server_app", "fedhet.client_app"],
     ["fedhet.simulate", "fedhet.deployment"],

@@ -188,7 +188,7 @@ NEW_KEYS = {
     "data.labelled-least", "data.max-bytes", "engine.samples-cap", "engine.outlier-factor",
     "engine.refusals", "engine.silences", "engine.divergences", "attack.direction",
     "data.by", "data.label-column", "data.max-tokens", "data.sample-kind", "data.text-column",
-    "data.tokenizer", "data.vocabulary",
+    "data.tokenizer", "data.vocabulary", "engine.ray-address",
 }  # fmt: skip
 KEPT_KEYS = {
     "method", "rounds", "seed", "clients", "fraction", "evaluate-every", "out", "resume",
@@ -241,7 +241,8 @@ def test_a_setting_is_declared_in_one_place():
 
 def test_where_a_run_ran_is_its_place_and_its_machine():
     machine = """backend track device channels-last threads eval-batch-size cpus-per-client
-        gpus-per-client join-timeout min-clients round-timeout in-flight max-payload-mb"""
+        gpus-per-client ray-address join-timeout min-clients round-timeout in-flight
+        max-payload-mb"""
     place = {
         "out",
         "resume",

@@ -68,6 +68,8 @@ def main() -> None:
     try:
         app()
     except (FedhetError, OSError) as error:
+        for note in getattr(error, "__notes__", ()):
+            errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
         errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.settings.address import RayAddress
 from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
     Bytes,
@@ -290,7 +291,14 @@ class EngineSettings(ComputeSettings):
     gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
         0.25, "Ray: share of a GPU a worker takes, where the device is one"
     )
-    join_timeout: Positive = machine(120.0, "seconds to wait at the start for all clients")
+    ray_address: RayAddress = machine(
+        "",
+        "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a Ray of its own on "
+        "this machine (docs/cluster.md)",
+    )
+    join_timeout: Positive = machine(
+        120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
+    )
     min_clients: CountOrNone = machine(
         0, "start with so many if the others do not come in time; 0 = all must come"
     )
@@ -339,6 +347,15 @@ class EngineSettings(ComputeSettings):
         description="rounds running in which the training of the server's own model diverges, "
         "after which the run ends; 0 = never",
     )
+
+    @model_validator(mode="after")
+    def _only_ray_joins_a_cluster(self) -> EngineSettings:
+        if self.ray_address and self.backend != "ray":
+            raise ValueError(
+                f"setting 'engine.ray-address' = {self.ray_address!r} is not allowed: it takes "
+                f"nothing with 'engine.backend' = {self.backend!r}"
+            )
+        return self
 
 
 class AttackSettings(Schema):

@@ -1,0 +1,98 @@
+"""Joining a Ray cluster and leaving it, and what its workers get of this machine's environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import sysconfig
+from pathlib import Path
+
+from fedhet.errors import FedhetError, words_of
+from fedhet.settings.address import AUTO, host_and_port
+
+REACHABLE_WITHIN = 10.0
+"""Seconds for a connection to the cluster's address; Ray itself would try for minutes."""
+CARRIED = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "FLWR_TELEMETRY_ENABLED",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+)
+"""Environment variables that the workers get from this process, beside those of fedhet."""
+OURS = "FEDHET_"
+"""How the environment variables of fedhet begin."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of the folders in which packages are installed."""
+
+
+def connect(address: str) -> None:
+    """Join the cluster. Raises FedhetError if it is not there, or this machine is none of its."""
+    import ray
+
+    if ray.is_initialized():
+        raise FedhetError(
+            "this process has joined Ray already: call ray.shutdown() before a run on a cluster"
+        )
+    if address != AUTO:
+        _reach(address)
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": environment()},
+        )
+    except Exception as error:  # Ray raises errors of several kinds, and of several lines
+        ray.shutdown()
+        there = "" if address == AUTO else f" --address={address}"
+        raise FedhetError(
+            f"cannot join the Ray cluster {address!r} from this machine: `ray start{there}` makes "
+            f"it one of the cluster's (Ray says: {words_of(error)})"
+        ) from error
+
+
+def _reach(address: str) -> None:
+    try:
+        socket.create_connection(host_and_port(address), REACHABLE_WITHIN).close()
+    except OSError as error:
+        raise FedhetError(
+            f"no Ray cluster answers at {address} ({error}): `ray start --head` starts one, and "
+            "prints its address"
+        ) from error
+
+
+def leave() -> None:
+    """Leave the cluster; it goes on without this process."""
+    import ray
+
+    ray.shutdown()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables that the workers of all machines get.
+
+    A machine's own PYTHONPATH stands behind the folders of the user's modules here.
+    """
+    carried = {
+        name: value
+        for name, value in os.environ.items()
+        if name in CARRIED or name.startswith(OURS)
+    }
+    return {**carried, "PYTHONPATH": os.pathsep.join([*own_paths(), "${PYTHONPATH}"])}
+
+
+def own_paths() -> list[str]:
+    """Return the folders from which modules are imported that are not installed.
+
+    What is installed may lie elsewhere on another machine.
+    """
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    found = [Path(path or ".").resolve() for path in sys.path]
+    own = [
+        str(path)
+        for path in found
+        if path.is_dir() and INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(library)
+    ]
+    return list(dict.fromkeys(own))

@@ -1,0 +1,40 @@
+"""One of Ray's workers on a cluster, and what it returns of a client that failed."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from fedhet.client.cache import open_client
+from fedhet.client.node import read_node
+from fedhet.config.resolve import Config
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client's error. It travels in words: not every exception can be unpickled again."""
+
+    reason: str
+    trace: str
+
+
+class Worker:
+    """Runs any client of a run, one at a time; Ray makes an actor of it."""
+
+    def __init__(self, config: Config, state_dir: str) -> None:
+        self._config, self._state_dir = config, state_dir
+
+    def call(self, partition: int, name: str, instruction: Any) -> Any:
+        """Call the method `name` of a client; return its result, or `Failed`."""
+        node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
+        try:
+            node = read_node(node_config, self._config.run, self._state_dir)
+            client = open_client(self._config, node).to_client()
+            return getattr(client, name)(instruction)
+        except Exception as error:
+            return Failed(str(error), traceback.format_exc())
+
+    def is_ready(self) -> bool:
+        """Return True: the process has started, and has imported what it needs."""
+        return True

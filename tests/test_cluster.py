@@ -1,0 +1,562 @@
+"""Joining a Ray cluster, as far as it needs none: settings, questions, faults, the pool."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from federation import small
+
+from fedhet import simulate as simulation
+from fedhet.cli import main
+from fedhet.cluster import inspection
+from fedhet.cluster.connection import connect, environment
+from fedhet.cluster.faults import faults
+from fedhet.cluster.joined import ReachableClients, WorkerProxy, _shared, joined
+from fedhet.cluster.machines import (
+    Machine,
+    check_machines,
+    places,
+    question_of,
+    running_machines,
+    taking_clients,
+)
+from fedhet.cluster.pool import LostError, Pool
+from fedhet.cluster.worker import Failed, Worker
+from fedhet.config.resolve import absolute, resolve
+from fedhet.config.sources import read_toml
+from fedhet.data.datasets import _TORCHVISION
+from fedhet.data.paths import _IN_DATA_DIR, paths_of
+from fedhet.errors import FedhetError, SettingsError, StateError
+from fedhet.runs.directory import check_same
+from fedhet.settings.tables import DataSettings, EngineSettings, where_it_ran
+
+ADDRESS = "engine.ray-address"
+A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.0, 0.0)
+
+# --- the setting ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "head.lab:1", "[::1]:65535"])
+def test_an_address_that_is_taken(address):
+    assert resolve({"method": "felo", ADDRESS: address}).run.engine.ray_address == address
+
+
+@pytest.mark.parametrize(
+    "address", ["head", "head:", ":6379", "head:0", "head:65536", "a b:1", "http://head:1", "AUTO"]
+)
+def test_an_address_that_is_refused(address):
+    with pytest.raises(SettingsError, match="it takes auto, HOST:PORT with a port from 1") as error:
+        resolve({"method": "felo", ADDRESS: address})
+    assert f"'{ADDRESS}' = {address!r}" in str(error.value)
+
+
+def test_ray_client_is_refused_with_the_reason():
+    with pytest.raises(SettingsError, match="start the run there, with auto or HOST:PORT"):
+        resolve({"method": "felo", ADDRESS: "ray://head:10001"})
+
+
+def test_a_cluster_is_nothing_for_a_run_in_one_process():
+    with pytest.raises(SettingsError, match=r"takes nothing with 'engine.backend' = 'inline'"):
+        resolve({"method": "felo", ADDRESS: "auto", "engine.backend": "inline"})
+
+
+def test_the_address_says_where_a_run_ran_and_may_change(tmp_path):
+    assert ADDRESS in where_it_ran()
+    before = small("felo", backend="ray", ray_address="auto")
+    (tmp_path / "config.toml").write_text(before.to_toml())
+    assert read_toml(tmp_path / "config.toml")[ADDRESS] == "auto"
+    check_same(small("felo", backend="ray"), tmp_path)
+    with pytest.raises(StateError):
+        check_same(small("felo", backend="ray", seed=1), tmp_path)
+
+
+def test_without_an_address_a_run_starts_a_ray_of_its_own():
+    given = simulation.own_ray(small("felo", backend="ray"))
+    assert given["init_args"]["address"] == "local"
+
+
+# --- what the workers get -------------------------------------------------------------------
+
+
+def test_the_workers_get_our_variables_and_no_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDHET_CACHE_DIR", "/cache")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = environment()
+    assert found["FEDHET_CACHE_DIR"] == "/cache"
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert "secret" not in found.values()
+    first, *_, last = found["PYTHONPATH"].split(":")
+    assert (first, last) == (str(tmp_path), "${PYTHONPATH}")
+    assert "site-packages" not in found["PYTHONPATH"]
+    assert os.path.dirname(os.__file__) not in found["PYTHONPATH"].split(":")
+
+
+# --- the question and the answer ------------------------------------------------------------
+
+
+def question(directory, **changes):
+    asked = question_of(absolute(small("felo", backend="ray")), directory)
+    return {**asked, **changes}
+
+
+def test_what_a_machine_says_of_itself(tmp_path):
+    asked = question(tmp_path, data=[str(tmp_path / "data"), "/nowhere"], modules=["os", "nomod.x"])
+    (tmp_path / asked["token"]).write_text(asked["token"])
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "a.bin").write_bytes(b"123")
+    (tmp_path / "data" / "b.bin").write_bytes(b"4567")
+    answer = inspection.inspect(asked)
+    names = hashlib.blake2b(b"b.bin\0004\n" + b"train/a.bin\0003\n", digest_size=16).hexdigest()
+    assert answer["data"] == {str(tmp_path / "data"): (2, 7, names), "/nowhere": None}
+    assert answer["missing"] == ["nomod.x"]
+    assert (answer["import_fault"], answer["read_fault"], answer["write_fault"]) == ("", "", "")
+    assert answer["version"] == "0.1.0"
+    assert answer["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert answer["has_device"]
+    assert len(list(tmp_path.iterdir())) == 2  # what was written to try is gone
+
+
+def test_a_directory_that_only_looks_the_same_is_not_it(tmp_path):
+    asked = question(tmp_path)
+    assert inspection.inspect(asked)["read_fault"] == "No such file or directory"
+    (tmp_path / asked["token"]).write_text("of another run")
+    assert inspection.inspect(asked)["read_fault"]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    asked = question(tmp_path)
+    (tmp_path / asked["token"]).write_text(asked["token"])
+
+    def readable(path, mode="r", **given):
+        if mode == "x":
+            raise OSError(30, "Read-only file system")
+        return Path(path).open(mode, **given)
+
+    monkeypatch.setattr(inspection, "open", readable, raising=False)
+    answer = inspection.inspect(asked)
+    assert (answer["read_fault"], answer["write_fault"]) == ("", "Read-only file system")
+
+
+def test_a_change_of_any_source_file_is_seen(tmp_path):
+    for place in ("one", "other"):
+        (tmp_path / place / "pack" / "inner").mkdir(parents=True)
+        (tmp_path / place / "pack" / "__init__.py").write_text("")
+        (tmp_path / place / "pack" / "inner" / "deep.py").write_text("x = 1")
+
+    def digest(place):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / place))
+            patch.delitem(sys.modules, "pack", raising=False)
+            return inspection._source(["pack"])
+
+    first = digest("one")
+    assert first == digest("other")
+    (tmp_path / "other" / "pack" / "inner" / "notes.txt").write_text("nothing of the program")
+    assert first == digest("other")
+    (tmp_path / "other" / "pack" / "inner" / "deep.py").write_text("x = 2")
+    assert first != digest("other")
+
+
+def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
+    tree = ast.parse(Path(inspection.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+        for node in imports
+        for alias in node.names
+    }
+    assert names
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_what_a_run_asks_for(tmp_path):
+    chosen = {"data.dataset": f"imagefolder:{tmp_path}", "models.pool": "os:getcwd,mlp"}
+    config = absolute(resolve({"method": "felo", **chosen}))
+    asked = question_of(config, tmp_path / "run")
+    assert asked["data"] == [str(tmp_path)]
+    assert asked["modules"] == ["strategies.felo", "clients.felo", "os"]
+    assert asked["packages"] == ["fedhet", "strategies", "clients"]
+    assert asked["device"] in ("cpu", "cuda", "mps")
+    assert asked["directory"] == str(tmp_path / "run")
+
+
+def test_where_data_lies(tmp_path):
+    (tmp_path / "hub").mkdir()
+
+    def of(dataset, **others):
+        return [str(path) for path in paths_of(DataSettings(dataset=dataset, **others))]
+
+    assert of("digits") == of("python:module:function") == of("hf:a/b") == []
+    assert of("cifar10", data_dir=str(tmp_path)) == [str(tmp_path / "cifar-10-batches-py")]
+    assert of(f"hf:{tmp_path}/hub@part") == [str(tmp_path / "hub")]
+    assert of("imagefolder:/a", public_dataset="text:/b") == ["/a", "/b"]
+    assert of("digits", public_dataset="generated") == []
+    assert _IN_DATA_DIR.keys() == _TORCHVISION.keys()
+
+
+# --- the faults -----------------------------------------------------------------------------
+
+ASKED = {
+    "directory": "/shared/run", "token": ".t", "device": "cuda", "data": ["/data"],
+    "modules": ["m"], "packages": ["fedhet"],
+}  # fmt: skip
+SOUND = {
+    "import_fault": "", "version": "0.1.0", "source": "s", "python": "3.11", "torch": "2.15",
+    "read_fault": "", "write_fault": "", "has_device": True, "data": {"/data": (2, 7, "d")},
+    "missing": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "0.2.0"}, "has fedhet 0.2.0, this machine 0.1.0"),
+        ({"source": "t"}, "its fedhet 0.1.0 has other source files than this machine's"),
+        (
+            {"import_fault": "ModuleNotFoundError: x"},
+            "cannot import fedhet (ModuleNotFoundError: x",
+        ),
+        ({"python": "3.12"}, "has Python 3.12, this machine 3.11"),
+        ({"torch": ""}, "has PyTorch (none), this machine 2.15"),
+        ({"read_fault": "No such file"}, "does not see the run's directory /shared/run as this"),
+        ({"write_fault": "Denied"}, "cannot write into the run's directory /shared/run (Denied)"),
+        ({"has_device": False}, "has no device cuda"),
+        ({"data": {"/data": None}}, "does not see the data /data"),
+        ({"data": {"/data": (1, 7, "e")}}, "/data: 1 file of 7 bytes there, 2 files of 7 bytes"),
+        ({"data": {"/data": (2, 7, "e")}}, "the files have other names or sizes than here"),
+        ({"missing": ["m"]}, "does not find the module 'm'"),
+    ],
+)
+def test_each_fault_is_one_line_with_the_machine(change, words):
+    found = faults(ASKED, SOUND, {"10.0.0.1": SOUND, "10.0.0.2": {**SOUND, **change}})
+    ((line,),) = found.values()
+    assert line.startswith("10.0.0.2: ")
+    assert words in line
+    assert "\n" not in line
+
+
+def test_all_faults_of_all_machines_are_found():
+    bad = {**SOUND, "has_device": False, "read_fault": "gone"}
+    answers = {"a": bad, "b": SOUND, "c": "has not answered within 5 s"}
+    found = faults(ASKED, SOUND, answers)
+    assert {address: len(lines) for address, lines in found.items()} == {"a": 2, "c": 1}
+    assert found["c"] == ["c: has not answered within 5 s"]
+
+
+def test_what_this_machine_lacks_too_is_said_elsewhere():
+    assert not faults(ASKED, {**SOUND, "missing": ["m"]}, {"b": {**SOUND, "missing": ["m"]}})
+
+
+def answering(monkeypatch, answers):
+    monkeypatch.setattr("fedhet.cluster.machines._answers", lambda machines, asked, _: answers)
+
+
+def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch, capsys):
+    asked = question(tmp_path)
+    sound = {**SOUND, **inspection.inspect(asked), "read_fault": ""}
+    answering(monkeypatch, {"10.0.0.2": {**sound, "torch": "1.0"}})
+    with pytest.raises(FedhetError, match=r"^10.0.0.2: has PyTorch 1.0, this machine") as one:
+        check_machines([A, B], asked, 1.0)
+    assert not getattr(one.value, "__notes__", [])
+    answering(monkeypatch, {"10.0.0.1": "is mute", "10.0.0.2": {**sound, "torch": "1.0"}})
+    with pytest.raises(FedhetError, match="2 of 2 machines of the Ray cluster") as several:
+        check_machines([A, B], asked, 1.0)
+    assert [note.partition(":")[0] for note in several.value.__notes__] == ["10.0.0.1", "10.0.0.2"]
+    assert list(tmp_path.iterdir()) == []
+
+    def fails():
+        raise several.value
+
+    monkeypatch.setattr("fedhet.cli.app", fails)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == several.value.__notes__
+    assert lines[2] == f"fedhet: {several.value}"
+
+
+# --- the machines ---------------------------------------------------------------------------
+
+
+def node(name, address, alive=True, **has):
+    return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": has}
+
+
+def test_the_machines_that_are_there(monkeypatch):
+    nodes = [
+        node("b", "10.0.0.2", CPU=2.0, memory=5.0),
+        node("dead", "10.0.0.3", alive=False),
+        node("a", "10.0.0.1", CPU=4.0, GPU=1.0),
+    ]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
+    assert running_machines() == [
+        Machine("a", "10.0.0.1", 4.0, 1.0), Machine("b", "10.0.0.2", 2.0, 0.0)
+    ]  # fmt: skip
+    nodes.append(node("second-one", "10.0.0.2", CPU=1.0))
+    assert [m.address for m in running_machines()] == [
+        "10.0.0.1", "10.0.0.2 (Ray's node b)", "10.0.0.2 (Ray's node second-o)"
+    ]  # fmt: skip
+
+
+def test_machines_without_processors_are_not_asked():
+    head = Machine("head", "10.0.0.9", 0.0, 0.0)
+    assert taking_clients([head, A, B], EngineSettings(cpus_per_client=2.0)) == [A, B]
+    assert taking_clients([head, A, B], EngineSettings(cpus_per_client=3.0)) == [A]
+    with pytest.raises(SettingsError, match="at most 4, the processors of the cluster's largest"):
+        taking_clients([head, A, B], EngineSettings(cpus_per_client=5.0))
+
+
+def test_workers_are_dealt_to_machines_in_turn():
+    engine = EngineSettings()
+    assert places([A, B], engine, 100, on_gpu=False) == [A, B, A, B, A, A]
+    assert places([A, B], engine, 3, on_gpu=False) == [A, B, A]
+    halves = EngineSettings(gpus_per_client=0.4)
+    assert places([A, B], halves, 100, on_gpu=True) == [A, A]
+    two = Machine("c", "10.0.0.3", 16.0, 2.0)  # 5 x 0.4 is 2, but no worker has parts of two GPUs
+    assert places([two], halves, 100, on_gpu=True) == [two] * 4
+    with pytest.raises(FedhetError, match="no machine of the Ray cluster has a GPU"):
+        places([B], halves, 100, on_gpu=True)
+
+
+# --- the pool, on a Ray that is played ------------------------------------------------------
+
+
+class Actor:
+    """Plays an actor; its reference to `is_ready` is itself."""
+
+    def __init__(self, machine):
+        self.machine = machine
+        self.is_ready = SimpleNamespace(remote=lambda: self)
+
+
+class Ray:
+    """Plays Ray: tasks are done when they are waited for; a machine may be gone."""
+
+    class exceptions:  # noqa: N801
+        class RayError(Exception): ...
+
+        class GetTimeoutError(RayError): ...
+
+    def __init__(self):
+        self.gone: set[Machine] = set()
+        self.killed: list[Actor] = []
+        self.started: list[Actor] = []
+
+    def start(self, machine):
+        actor = Actor(machine)
+        self.started.append(actor)
+        return actor
+
+    def wait(self, refs, num_returns, timeout):
+        return refs, []
+
+    def get(self, ref, timeout=None):
+        if isinstance(ref, Exception):
+            raise ref
+        if isinstance(ref, Actor) and ref.machine in self.gone:
+            raise self.exceptions.RayError("the machine is gone")
+        return ref
+
+    def kill(self, actor, no_restart):
+        self.killed.append(actor)
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    played = Ray()
+    monkeypatch.setitem(sys.modules, "ray", played)
+    return played
+
+
+def pool(ray, *machines):
+    said: list[str] = []
+    return Pool(machines, ray.start, said.append), said
+
+
+def lost(*_):
+    return Ray.exceptions.RayError("died")
+
+
+def test_a_client_of_a_lost_worker_is_asked_again_on_another(ray):
+    workers, said = pool(ray, A, B)
+    used = []
+
+    def task(actor):
+        used.append(actor)
+        return lost() if len(used) == 1 else "reply"
+
+    assert workers.run("client-0", task, None) == "reply"
+    assert [actor.machine for actor in used] == [A, B]
+    assert ray.killed == [used[0]]
+    (line,) = said
+    assert line.startswith("the worker of client-0 on 10.0.0.1 is lost (RayError)")
+    assert "asked again" in line
+
+
+def test_a_client_whose_workers_are_lost_twice_fails_and_the_next_is_served(ray):
+    workers, said = pool(ray, A, B)
+    with pytest.raises(LostError, match="RayError"):
+        workers.run("client-0", lost, None)
+    assert len(ray.killed) == 2
+    assert "fails in this round" in said[-1]
+    used = []
+    workers.run("client-1", used.append, None)
+    assert used[0] not in ray.killed
+    assert len(ray.started) == 4  # both have been started anew, where they were
+    assert [actor.machine for actor in ray.started] == [A, B, A, B]
+
+
+def test_no_dead_worker_is_used_again_though_its_machine_is_gone(ray):
+    workers, said = pool(ray, A, B)
+    ray.gone = {A}
+    for _ in range(6):
+        used = []
+        workers.run("client-0", used.append, 5.0)
+        assert used[0].machine is B
+    assert not workers.is_lost
+    assert sum("no worker starts on 10.0.0.1" in line for line in said) == 1
+
+
+def test_if_all_machines_are_gone_the_run_ends(ray):
+    workers, _ = pool(ray, A, B)
+    clients = ReachableClients(workers)
+    assert clients.all() == {}
+    ray.gone = {A, B}
+    with pytest.raises(LostError):
+        workers.run("client-0", lost, None)
+    assert workers.is_lost
+    with pytest.raises(LostError, match="no worker is left"):
+        workers.run("client-0", lost, None)
+    with pytest.raises(FedhetError, match=r"no worker is left on the Ray cluster.*--resume"):
+        clients.all()
+
+
+def test_a_worker_that_is_late_is_replaced(ray):
+    workers, _ = pool(ray, A)
+    with pytest.raises(TimeoutError):
+        workers.run("client-0", lambda _: Ray.exceptions.GetTimeoutError(), 1.0)
+    assert len(ray.killed) == 1
+    used = []
+    workers.run("client-0", used.append, 1.0)
+    assert used[0] is ray.started[1]
+
+
+def test_each_worker_has_one_task_at_a_time(ray):
+    workers, _ = pool(ray, A, B)
+    working, most, lock = [], [], threading.Lock()
+
+    def task(actor):
+        with lock:
+            assert actor not in working
+            working.append(actor)
+            most.append(len(working))
+        time.sleep(0.01)
+        with lock:
+            working.remove(actor)
+
+    threads = [threading.Thread(target=workers.run, args=("c", task, 30.0)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 12
+    assert max(most) == 2
+
+
+def test_a_wait_for_a_busy_worker_ends_in_time(ray):
+    workers, _ = pool(ray, A)
+    held, free = threading.Event(), threading.Event()
+
+    def hold(_):
+        held.set()
+        free.wait(10)
+
+    thread = threading.Thread(target=workers.run, args=("c", hold, None))
+    thread.start()
+    assert held.wait(10)
+    with pytest.raises(TimeoutError, match="no worker was free"):
+        workers.run("other", lambda _: None, 0.05)
+    free.set()
+    thread.join()
+    assert workers.run("other", lambda _: "reply", 5.0) == "reply"
+
+
+def test_a_cluster_whose_processors_are_taken_is_named(ray, monkeypatch):
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    workers, _ = pool(ray, A)
+    with pytest.raises(
+        FedhetError, match=r"no worker has started on the Ray cluster within 0\.05 s"
+    ):
+        workers.wait(0.05)
+
+
+# --- the workers ----------------------------------------------------------------------------
+
+
+def test_a_failed_client_says_why_in_words(tmp_path, ray):
+    worker = Worker(small("felo"), str(tmp_path))
+    failed = worker.call(0, "no_such_method", None)
+    assert isinstance(failed, Failed)
+    assert "no_such_method" in failed.reason
+    assert "Traceback" in failed.trace
+    workers, _ = pool(ray, A)
+    proxy = WorkerProxy("client-0", 0, workers)
+    ray.started[0].call = SimpleNamespace(remote=worker.call)
+    with pytest.raises(Exception, match="no_such_method"):
+        proxy.call("no_such_method", None, 5.0)
+    assert not ray.killed
+
+
+# --- joining --------------------------------------------------------------------------------
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path):
+    (tmp_path / "there").mkdir()
+    directory = tmp_path / "there" / "a" / "run"
+    seen = []
+
+    def refused():
+        with _shared(directory, go_on=False):
+            seen.append(directory.is_dir())
+            raise FedhetError("no")
+
+    with pytest.raises(FedhetError, match="no"):
+        refused()
+    assert seen == [True]
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(StateError, match="holds a run already"), _shared(tmp_path, go_on=False):
+        raise AssertionError("not reached")
+    with pytest.raises(FedhetError, match="no"), _shared(tmp_path, go_on=True):
+        raise FedhetError("no")
+    assert (tmp_path / "config.toml").exists()
+
+
+def test_an_address_without_a_cluster_costs_one_line(tmp_path):
+    config = small("felo", backend="ray", ray_address="127.0.0.1:1")
+    with (
+        pytest.raises(FedhetError, match=r"no Ray cluster answers at 127.0.0.1:1 .*refused"),
+        joined(config, tmp_path / "run", print),
+    ):
+        raise AssertionError("not reached")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_has_joined_already_is_told(monkeypatch):
+    joined_ray = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "ray", joined_ray)
+    with pytest.raises(FedhetError, match=r"call ray.shutdown\(\)"):
+        connect("auto")
