@@ -15,7 +15,8 @@ from pathlib import Path
 
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
-from fedhet.simulate import ray_workers, simulate
+from fedhet.engines.own_ray import ray_workers
+from fedhet.simulate import simulate
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from fedhet.config.resolve import resolve
+from fedhet.engines.own_ray import ray_workers
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
-from fedhet.simulate import ray_workers, simulate
+from fedhet.simulate import simulate
 
 IMAGES, BOUND = 20, 1.2
 

@@ -38,8 +38,8 @@ from torch import nn
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.client.node import read_node
 from fedhet.config.resolve import Config, resolve
+from fedhet.engines.inline import InlineProxy
 from fedhet.server_app import FederationServer, components
-from fedhet.simulate import InlineProxy
 
 MB = 1_000_000
 LAYERS = 10

@@ -1,4 +1,4 @@
-"""The device and precision of a model's computations."""
+"""The device and precision of a model's computations, and samples as it takes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
-from fedhet.scaling import scaled
 from fedhet.settings.tables import ComputeSettings, EngineSettings
 
 PROCESSOR_BATCH, ACCELERATOR_BATCH = 128, 1024
@@ -53,6 +52,11 @@ class Compute:
 
 
 CPU = Compute(torch.device("cpu"))
+
+
+def scaled(x: Tensor) -> Tensor:
+    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
+    return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
 def compute_for(settings: ComputeSettings) -> Compute:

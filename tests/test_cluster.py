@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from federation import small
 
-from fedhet import simulate as simulation
 from fedhet.cli import main
 from fedhet.cluster import inspection
 from fedhet.cluster.connection import connect, environment
@@ -34,6 +33,7 @@ from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
 from fedhet.data.datasets import _TORCHVISION
 from fedhet.data.paths import _IN_DATA_DIR, paths_of
+from fedhet.engines.own_ray import own_ray
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
 from fedhet.settings.tables import DataSettings, EngineSettings, where_it_ran
@@ -79,7 +79,7 @@ def test_the_address_says_where_a_run_ran_and_may_change(tmp_path):
 
 
 def test_without_an_address_a_run_starts_a_ray_of_its_own():
-    given = simulation.own_ray(small("felo", backend="ray"))
+    given = own_ray(small("felo", backend="ray"))
     assert given["init_args"]["address"] == "local"
 
 

@@ -36,8 +36,8 @@ from fedhet.data import (
     validate,
 )
 from fedhet.data.spec import stratified
+from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
-from fedhet.scaling import scaled
 from fedhet.settings.schema import build
 from fedhet.settings.tables import DataSettings
 

@@ -15,6 +15,7 @@ from fedhet import simulate as simulation
 from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
 from fedhet.deployment.local import LocalDeployment
+from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError
 from fedhet.server.stored import Inbox
 from fedhet.wire import contract
@@ -29,7 +30,7 @@ def _unbounded(monkeypatch):
     monkeypatch.setattr(contract, "MAX_MAGNITUDE", float("inf"))
 
 
-class Huge(simulation.InlineProxy):
+class Huge(InlineProxy):
     """Answers with the largest finite numbers, which its contract allows."""
 
     rounds = range(100)
@@ -56,7 +57,7 @@ class HugeAtFirst(Huge):
     rounds = (1,)
 
 
-class Broken(simulation.InlineProxy):
+class Broken(InlineProxy):
     """Answers with bytes that are no message."""
 
     def fit(self, ins, timeout, group_id):
@@ -66,7 +67,7 @@ class Broken(simulation.InlineProxy):
         return result
 
 
-class Dumb(simulation.InlineProxy):
+class Dumb(InlineProxy):
     """Describes itself and is silent from then on."""
 
     def fit(self, ins, timeout, group_id):
@@ -80,7 +81,7 @@ class Dumb(simulation.InlineProxy):
         return super().evaluate(ins, timeout, group_id)
 
 
-class Silent(simulation.InlineProxy):
+class Silent(InlineProxy):
     """Does not even say who it is."""
 
     def get_properties(self, ins, timeout, group_id):
@@ -89,7 +90,7 @@ class Silent(simulation.InlineProxy):
         return super().get_properties(ins, timeout, group_id)
 
 
-class Liar(simulation.InlineProxy):
+class Liar(InlineProxy):
     """Claims something that is not so."""
 
     claims: dict = {}
@@ -344,7 +345,7 @@ def kept_of(strategy, method):
     return set(strategy.means if method == "felo" else strategy.votes)
 
 
-class Deaf(simulation.InlineProxy):
+class Deaf(InlineProxy):
     """Nobody answers from round 3 on."""
 
     def fit(self, ins, timeout, group_id):

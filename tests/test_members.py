@@ -10,7 +10,9 @@ from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
 from fedhet import simulate as simulation
+from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
+from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Members
@@ -163,7 +165,7 @@ def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
         if names:
             (folder / "classes.txt").write_text(names.replace(" ", "\n"))
         given = {"name": site, "data": str(folder)}
-        proxy = simulation.InlineProxy(config, read_node(given, config.run, str(tmp_path)))
+        proxy = InlineProxy(config, read_node(given, config.run, str(tmp_path)))
         said.append(proxy.get_properties(GetPropertiesIns({}), None, 0).properties["order"])
     assert said == [order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk")), ""]
 
@@ -345,9 +347,7 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
     manager = SimpleClientManager()
     for k in range(4):
         given = {"partition-id": k, "num-partitions": 4, **({"model": name} if k == 1 else {})}
-        manager.register(
-            simulation.InlineProxy(config, read_node(given, config.run, str(tmp_path)))
-        )
+        manager.register(InlineProxy(config, read_node(given, config.run, str(tmp_path))))
     if method == "felo":
         with pytest.raises(FedhetError, match="3 clients can take part"):
             strategy.initialize_parameters(manager)
@@ -390,7 +390,7 @@ def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method,
     config = small(method, min_clients=3, join_timeout=0.2, fraction=1.0, rounds=3)
     server = Server(config, tmp_path / "run", clients=3)
     node = {"partition-id": 3, "num-partitions": 4, "model": "resnet9", "name": "aaa"}
-    late = simulation.InlineProxy(config, read_node(node, config.run, str(tmp_path / "late")))
+    late = InlineProxy(config, read_node(node, config.run, str(tmp_path / "late")))
     for number in range(1, 4):
         server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
         record = server.strategy.state.record
@@ -418,16 +418,16 @@ def _start(config, directory, clients):
     manager = SimpleClientManager()
     for k in range(clients):
         node = read_node({"partition-id": k, "num-partitions": 4}, config.run, str(directory))
-        manager.register(simulation.InlineProxy(config, node))
+        manager.register(InlineProxy(config, node))
     strategy.initialize_parameters(manager)
     return strategy.members
 
 
-class Diverging(simulation.InlineProxy):
+class Diverging(InlineProxy):
     """A client whose learning rate is absurd in round 2 alone."""
 
     def fit(self, ins, timeout, group_id):
-        client = simulation.open_client(self._config, self._node)
+        client = open_client(self._config, self._node)
         rate = 1e30 if (self.cid, group_id) == ("client-1", 2) else 1e-3
         client.run = training(client.run, lr=rate)
         return super().fit(ins, timeout, group_id)
@@ -444,7 +444,7 @@ def test_a_client_that_diverges_keeps_its_model_and_is_judged_by_it(tmp_path, mo
     assert third["failed"] == {}
 
 
-class Silent(simulation.InlineProxy):
+class Silent(InlineProxy):
     """A client that is heard in round 1 alone."""
 
     def fit(self, ins, timeout, group_id):

@@ -164,6 +164,7 @@ LAYERS = [
     ["fedhet.papers", "fedhet.trained", "fedhet.cluster"],
     ["strategies", "clients"],
     ["fedhet.server_app", "fedhet.client_app"],
+    ["fedhet.engines"],
     ["fedhet.simulate", "fedhet.deployment"],
     ["fedhet.api"],
     ["fedhet.cli", "fedhet.__main__"],

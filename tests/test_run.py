@@ -14,6 +14,7 @@ from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
+from fedhet.engines.inline import InlineProxy
 from fedhet.errors import DataError, SettingsError, StateError
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -237,7 +238,7 @@ DAMAGE = {
 }
 
 
-class Damaging(simulation.InlineProxy):
+class Damaging(InlineProxy):
     """A client whose reply is damaged on its way, each in another manner."""
 
     def fit(self, ins, timeout, group_id):
@@ -259,7 +260,7 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
     assert failed["client-3"].startswith("manifest")
 
 
-class Unwell(simulation.InlineProxy):
+class Unwell(InlineProxy):
     """A client that dies in round 1 and is well again in round 2."""
 
     def fit(self, ins, timeout, group_id):

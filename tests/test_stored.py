@@ -14,10 +14,10 @@ from torch import nn
 from fedhet.algorithms import averaging
 from fedhet.algorithms.averaging import RunningAverage, average_weights
 from fedhet.arrays import OnDemand
+from fedhet.engines.inline import InlineProxy
 from fedhet.errors import KnowledgeError, StateError
 from fedhet.server import stored
 from fedhet.server.stored import Inbox
-from fedhet.simulate import InlineProxy
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 

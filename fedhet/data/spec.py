@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import Shape, text_shape
-from fedhet.scaling import scaled
 from fedhet.settings.schema import Count, CountOrNone
 from fedhet.settings.tables import DataSettings, RunSettings
 
@@ -58,7 +58,7 @@ class Split:
         return np.arange(len(self))
 
     def scaled(self) -> Split:
-        """Return the split with `x` as models expect it (see `fedhet.scaling`)."""
+        """Return the split with `x` as models expect it (see `fedhet.devices.scaled`)."""
         return Split(scaled(self.x), self.y)
 
 

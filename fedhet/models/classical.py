@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fedhet.arrays import Array
 from fedhet.data.spec import global_random_kept
+from fedhet.devices import scaled
 from fedhet.errors import ModelError
-from fedhet.scaling import scaled
 from fedhet.seeding import seeded
 
 ROUNDING = 1e-5

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedhet.devices import scaled
 from fedhet.errors import FedhetError, ModelError, SettingsError, one_line
 from fedhet.models import Refitted
-from fedhet.scaling import scaled
 from fedhet.storage import apart, replacing
 from fedhet.trained.card import card, write_card
 from fedhet.trained.client import TrainedClient

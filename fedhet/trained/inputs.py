@@ -17,10 +17,10 @@ from fedhet.data.arrays import checked_samples, checked_signals
 from fedhet.data.folder import decoded
 from fedhet.data.texts import read_files
 from fedhet.data.tokens import tokenized
+from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import kind_of
 from fedhet.runs.units import natural
-from fedhet.scaling import scaled
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with so many channels."""

@@ -1,0 +1,46 @@
+"""A federation in this process: its clients are called one after the other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from flwr.server import Server, ServerAppComponents, ServerConfig
+
+from fedhet.client.cache import open_client
+from fedhet.client.node import Node, read_node
+from fedhet.config.resolve import Config
+from fedhet.server.called import CalledProxy
+
+
+def run_inline(config: Config, state_dir: Path, parts: ServerAppComponents) -> None:
+    """Run the federation; its clients keep their states in `state_dir`."""
+    server, rounds = parts.server, parts.config
+    assert isinstance(server, Server)
+    assert isinstance(rounds, ServerConfig)
+    server.set_max_workers(1)
+    for partition in range(config.run.clients):
+        node_config = {"partition-id": partition, "num-partitions": config.run.clients}
+        node = read_node(node_config, config.run, str(state_dir))
+        server.client_manager().register(InlineProxy(config, node))
+    server.fit(rounds.num_rounds, rounds.round_timeout)
+
+
+class InlineProxy(CalledProxy):
+    """A client in this process."""
+
+    # Flower's server calls clients from several threads, but torch's generators and the data caches
+    # are shared by the process: call one client at a time.
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, config: Config, node: Node) -> None:
+        super().__init__(node.name)
+        self._config = config
+        self._node = node
+
+    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
+        """Call the client's method `name`; it takes the time that it takes."""
+        with self._one_at_a_time:
+            client = open_client(self._config, self._node).to_client()
+            return getattr(client, name)(instruction)
