@@ -8,10 +8,12 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
+os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
 
 PROCESSES = {
     "test_cli",
     "test_cluster_hosts",
+    "test_decoded",
     "test_deploy",
     "test_faults",
     "test_hosts",
