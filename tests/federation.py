@@ -18,7 +18,7 @@ from fedhet.client.node import read_node
 from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
-from fedhet.engines.inline import InlineProxy
+from fedhet.engines import inline
 from fedhet.runs.log import RunLog
 from fedhet.server.stored import StoredReply
 from fedhet.settings.tables import RunSettings
@@ -106,7 +106,7 @@ class Server:
         for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
             node = read_node(node_config, config.run, str(directory / "state"))
-            self.manager.register(InlineProxy(config, node))
+            self.manager.register(inline.InlineProxy(config, node))
         self.strategy.initialize_parameters(self.manager)
 
     def ask(self, round: int) -> list[tuple[object, FitIns]]:

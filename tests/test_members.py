@@ -9,9 +9,9 @@ from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
-from fedhet import simulate as simulation
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
+from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
@@ -434,7 +434,7 @@ class Diverging(InlineProxy):
 
 
 def test_a_client_that_diverges_keeps_its_model_and_is_judged_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(simulation, "InlineProxy", Diverging)
+    monkeypatch.setattr(inline, "InlineProxy", Diverging)
     run(small("local", rounds=3, optimizer="sgd"), tmp_path / "run")
     first, second, third = records(tmp_path / "run")
     assert second["failed"].keys() == {"client-1"}
@@ -454,7 +454,7 @@ class Silent(InlineProxy):
 
 
 def test_who_is_not_heard_of_is_in_no_mean(tmp_path, monkeypatch):
-    monkeypatch.setattr(simulation, "InlineProxy", Silent)
+    monkeypatch.setattr(inline, "InlineProxy", Silent)
     summary = run(small(), tmp_path / "run")
     kept = summary["accuracy"]["common"]["private"]
     assert set(kept["per_client"]) == {"client-0", "client-1", "client-3"}
