@@ -41,13 +41,17 @@ class Compute:
             module.to(memory_format=torch.channels_last)
 
     def images(self, x: Tensor) -> Tensor:
-        """Return `x` [N, ...] on the device as models expect it: bytes are scaled there."""
-        return scaled(self.held(x))
+        """Return `x` [N, ...] on the device as models expect it: bytes are scaled there.
+
+        Images [N, C, H, W] are in the memory format.
+        """
+        there = scaled(self.held(x))
+        if self.channels_last and x.ndim == 4:
+            return there.contiguous(memory_format=torch.channels_last)
+        return there
 
     def held(self, x: Tensor) -> Tensor:
-        """Return `x` [N, ...] on the device as it is; images [N, C, H, W] in the memory format."""
-        if self.channels_last and x.ndim == 4:
-            return x.to(self.device, memory_format=torch.channels_last)
+        """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
         return x.to(self.device)
 
 
