@@ -90,6 +90,8 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.flower_alone
 	$(BIN)/python -m benchmarks.server_memory
+	$(BIN)/python -m benchmarks.many_clients
+	$(BIN)/python -m benchmarks.data_memory
 	$(BIN)/python -m benchmarks.knowledge_share
 	$(BIN)/python -m benchmarks.model_pool
 

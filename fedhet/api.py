@@ -133,11 +133,6 @@ def _resolved(
     settings: Mapping[str, Any],
 ) -> Config:
     """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    if sources.resume is not None and (sources.preset or sources.config or given["out"]):
-        raise SettingsError(
-            "resume takes the settings from the run's directory: preset, config and out do not go "
-            "with it"
-        )
     inline = _backend(given, settings, sources.values(None)) == "inline"
     named = None if method is None else method_name(method, inline=inline)
     values = sources.values(named)
@@ -150,6 +145,11 @@ def _resolved(
         if name in chosen:
             raise SettingsError(f"setting '{name}' is given twice, the second time as {value!r}")
         chosen[name] = value
+    if sources.resume is not None and (sources.preset or sources.config or "out" in chosen):
+        raise SettingsError(
+            "resume takes the settings from the run's directory: preset, config and out do not go "
+            "with it"
+        )
     return resolve(overlaid(values, {k: _named(k, v, inline) for k, v in chosen.items()}))
 
 

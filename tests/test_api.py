@@ -147,9 +147,10 @@ def test_a_run_goes_on(tmp_path):
     assert len(longer.history) == 2
     with pytest.raises(StateError, match="is complete; there is nothing to resume"):
         quick(None, resume=out, rounds=2, **options)
-    for other in ({"out": tmp_path / "b"}, {"preset": "demo"}, {"config": tmp_path / "c.toml"}):
+    elsewhere = {"out": str(tmp_path / "b")}
+    for other in (elsewhere, {"settings": elsewhere}, {"preset": "demo"}, {"config": "c.toml"}):
         with pytest.raises(SettingsError, match="preset, config and out do not go with it"):
-            quick(None, resume=out, rounds=3, **options, **other)
+            quick(None, resume=out, rounds=3, **{**options, **other})
     with pytest.raises(StateError, match="holds a run with 'seed' = 0, not 1"):
         quick(None, resume=out, rounds=3, seed=1, **options)
     with pytest.raises(StateError, match="holds no run to resume"):

@@ -114,18 +114,24 @@ def gather(
     With `resume`, the settings of the run in that directory come first. Raises SettingsError.
     """
     if resume is not None:
-        if preset or config or flags.get("out"):
-            raise SettingsError(
-                "--resume takes the settings from the run's directory: --preset, --config and "
-                "--out do not go with it"
-            )
+        if preset or config:
+            raise _not_with_resume()
         values = of_run(resume)
         values = of_method(values, method) if method is not None else values
     else:
         values = layered(preset, config, method)
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
     chosen = parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
+    if resume is not None and "out" in chosen:
+        raise _not_with_resume()
     return overlaid(values, chosen)
+
+
+def _not_with_resume() -> SettingsError:
+    return SettingsError(
+        "--resume takes the settings from the run's directory: --preset, --config and --out do not "
+        "go with it"
+    )
 
 
 def read_seeds(text: str) -> list[int]:
