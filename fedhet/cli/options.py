@@ -113,25 +113,19 @@ def gather(
 
     With `resume`, the settings of the run in that directory come first. Raises SettingsError.
     """
+    given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
+    pairs = [*(set_ or []), *given]
     if resume is not None:
-        if preset or config:
-            raise _not_with_resume()
+        if preset or config or any(pair.partition("=")[0].strip() == "out" for pair in pairs):
+            raise SettingsError(
+                "--resume takes the settings from the run's directory: --preset, --config and "
+                "--out do not go with it"
+            )
         values = of_run(resume)
         values = of_method(values, method) if method is not None else values
     else:
         values = layered(preset, config, method)
-    given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
-    chosen = parse_pairs([*(set_ or []), *given], str(values.get("method") or "") or None)
-    if resume is not None and "out" in chosen:
-        raise _not_with_resume()
-    return overlaid(values, chosen)
-
-
-def _not_with_resume() -> SettingsError:
-    return SettingsError(
-        "--resume takes the settings from the run's directory: --preset, --config and --out do not "
-        "go with it"
-    )
+    return overlaid(values, parse_pairs(pairs, str(values.get("method") or "") or None))
 
 
 def read_seeds(text: str) -> list[int]:
