@@ -124,6 +124,15 @@ def test_cells_of_equal_settings_share_their_runs(tmp_path):
     assert one.runs[0].directory == two.runs[0].directory != other.runs[0].directory
 
 
+def test_tables_share_the_runs_of_equal_settings(tmp_path):
+    one = plan("x", table(), "tiny", [0], tmp_path)
+    text = TABLE.replace('"Very small."', '"x"').replace(
+        "clients = 2", 'clients = 2\n"training.weight-decay" = 0.0'
+    )
+    other = plan("y", table(text), "tiny", [0], tmp_path)
+    assert [r.directory for r in one.runs] == [r.directory for r in other.runs]
+
+
 def test_where_a_run_runs_is_not_of_its_name(tmp_path):
     def names(**over):
         over = {name.replace("_", "."): value for name, value in over.items()}
@@ -305,7 +314,7 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
     rows = list(csv.DictReader((mine / "mine-tiny.csv").open()))
     assert len(rows) == 12
     assert all(0 < float(row["measured"]) <= 100 for row in rows)
-    made = {p: p.stat().st_mtime_ns for p in (mine / "mine-tiny").glob("*/*/summary.json")}
+    made = {p: p.stat().st_mtime_ns for p in (mine / "runs").glob("*/*/summary.json")}
     assert len(made) == 8
     second = call("mine", "--seeds", "0,1,2", "--out", mine)
     assert second.output.count(", seed 2") == 4
@@ -333,7 +342,7 @@ def test_a_run_that_was_cut_short_goes_on(mine, monkeypatch):
     with pytest.raises(Cut):
         call("mine", "--seeds", "0", "--out", mine)
     monkeypatch.setattr(command, "simulate", simulate)
-    cut = next((mine / "mine-tiny").glob("*/seed-0/metrics.jsonl"))
+    cut = next((mine / "runs").glob("*/seed-0/metrics.jsonl"))
     before = cut.read_text()
     assert before.count("\n") == 1
     assert call("mine", "--seeds", "0", "--out", mine).exit_code == 0
@@ -357,7 +366,7 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
     monkeypatch.setattr(command, "simulate", failing)
     with pytest.raises(FedhetError, match="2 runs did not end: together, all, seed 0: no luck"):
         call("mine", "--seeds", "0", "--out", mine)
-    assert len(list((mine / "mine-tiny").glob("local-*/seed-0/summary.json"))) == 2
+    assert len(list((mine / "runs").glob("local-*/seed-0/summary.json"))) == 2
     assert (mine / "mine-tiny.md").exists()
 
 

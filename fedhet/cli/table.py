@@ -54,7 +54,7 @@ def make_table(
     table = read_table(name)
     if size not in SIZES or size not in table.sizes:
         raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
-    chosen = plan(name, table, size, seeds, out / f"{name}-{size}", over)
+    chosen = plan(name, table, size, seeds, out / "runs", over)
     for run in chosen.runs:
         resolve(run.values)  # all are checked before the first one starts
     if dry_run:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedhet.config.declared import declared
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
@@ -84,8 +85,9 @@ def plan(
 ) -> Plan:
     """Return the plan of a table in a size, with its runs in the folder `out`.
 
-    `over` are settings that all runs have instead of the table's. Raises SettingsError for presets
-    and methods that do not exist.
+    A run's directory is named after all of its settings, so that tables share the runs that they
+    have in common. `over` are settings that all runs have instead of the table's. Raises
+    SettingsError for presets and methods that do not exist.
     """
     cells = tuple(
         _cell(table, row, column, size, seeds, out, over or {})
@@ -124,7 +126,11 @@ def _cell(
 def _digest(values: Values) -> str:
     """Return a short name of what the settings compute, wherever and on whatever it runs."""
     known = RunSettings.fields()
-    kept = {k: v for k, v in values.items() if not (k in known and is_machine(known[k]))}
+    every = known | declared(str(values["method"])).settings()
+    whole = {name: info.get_default(call_default_factory=True) for name, info in every.items()}
+    kept = {
+        k: v for k, v in {**whole, **values}.items() if not (k in known and is_machine(known[k]))
+    }
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
