@@ -14,8 +14,8 @@ from torch import Tensor
 
 from clients.fedmd import Consensus, FedMdClient
 from fedhet.training import Optimization, batches, cross_entropy_of
+from fedhet.wire.scores import answers
 from strategies.cronus import CronusSettings
-from strategies.fedmd import answers
 
 
 class CronusClient(FedMdClient):

@@ -8,8 +8,8 @@ Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv
 from __future__ import annotations
 
 from clients.fedmd import FedMdClient
+from fedhet.wire.scores import answers
 from strategies.ds_fl import DsFlSettings
-from strategies.fedmd import answers
 
 
 class DsFlClient(FedMdClient):

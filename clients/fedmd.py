@@ -20,7 +20,8 @@ from fedhet.data import Split
 from fedhet.training import Optimization, cross_entropy_of, logits_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
-from strategies.fedmd import ConsensusSettings, FedMdStrategy, answers
+from fedhet.wire.scores import answers
+from strategies.fedmd import ConsensusSettings, FedMdStrategy
 
 
 @dataclass(frozen=True)

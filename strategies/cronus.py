@@ -22,8 +22,9 @@ from fedhet.algorithms.consensus import (
 from fedhet.algorithms.distillation import DigestLoss, Scores
 from fedhet.arrays import Array
 from fedhet.settings.schema import CountOrNone, Positive
+from fedhet.wire.scores import instructions
 from strategies.base import Reply
-from strategies.fedmd import ConsensusSettings, FedMdStrategy, instructions
+from strategies.fedmd import ConsensusSettings, FedMdStrategy
 
 
 class CronusSettings(ConsensusSettings):

@@ -21,8 +21,9 @@ from fedhet.arrays import Array
 from fedhet.models import ModelName, build
 from fedhet.server.learner import Learner
 from fedhet.settings.schema import Count, CountOrNone, Positive
+from fedhet.wire.scores import instructions
 from strategies.base import Reply
-from strategies.fedmd import ConsensusSettings, FedMdStrategy, instructions
+from strategies.fedmd import ConsensusSettings, FedMdStrategy
 
 
 class DsFlSettings(ConsensusSettings):

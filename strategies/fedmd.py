@@ -24,9 +24,10 @@ from fedhet.config.methods import MethodSpec
 from fedhet.data import refuse_overlap
 from fedhet.seeding import numpy_rng
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
-from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
+from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.scores import instructions
 from strategies.base import HetStrategy, Reply, Selection
 
 LEAST_SAMPLE = 2
@@ -67,48 +68,6 @@ class FedMdSettings(ConsensusSettings):
         "mae",
         description="distance from the consensus: mean absolute or squared error of the scores "
         "that travel, or cross-entropy between the probabilities",
-    )
-
-
-def instructions(scores: Scores) -> Contract:
-    """Return the contract of the instructions of a method whose clients send such scores."""
-    return Contract(
-        (
-            TensorField(
-                scores,
-                "float32",
-                ("R", "C"),
-                "the consensus of the round before",
-                required=False,
-                distribution=scores == "probabilities",
-                needs=("rows",),
-            ),
-            TensorField(
-                "rows",
-                "uint",
-                ("R",),
-                "the public samples of the consensus",
-                required=False,
-                ids="N",
-                needs=(scores,),
-            ),
-            TensorField("asked", "uint", ("Q",), "the public samples to predict", ids="N"),
-        )
-    )
-
-
-def answers(scores: Scores) -> Contract:
-    """Return the contract of the clients' replies."""
-    return Contract(
-        (
-            TensorField(
-                scores,
-                "float32",
-                ("Q", "C"),
-                "of the samples asked for",
-                distribution=scores == "probabilities",
-            ),
-        )
     )
 
 
