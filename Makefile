@@ -82,6 +82,7 @@ docker-lock:     ## docker/Dockerfile's base image: today's digest of its tag
 bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
+	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.round
 	$(BIN)/python -m benchmarks.conformal_step

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.base import HetClient
+from fedhet.activations import evaluation_batch
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_feature_loss
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.training import evaluating
@@ -80,9 +81,10 @@ class FedProtoClient(HetClient):
     @torch.no_grad()
     def _means(self) -> ClassMeans:
         """Return the class means over the client's own samples, in evaluation mode."""
-        model, batch = self.network, self.compute.eval_batch
+        model = self.network
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         with evaluating(model), self.compute.autocast():
+            batch = evaluation_batch(model, self.x, self.compute)
             for start in range(0, len(self.y), batch):
                 part = slice(start, start + batch)
                 x = self.compute.images(self.x[part])

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from fedhet.errors import SettingsError
 from fedhet.settings.tables import ComputeSettings, EngineSettings
 
-PROCESSOR_BATCH, ACCELERATOR_BATCH = 128, 1024
-"""Samples in a batch of evaluation: a processor is faster while activations fit its cache."""
 PROCESSOR_BFLOAT16 = False
 """Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
 docs/performance.md has the accuracies and the times."""
@@ -25,8 +23,8 @@ class Compute:
     device: torch.device
     autocast_dtype: torch.dtype | None = None
     channels_last: bool = False
-    eval_batch: int = PROCESSOR_BATCH
-    """Samples in a batch of evaluation."""
+    eval_batch: int | None = None
+    """Samples in a batch of evaluation; None: see `fedhet.activations.evaluation_batch`."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -67,9 +65,8 @@ def compute_for(settings: ComputeSettings) -> Compute:
     """Return the `Compute` for the device and precision of `settings`. Raises SettingsError."""
     device = find_device(settings.device)
     last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
-    usual = PROCESSOR_BATCH if device.type == "cpu" else ACCELERATOR_BATCH
-    batch = settings.eval_batch_size or usual
-    return Compute(device, _autocast_dtype(settings.precision, device), last, batch)
+    dtype = _autocast_dtype(settings.precision, device)
+    return Compute(device, dtype, last, settings.eval_batch_size or None)
 
 
 def settled(settings: EngineSettings) -> EngineSettings:

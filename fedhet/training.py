@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from fedhet.activations import evaluation_batch
 from fedhet.devices import CPU, Compute
 from fedhet.errors import DataError
 from fedhet.settings.tables import TrainingSettings
@@ -248,7 +249,8 @@ def evaluate(
 def logits_of(model: nn.Module, x: Tensor, compute: Compute) -> Tensor:
     """Return the logits [N, C], float32, of `model` in evaluation mode on x [N, ...]."""
     with evaluating(model), compute.autocast():
-        parts = [model(compute.images(part)) for part in torch.split(x, compute.eval_batch)]
+        size = evaluation_batch(model, x, compute)
+        parts = [model(compute.images(part)) for part in torch.split(x, size)]
     return torch.cat(parts).float()
 
 
@@ -284,8 +286,9 @@ def _score(
 ) -> Score:
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
-    for start in range(0, len(y), compute.eval_batch):
-        part = slice(start, start + compute.eval_batch)
+    size = evaluation_batch(model, x, compute)
+    for start in range(0, len(y), size):
+        part = slice(start, start + size)
         target = y[part].to(compute.device)
         with compute.autocast():
             logits = model(compute.images(x[part])).float()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedhet import devices
+from fedhet.activations import evaluation_batch
 from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device, settled
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
@@ -21,6 +22,7 @@ from fedhet.training import (
     batches,
     cross_entropy_of,
     evaluate,
+    logits_of,
     optimization,
     train_epoch,
     train_epochs,
@@ -343,6 +345,44 @@ def test_logits_that_are_not_finite_are_wrong():
     ]  # fmt: skip
     x, y = torch.zeros(len(rows), 1), torch.zeros(len(rows), dtype=torch.int64)
     assert evaluate(Fixed(rows), x, y, CPU).accuracy == 2 / 8, "the masked one and the sound one"
+
+
+class Seen(nn.Module):
+    """A linear layer of a wide output, which notes the sizes of the batches it is given."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow, self.sizes = nn.Linear(3, width), nn.Linear(width, 2), []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        return self.narrow(self.wide(x))
+
+
+@pytest.mark.parametrize(
+    ("width", "batch"),
+    [(8, 1024), (2048, 1024), (2049, 1023), (16384, 128), (32768, 64), (200_000, 32)],
+)
+def test_a_batch_of_evaluation_keeps_the_largest_activation_within_8_mib(width, batch):
+    model = Seen(width)
+    assert evaluation_batch(model, torch.ones(5, 3), CPU) == batch
+    assert model.sizes == [1]
+    assert evaluation_batch(model, torch.ones(5, 3), replace(CPU, eval_batch=7)) == 7
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_in_bfloat16_twice_as_many_samples_fit():
+    half = replace(CPU, autocast_dtype=torch.bfloat16)
+    assert evaluation_batch(Seen(32768), torch.ones(5, 3), half) == 128
+
+
+def test_evaluation_goes_in_batches_of_that_size():
+    model = Seen(32768)
+    evaluate(model, torch.ones(150, 3), torch.zeros(150, dtype=torch.long), CPU)
+    assert model.sizes == [1, 64, 64, 22]
+    model.sizes.clear()
+    assert logits_of(model, torch.ones(150, 3), CPU).shape == (150, 2)
+    assert model.sizes == [1, 64, 64, 22]
 
 
 @pytest.mark.parametrize("training", [True, False])

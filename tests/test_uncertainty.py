@@ -1,7 +1,6 @@
 """UM-pFSSL's Eqs. 9 to 14 against numpy, and what Monte Carlo dropout may touch."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from fedhet.algorithms.uncertainty import (
     semi_supervised_loss,
     split_at_dropout,
 )
-from fedhet.devices import CPU
 from fedhet.models.het import HetModel
 from fedhet.seeding import seeded
 
@@ -134,7 +132,7 @@ def test_the_mean_over_passes_is_that_of_a_loop(dropper):
     """Many masks in a batch, or many calls with one mask each: the same distribution (Eq. 9)."""
     x, passes = images(4), 3000
     with seeded(0, "batched"):
-        batched = predictive(dropper, x, passes, replace(CPU, eval_batch=5000))
+        batched = predictive(dropper, x, passes, rows=5000)
     with seeded(0, "looped"), dropping(dropper), torch.no_grad():
         looped = sum(dropper(x).softmax(1) for _ in range(passes)) / passes
     np.testing.assert_allclose(batched, looped, atol=0.03)
@@ -164,9 +162,7 @@ def test_rows_at_once_are_bounded():
             return x
 
     rows = []
-    predictive(
-        nn.Sequential(nn.Dropout(0.5), Widest()), torch.ones(50, 3), 8, replace(CPU, eval_batch=64)
-    )
+    predictive(nn.Sequential(nn.Dropout(0.5), Widest()), torch.ones(50, 3), 8, rows=64)
     assert max(rows) == 64
     assert sum(rows) == 50 * 8
 

@@ -24,6 +24,8 @@ from fedhet.training import batches, evaluating
 
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 """The layers that the scaler follows."""
+STATISTICS_BATCH = 128
+"""Samples in a batch whose statistics are queried: on every machine the same ones."""
 
 
 def fits(shapes: Shapes, whole: Shapes) -> bool:
@@ -130,7 +132,7 @@ def query_statistics(
             norm.reset_running_stats()
             norm.momentum = None  # the plain mean over batches
             norm.train()
-        for rows in batches(len(x), compute.eval_batch, generator, compute.device):
+        for rows in batches(len(x), STATISTICS_BATCH, generator, compute.device):
             model(compute.images(x[rows]))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

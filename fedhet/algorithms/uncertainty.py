@@ -24,6 +24,9 @@ RelationKind = Literal["en+ta", "en", "ta"]
 Divergence = Literal["forward", "reverse"]
 """The direction of Eq. 5: KL(pseudo-label || own), or KL(own || pseudo-label)."""
 
+PROCESSOR_ROWS, ACCELERATOR_ROWS = 128, 1024
+"""Samples times passes at once. The masks depend on it, so that no setting changes it."""
+
 DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -55,18 +58,20 @@ def predictive(
     x: Tensor,
     passes: int,
     compute: Compute = CPU,
+    rows: int | None = None,
 ) -> Tensor:
     """Return the mean prediction over T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
 
-    The passes are rows of one batch of at most `compute.eval_batch` rows. Layers before the first
-    dropout layer give the same output in every pass and run once. The masks are drawn from torch's
-    global generator.
+    The passes are rows of one batch of at most `rows` rows (None: 128 on a processor, 1024 on an
+    accelerator). Layers before the first dropout layer give the same output in every pass and run
+    once. The masks are drawn from torch's global generator.
     """
     steady, noisy = split_at_dropout(model)
+    rows = rows or (PROCESSOR_ROWS if compute.device.type == "cpu" else ACCELERATOR_ROWS)
     with dropping(model), compute.autocast():
         parts = [
             _mean_of_passes(noisy, steady(compute.images(part)), passes)
-            for part in torch.split(x, max(1, compute.eval_batch // passes))
+            for part in torch.split(x, max(1, rows // passes))
         ]
     return torch.cat(parts)
 

@@ -274,7 +274,9 @@ class ComputeSettings(Schema):
     )
     threads: Count = machine(1, "torch threads a worker")
     eval_batch_size: CountOrNone = machine(
-        0, "samples a batch in evaluation; 0: 128 on a processor, 1024 on an accelerator"
+        0,
+        "samples a batch in evaluation; 0: as many as suit a model's activations, 32 to 1024 on a "
+        "processor, to 8192 on an accelerator",
     )
 
 
