@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedhet.data import DataSpec, Split, client_data, datasets, load, public, public_set, site
+from fedhet.data import (
+    DataSpec,
+    Split,
+    client_data,
+    datasets,
+    load,
+    public,
+    public_set,
+    site,
+)
 from fedhet.data.decoded import read_dataset, use_decoded, write_decoded
 from fedhet.data.public import refuse_overlap
 from fedhet.data.spec import concatenated
@@ -20,6 +31,8 @@ from fedhet.models.classical import Refitted
 from fedhet.settings.tables import TrainingSettings
 from fedhet.training import cross_entropy_of, evaluate, logits_of, optimization, train_epochs
 
+partition = sys.modules["fedhet.data.partition"]
+rows_of = partition.partition
 RNG = np.random.default_rng(0)
 BYTES = torch.from_numpy(RNG.integers(0, 256, (60, 1, 8, 8), dtype=np.uint8))
 FLOATS = torch.from_numpy(BYTES.numpy().astype(np.float32) / np.float32(127.5) - np.float32(1))
@@ -107,7 +120,8 @@ def test_an_overlap_is_found_however_the_samples_are_stored():
 def alone(monkeypatch):
     """Let this process forget what it has read, before and after."""
     monkeypatch.setattr(datasets, "_taken", {})
-    caches = (datasets._load, public._public, site.client_data)
+    monkeypatch.setattr(partition, "_taken", {})
+    caches = (datasets._load, partition._partition, public._public, site.client_data)
 
     def forget():
         for cache in caches:
@@ -180,6 +194,7 @@ def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, alone, name):
         raise AssertionError(f"{name} is read again")
 
     monkeypatch.setattr(datasets, "_reader", unread)
+    monkeypatch.setattr(partition, "_partitioner", unread)
     assert described(spec) == wanted
     mapped = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "decoded" / "0.safetensors") in mapped
@@ -203,6 +218,39 @@ def test_a_broken_file_is_one_line(tmp_path, content):
     with pytest.raises(StateError, match="cannot read the decoded data") as caught:
         read_dataset(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "classes"])
+def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, alone, kind):
+    spec = DataSpec(dataset="digits", clients=4, partition=kind, min_samples=2)
+    wanted = [rows.tolist() for rows in rows_of(spec)]
+    write_decoded(spec, tmp_path)
+    alone()
+    use_decoded(spec, tmp_path)
+
+    def drawn(spec, seed):
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(partition, "_partitioner", drawn)
+    assert [rows.tolist() for rows in rows_of(spec)] == wanted
+    with pytest.raises(AssertionError, match="drawn again"):
+        rows_of(spec.but(seed=5))
+    alone()
+    (tmp_path / "partition.safetensors").write_bytes(b"x")
+    with pytest.raises(StateError, match="cannot read the clients' rows"):
+        rows_of(spec)
+
+
+def test_drawing_a_partition_imports_nothing_that_draws_figures():
+    code = """
+import sys
+from fedhet.data import DataSpec, partition
+partition(DataSpec(dataset="digits", clients=2))
+assert "flwr_datasets" in sys.modules and "seaborn" not in sys.modules
+from flwr_datasets import visualization
+assert callable(visualization.plot_label_distributions)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_run_on_ray_leaves_no_copy_of_the_data(tmp_path):

@@ -5,21 +5,25 @@ The workers of a machine so share one copy, and none of them decodes images or r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedhet.data.datasets import key_of, load, take_from
+from fedhet.data.partition import partition, take_partition
 from fedhet.data.public import public_source
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import Dataset, DataSpec, Index, Split
 from fedhet.errors import StateError
 
 TREE = "imagefolder"
 """The kind of datasets whose decoded images are mapped from a cache of their own."""
+_PARTITION = "partition.safetensors"
 _PARTS = ("train", "test", "public")
 _FACTS = TypeAdapter(
     tuple[str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], int, bool]
@@ -27,17 +31,22 @@ _FACTS = TypeAdapter(
 
 
 def write_decoded(spec: DataSpec, folder: Path) -> None:
-    """Write the datasets that a run's clients read into a folder. Raises StateError."""
+    """Write the datasets that a run's clients read, and their rows. Raises StateError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place, each in enumerate(_sources(spec)):
             write_dataset(load(each, least_classes=1), folder / f"{place}.safetensors")
+        _write_partition(partition(spec), folder / _PARTITION)
     except OSError as error:
         raise StateError(f"cannot write the decoded data into {folder}: {error}") from None
 
 
 def use_decoded(spec: DataSpec, folder: Path) -> None:
-    """Let this process take the run's datasets from a folder that `write_decoded` has filled."""
+    """Let this process take what `write_decoded` has written into a folder from there.
+
+    Drawing a partition takes little, but importing flwr-datasets for it more than a second.
+    """
+    take_partition(spec, lambda: _read_partition(folder / _PARTITION))
     for place, each in enumerate(_sources(spec)):
         path = folder / f"{place}.safetensors"
         take_from(key_of(each), lambda path=path: read_dataset(path))  # type: ignore[misc]
@@ -81,6 +90,19 @@ def read_dataset(path: Path) -> Dataset:
         name, train, test, classes, parts, public, columns, subclasses, vocabulary, groups,
         scaled_images,
     )  # fmt: skip
+
+
+def _write_partition(parts: Sequence[Index], path: Path) -> None:
+    rows = torch.from_numpy(np.concatenate(parts))
+    save_file({"rows": rows, "ends": torch.tensor([len(part) for part in parts]).cumsum(0)}, path)
+
+
+def _read_partition(path: Path) -> tuple[Index, ...]:
+    try:
+        found = load_file(path)
+    except Exception as error:  # safetensors has an error type of its own
+        raise StateError(f"cannot read the clients' rows in {path}: {error}") from None
+    return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
 
 
 def _sources(spec: DataSpec) -> list[DataSpec]:

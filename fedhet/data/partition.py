@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from fedhet.seeding import derive, numpy_rng
 _LOCK = threading.RLock()
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _LEAST_TRAIN = 2
+_taken: dict[DataSpec, Callable[[], tuple[Index, ...]]] = {}
 
 
 def client_name(index: int, clients: int) -> str:
@@ -34,6 +39,11 @@ def partition(spec: DataSpec) -> tuple[Index, ...]:
     """
     with _LOCK:
         return _partition(spec)
+
+
+def take_partition(spec: DataSpec, read: Callable[[], tuple[Index, ...]]) -> None:
+    """Let this process get the partition of a spec from `read`, once it is needed."""
+    _taken[spec] = read
 
 
 def label_space(spec: DataSpec, index: int) -> tuple[int, ...]:
@@ -85,6 +95,8 @@ def label_counts(spec: DataSpec) -> dict[str, list[int]]:
 @lru_cache(maxsize=16)
 @global_random_kept()
 def _partition(spec: DataSpec) -> tuple[Index, ...]:
+    if spec in _taken:
+        return _taken[spec]()
     dataset = load(spec)
     if dataset.parts is not None:
         return _given(spec, dataset.parts)
@@ -190,7 +202,8 @@ def _table(**columns: Index) -> Any:
 
 def _partitioner(spec: DataSpec, seed: int) -> Any:
     """Return the flwr-datasets partitioner (imported only here, as the import takes a second)."""
-    from flwr_datasets import partitioner as flwr
+    with _without_figures():
+        from flwr_datasets import partitioner as flwr
 
     common: dict[str, Any] = {"partition_by": "label", "shuffle": False, "seed": seed}
     if spec.partition == "iid":
@@ -211,6 +224,22 @@ def _partitioner(spec: DataSpec, seed: int) -> Any:
         class_assignment_mode="random",
         **common,
     )
+
+
+@contextlib.contextmanager
+def _without_figures() -> Iterator[None]:
+    """Let flwr-datasets be imported without what it draws with: two seconds, and unused here."""
+    name = "flwr_datasets.visualization"
+    if "flwr_datasets" in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]  # a later import finds the true one
+        if (package := sys.modules.get("flwr_datasets")) is not None:
+            vars(package).pop("visualization", None)
 
 
 def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
