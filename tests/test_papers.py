@@ -18,7 +18,16 @@ from fedhet.cli import table as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.errors import FedhetError, SettingsError
-from fedhet.papers import SIZES, PaperTable, collect, plan, read_table, table_names
+from fedhet.papers import (
+    SIZES,
+    PaperTable,
+    collect,
+    overview,
+    plan,
+    read_table,
+    table_names,
+    tables_of,
+)
 from fedhet.papers import source as source_of_tables
 from fedhet.papers.write import as_markdown
 
@@ -173,7 +182,18 @@ def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypat
 
 def test_an_unknown_table_suggests_the_nearest():
     with pytest.raises(SettingsError, match=r"table 'felo2' does not exist.*did you mean 'felo-2'"):
-        read_table("felo2")
+        tables_of("felo2")
+
+
+def test_a_word_means_a_table_those_of_a_paper_or_all():
+    known = table_names()
+    assert tables_of("all") == known
+    assert tables_of("felo-2") == ["felo-2"]
+    assert tables_of("felo") == [name for name in known if name.startswith("felo")]
+    assert len(tables_of("um-pfssl")) == 5
+    for wrong in ("fel", "felo-", "", "2"):
+        with pytest.raises(SettingsError, match="does not exist"):
+            tables_of(wrong)
 
 
 # What is measured
@@ -364,10 +384,37 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
 
     simulate = command.simulate
     monkeypatch.setattr(command, "simulate", failing)
-    with pytest.raises(FedhetError, match="2 runs did not end: together, all, seed 0: no luck"):
+    with pytest.raises(FedhetError, match="2 runs did not end: together, own, seed 0: no luck"):
         call("mine", "--seeds", "0", "--out", mine)
     assert len(list((mine / "runs").glob("local-*/seed-0/summary.json"))) == 2
     assert (mine / "mine-tiny.md").exists()
+
+
+def test_several_tables_share_runs_and_have_an_overview(mine):
+    folder = mine.parent / "tables"
+    (folder / "mine.toml").rename(folder / "mine-1.toml")
+    (folder / "mine-2.toml").write_text(TABLE.replace('says = "Very small."', 'says = "Also."'))
+    assert call("mine", "--seeds", "0", "--out", mine, "--dry-run").output.count("to do  ") == 4
+    said = call("mine", "--seeds", "0", "--out", mine).output
+    assert said.count(", seed 0") == 4
+    text = (mine / "mine-tiny.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| mine-")]
+    assert [line.split("|")[3].strip() for line in lines[:2]] == ["4 of 4", "4 of 4"]
+    assert text.count("## ") == 2
+    assert (mine / "mine-1-tiny.md").read_text() in text
+    with pytest.raises(SettingsError, match="table 'min' does not exist"):
+        call("min")
+
+
+def test_the_overview_counts_the_claims(tmp_path):
+    found = written(tmp_path, {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]})
+    cells = overview([found])
+    row = dict(zip(cells.headers, (cell.text for cell in next(iter(cells.rows))), strict=True))
+    assert row["runs"] == "6 of 12"
+    outcomes = [verdict.outcome for verdict in found.verdicts]
+    for name in ("holds", "not told apart", "does not hold", "not measured"):
+        assert row[name] == str(outcomes.count(name))
+    assert int(row["holds"]) > 0
 
 
 def test_what_is_to_do_is_shown_without_training(mine):

@@ -87,7 +87,10 @@ def sweep_command(
 
 def table_command(
     name: Annotated[
-        str | None, typer.Argument(help="The table; without one, all are listed.")
+        str | None,
+        typer.Argument(
+            help="A table, all of a paper's (felo), or all; without one, they are listed."
+        ),
     ] = None,
     size: Annotated[
         str,
@@ -114,7 +117,7 @@ def table_command(
         bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
     ] = False,
 ) -> None:
-    """Make a table of a paper: train what is not there yet, and show it beside what is printed.
+    """Make tables of papers: train what is not there yet, and show it beside what is printed.
 
     A finished run is not made again, and one that was cut short goes on.
     """
@@ -124,4 +127,4 @@ def table_command(
     if name is None:
         table.list_tables()
     else:
-        table.make_table(name, size, several, out, jobs, over, dry_run=dry_run)
+        table.make_tables(name, size, several, out, jobs, over, dry_run=dry_run)

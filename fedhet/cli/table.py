@@ -1,4 +1,4 @@
-"""What the command `table` does: a table of a paper, made beside its printed numbers."""
+"""What the command `table` does: tables of papers, made beside their printed numbers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ from fedhet.papers import (
     Plan,
     Results,
     collect,
+    each_once,
+    overview,
     plan,
     read_table,
     table_names,
+    tables_of,
+    write_overview,
     write_results,
 )
 from fedhet.papers.plan import PlannedRun, Values
@@ -47,28 +51,37 @@ def list_tables() -> None:
     console.print(_listed())
 
 
-def make_table(
-    name: str, size: str, seeds: list[int], out: Path, jobs: int, over: Values, *, dry_run: bool
+def make_tables(
+    word: str, size: str, seeds: list[int], out: Path, jobs: int, over: Values, *, dry_run: bool
 ) -> None:
-    """Make the runs of a table that are not there yet, and show it; if `dry_run`, list them."""
-    table = read_table(name)
-    if size not in SIZES or size not in table.sizes:
-        raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
-    chosen = plan(name, table, size, seeds, out / "runs", over)
-    for run in chosen.runs:
+    """Make the runs of tables that are not there yet, and show them; if `dry_run`, list them."""
+    plans = [_planned(name, size, seeds, out / "runs", over) for name in tables_of(word)]
+    runs = each_once(run for found in plans for run in found.runs)
+    for run in runs:
         resolve(run.values)  # all are checked before the first one starts
     if dry_run:
-        for run in chosen.runs:
+        for run in runs:
             say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
         return
-    faults = _make(chosen, jobs)
-    results = collect(chosen)
-    page = write_results(results, out)
-    _show(results)
-    say(f"table: {page}")
+    faults = _make(f"{word}, {size}", runs, jobs)
+    made = [collect(found) for found in plans]
+    for results in made:
+        _show(results)
+        say(f"table: {write_results(results, out)}")
+    if len(made) > 1:
+        console.print(_printed(overview(made)))
+        write_overview(made, out / f"{word}-{size}.md")
+        say(f"all of them: {out / f'{word}-{size}.md'}")
     if faults:
         said = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
         raise FedhetError(f"{plural(len(faults), 'run')} did not end: {said}")
+
+
+def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -> Plan:
+    table = read_table(name)
+    if size not in SIZES or size not in table.sizes:
+        raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
+    return plan(name, table, size, seeds, runs, over)
 
 
 def _listed() -> Table:
@@ -83,12 +96,12 @@ def _listed() -> Table:
     return listed
 
 
-def _make(chosen: Plan, jobs: int) -> dict[str, str]:
+def _make(label: str, runs: Sequence[PlannedRun], jobs: int) -> dict[str, str]:
     """Make the runs that are not finished; return what is wrong with those that failed."""
-    todo = [run for run in chosen.runs if not run.finished]
-    count, faults = len(chosen.runs), dict[str, str]()
+    todo = [run for run in runs if not run.finished]
+    count, faults = len(runs), dict[str, str]()
     with _progress() as progress, ending_at_once(lambda: GOES_ON):
-        whole = progress.add_task(f"{chosen.name}, {chosen.size}", total=count)
+        whole = progress.add_task(label, total=count)
         progress.update(whole, completed=count - len(todo))
         made = _one_by_one(todo, progress) if jobs == 1 else side_by_side(todo, jobs, _made)
         for number, (run, fault) in enumerate(made, count - len(todo) + 1):

@@ -70,9 +70,15 @@ class Plan:
     @property
     def runs(self) -> list[PlannedRun]:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
-        return list(
-            {run.directory: run for cell in self.cells for run in cell.runs.values()}.values()
-        )
+        return each_once(run for cell in self.cells for run in cell.runs.values())
+
+
+def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs in their order, those of one directory once, as the first of them."""
+    found: dict[Path, PlannedRun] = {}
+    for run in runs:
+        found.setdefault(run.directory, run)
+    return list(found.values())
 
 
 def plan(

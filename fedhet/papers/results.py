@@ -17,6 +17,8 @@ from fedhet.report.paired import Difference
 from fedhet.report.run import Run, load_run
 from fedhet.runs.records import NAN
 
+OUTCOMES = ("holds", "not told apart", "does not hold", "not measured")
+"""What can come of a claim in a place."""
 Place = tuple[str, str]
 """The names of a row and of a column."""
 
@@ -56,7 +58,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """Whether the claim holds there: beyond two standard errors, or not told apart."""
+        """One of OUTCOMES: beyond two standard errors a claim holds there, or does not."""
         mean, found = self.difference.mean, self.difference
         if math.isnan(mean):
             return "not measured"

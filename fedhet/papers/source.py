@@ -148,12 +148,22 @@ def table_names() -> list[str]:
     )
 
 
-def read_table(name: str) -> PaperTable:
-    """Return a table. Raises SettingsError that suggests the nearest name, or names the fault."""
-    if name not in table_names():
+def tables_of(word: str) -> list[str]:
+    """Return the names of the tables that a word means: "all", one, or those of a paper ("felo").
+
+    Raises SettingsError that suggests the nearest name.
+    """
+    known = table_names()
+    found = [name for name in known if word == "all" or f"{name}-".startswith(f"{word}-")]
+    if not found:
         raise SettingsError(
-            f"table '{name}' does not exist; `fedhet table` lists all{nearest(name, table_names())}"
+            f"table '{word}' does not exist; `fedhet table` lists all{nearest(word, known)}"
         )
+    return found
+
+
+def read_table(name: str) -> PaperTable:
+    """Return one of `table_names`. Raises SettingsError that says what is wrong with its file."""
     text = (FILES / f"{name}.toml").read_text(encoding="utf-8")
     try:
         return PaperTable.model_validate(tomllib.loads(text))

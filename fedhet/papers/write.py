@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedhet.papers.results import CellResult, Results, Verdict
+from fedhet.papers.results import OUTCOMES, CellResult, Results, Verdict
 from fedhet.report.page import render
 from fedhet.report.tables import Cell, Cells, markdown, plain
 from fedhet.storage import replacing
@@ -38,6 +39,34 @@ def write_results(results: Results, out: Path) -> Path:
     with replacing(out / f"{stem}.html") as path:
         path.write_text(_page(results), "utf-8")
     return out / f"{stem}.html"
+
+
+def write_overview(found: Sequence[Results], path: Path) -> None:
+    """Write several tables into one Markdown file: which claims hold, then each table."""
+    sections = "\n".join(as_markdown(results) for results in found)
+    with replacing(path) as new:
+        new.write_text(f"{markdown(overview(found))}\n{sections}", "utf-8")
+
+
+def overview(found: Sequence[Results]) -> Cells:
+    """Return a row for each table: how far it is made, and how many of its claims hold."""
+    counts = [Counter(verdict.outcome for verdict in results.verdicts) for results in found]
+    return Cells(
+        {
+            "table": [Cell(results.plan.name) for results in found],
+            "what it is": [Cell(results.plan.table.title) for results in found],
+            "runs": [Cell(f"{r.finished} of {len(r.plan.runs)}") for r in found],
+            "Kendall's τ": [Cell(_agreements(results)) for results in found],
+            **{name: [Cell(str(count[name])) for count in counts] for name in OUTCOMES},
+        },
+        words=2,
+    )
+
+
+def _agreements(results: Results) -> str:
+    columns = results.plan.table.columns_in(results.plan.size)
+    known = [value for c in columns if not math.isnan(value := results.agreement(c.name))]
+    return ", ".join(map(_number, known)) or "–"
 
 
 def as_markdown(results: Results) -> str:
