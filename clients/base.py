@@ -314,6 +314,8 @@ class HetClient(NumPyClient):
         started = time.perf_counter()
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
             answer = self.train(round, instruction)
+        for model in self.models.values():
+            model.zero_grad()  # gradients take as much as weights while the client waits
         seconds = time.perf_counter() - started
         if not all(map(all_finite, self.models.values())) or not math.isfinite(self.loss or 0.0):
             raise StateError(

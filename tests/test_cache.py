@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pytest
+from federation import Server, client_of, small
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,33 +25,59 @@ class Sized:
 
 
 def kept_by_hand(uses):
-    """Which clients are kept after each use: the latest whose sizes fit, beside the one in use."""
+    """Which clients are kept after each use: those of other runs go first, then the latest."""
     kept = []
-    for name, size in uses:
-        others = [(n, s) for n, s in kept if n != name]
-        while sum(s for _, s in others) > MOST:
-            others.pop(0)
-        kept = [*others, (name, size)]
-        yield [n for n, _ in kept]
+    for run, name, size in uses:
+        others = [each for each in kept if each[:2] != (run, name)]
+        while sum(size for *_, size in others) > MOST:
+            stale = [each for each in others if each[0] != run]
+            others.remove(stale[0] if stale else others[-1])
+        kept = [*others, (run, name, size)]
+        yield [(run, name) for run, name, _ in kept]
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 60)), max_size=40))
-def test_the_latest_that_fit_are_kept(uses):
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7), st.integers(0, 60)), max_size=40))
+def test_what_is_needed_last_is_closed_for_room(uses):
     """A client's size changes with each use."""
     clients, cache = {}, OpenClients(MOST)
-    for (name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
-        fresh = Sized(0)
-        client = cache.open(name, lambda fresh=fresh: fresh)
+    for (run, name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
+        fresh, key = Sized(0), (run, name)
+        client = cache.open(key, lambda fresh=fresh: fresh)
         client.size = size
-        assert (client is fresh) == (name not in clients)
-        clients = {n: clients.get(n, client) for n in expected}
-        clients[name] = client
+        assert (client is fresh) == (key not in clients)
+        clients = {k: clients.get(k, client) for k in expected}
+        clients[key] = client
         assert list(cache._clients) == expected
+
+
+def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
+    cache, opened = OpenClients(MOST), []
+    for _ in range(4):
+        opened.append(0)
+        for name in range(15):  # eleven of ten bytes each: ten that fit, and the one in use
+
+            def new():
+                opened[-1] += 1
+                return Sized(10)
+
+            cache.open(("run", name), new)
+    assert opened == [15, 4, 4, 4]
 
 
 def test_a_use_measures_one_client_however_many_are_open():
     cache = OpenClients(MOST)
-    clients = [cache.open(n, lambda: Sized(0)) for n in range(50)]
+    clients = [cache.open((0, n), lambda: Sized(0)) for n in range(50)]
     before = sum(client.asked for client in clients)
-    cache.open(0, lambda: Sized(0))
+    cache.open((0, 0), lambda: Sized(0))
     assert sum(client.asked for client in clients) == before + 1 == 50
+
+
+@pytest.mark.parametrize("method", ["felo", "fedtype", "um-pfssl", "pfedme", "fml"])
+def test_a_client_that_waits_holds_no_gradients(tmp_path, method):
+    server = Server(small(method, clients=2), tmp_path)
+    server.answers(server.ask(1))
+    for proxy, _ in server.ask(1):
+        models = client_of(proxy).models.values()
+        parameters = [p for model in models for p in model.parameters()]
+        assert parameters
+        assert all(p.grad is None for p in parameters)

@@ -29,7 +29,11 @@ Key = tuple[Config, Node]
 
 
 class OpenClients:
-    """The clients that were used last, whose tensors take no more than `most` bytes.
+    """Clients whose tensors take no more than `most` bytes, besides the one in use.
+
+    For room those of other runs are closed, the oldest first, and then the one that was used last:
+    rounds go through a run's clients, so that it will be needed later than all others. To close the
+    oldest would leave none that is needed next, as soon as they do not all fit.
 
     A client is measured when the next one is opened: only the one in use grows or shrinks, and to
     measure all of them each time would take the square of their number.
@@ -43,13 +47,13 @@ class OpenClients:
         self._total = 0
 
     def open(self, key: Key, new: Callable[[], OpenClient]) -> OpenClient:
-        """Return the client of `key`, a new one if it is not kept; close the oldest for room."""
+        """Return the client of `key`, a new one if it is not kept; close others for room."""
         if self._clients:
             self._measure(next(reversed(self._clients)))
         self._total -= self._bytes.pop(key, 0)
         client = self._clients.pop(key, None) or new()
         while self._total > self.most:
-            self._close(next(iter(self._clients)))
+            self._close(self._least_needed(key[0]))
         self._clients[key] = client
         return client
 
@@ -57,6 +61,10 @@ class OpenClients:
         size = self._clients[key].held_bytes()
         self._total += size - self._bytes.get(key, 0)
         self._bytes[key] = size
+
+    def _least_needed(self, run: Config) -> Key:
+        others = (key for key in self._clients if key[0] != run)
+        return next(others, None) or next(reversed(self._clients))
 
     def _close(self, key: Key) -> None:
         del self._clients[key]
