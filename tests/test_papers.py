@@ -105,6 +105,14 @@ def test_printed_numbers_are_in_the_tables_unit(name):
             assert both[0] > 2 if found.unit == "percent" else both[0] < 5
 
 
+@pytest.mark.parametrize("name", [name for name in table_names() if name.startswith("felo")])
+def test_at_the_papers_size_equation_1_is_as_printed(name, tmp_path):
+    for cell in plan(name, read_table(name), "paper", [0], tmp_path).cells:
+        values = cell.runs[0].values
+        if values["method"] in ("felo", "velo"):
+            assert values[f"{values['method']}.feature-weight"] == 1, cell.runs[0].label
+
+
 # What a table plans
 
 
