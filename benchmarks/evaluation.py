@@ -16,7 +16,7 @@ from benchmarks.timing import ratios, show
 from fedhet.activations import evaluation_batch
 from fedhet.devices import Compute, compute_for
 from fedhet.models import build
-from fedhet.settings.tables import ComputeSettings
+from fedhet.settings.engine import ComputeSettings
 from fedhet.training import evaluate
 
 MODELS = {

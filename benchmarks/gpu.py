@@ -38,7 +38,7 @@ from fedhet.models import build
 from fedhet.objects import dataset_name
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
-from fedhet.settings.tables import ComputeSettings
+from fedhet.settings.engine import ComputeSettings
 from fedhet.simulate import simulate
 
 SHAPE, CLASSES = (3, 32, 32), 10

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
-from fedhet.settings.tables import ComputeSettings, EngineSettings
+from fedhet.settings.engine import ComputeSettings, EngineSettings
 
 PROCESSOR_BFLOAT16 = False
 """Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?

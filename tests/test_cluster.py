@@ -36,7 +36,8 @@ from fedhet.data.paths import _IN_DATA_DIR, paths_of
 from fedhet.engines.own_ray import own_ray
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
-from fedhet.settings.tables import DataSettings, EngineSettings, where_it_ran
+from fedhet.settings.engine import EngineSettings
+from fedhet.settings.tables import DataSettings, where_it_ran
 
 ADDRESS = "engine.ray-address"
 A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.0, 0.0)

@@ -17,7 +17,7 @@ from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Members
 from fedhet.server.rules import Rules, commonest_task
-from fedhet.settings.tables import EngineSettings
+from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}

@@ -17,7 +17,8 @@ from fedhet.activations import evaluation_batch
 from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device, settled
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
-from fedhet.settings.tables import ComputeSettings, EngineSettings, TrainingSettings
+from fedhet.settings.engine import ComputeSettings, EngineSettings
+from fedhet.settings.tables import TrainingSettings
 from fedhet.training import (
     batches,
     cross_entropy_of,

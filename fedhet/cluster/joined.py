@@ -33,7 +33,7 @@ from fedhet.devices import find_device
 from fedhet.errors import FedhetError
 from fedhet.runs.directory import make_empty
 from fedhet.server.called import CalledProxy
-from fedhet.settings.tables import EngineSettings
+from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
 

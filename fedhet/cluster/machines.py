@@ -25,8 +25,8 @@ from fedhet.devices import find_device
 from fedhet.errors import FedhetError, words_of
 from fedhet.models.own import is_own
 from fedhet.runs.units import plural
+from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
-from fedhet.settings.tables import EngineSettings
 
 
 @dataclass(frozen=True)

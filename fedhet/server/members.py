@@ -14,7 +14,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.errors import FedhetError, one_line, words_of
 from fedhet.server.nodes import asked_again, registered_name
 from fedhet.server.rules import Rules, Task, commonest, commonest_task, task_of
-from fedhet.settings.tables import EngineSettings
+from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
 
 LONGEST_REST = 16
