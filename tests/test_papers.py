@@ -344,6 +344,7 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
     assert all(0 < float(row["measured"]) <= 100 for row in rows)
     made = {p: p.stat().st_mtime_ns for p in (mine / "runs").glob("*/*/summary.json")}
     assert len(made) == 8
+    assert not [path for run in made for path in run.parent.rglob("*.safetensors")], "no models"
     second = call("mine", "--seeds", "0,1,2", "--out", mine)
     assert second.output.count(", seed 2") == 4
     assert "seed 0" not in second.output
@@ -375,6 +376,12 @@ def test_a_run_that_was_cut_short_goes_on(mine, monkeypatch):
     assert before.count("\n") == 1
     assert call("mine", "--seeds", "0", "--out", mine).exit_code == 0
     assert cut.read_text().startswith(before)
+
+
+def test_models_are_kept_where_that_is_asked(mine):
+    call("mine", "--seeds", "0", "--out", mine, "--set", "rounds=1", "--keep-models")
+    for name in ("state", "checkpoints"):
+        assert len(list((mine / "runs").glob(f"*/seed-0/{name}"))) == 2
 
 
 def test_side_by_side_gives_the_same_numbers(mine):

@@ -113,6 +113,12 @@ def table_command(
             help="A setting of all runs, such as data.data-dir or engine.backend.",
         ),
     ] = None,
+    keep_models: Annotated[
+        bool,
+        typer.Option(
+            "--keep-models", help="Keep the models of finished runs, too, not their numbers alone."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
     ] = False,
@@ -127,4 +133,6 @@ def table_command(
     if name is None:
         table.list_tables()
     else:
-        table.make_tables(name, size, several, out, jobs, over, dry_run=dry_run)
+        table.make_tables(
+            name, size, several, out, jobs, over, keep_models=keep_models, dry_run=dry_run
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.progress import (
@@ -38,6 +39,7 @@ from fedhet.papers import (
 from fedhet.papers.plan import PlannedRun, Values
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
+from fedhet.runs.directory import forget_models
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
@@ -52,9 +54,20 @@ def list_tables() -> None:
 
 
 def make_tables(
-    word: str, size: str, seeds: list[int], out: Path, jobs: int, over: Values, *, dry_run: bool
+    word: str,
+    size: str,
+    seeds: list[int],
+    out: Path,
+    jobs: int,
+    over: Values,
+    *,
+    keep_models: bool,
+    dry_run: bool,
 ) -> None:
-    """Make the runs of tables that are not there yet, and show them; if `dry_run`, list them."""
+    """Make the runs of tables that are not there yet, and show them; if `dry_run`, list them.
+
+    Unless `keep_models`, what a finished run measured is kept, but not its models.
+    """
     plans = [_planned(name, size, seeds, out / "runs", over) for name in tables_of(word)]
     runs = each_once(run for found in plans for run in found.runs)
     for run in runs:
@@ -63,7 +76,7 @@ def make_tables(
         for run in runs:
             say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
         return
-    faults = _make(f"{word}, {size}", runs, jobs)
+    faults = _make(f"{word}, {size}", runs, jobs, partial(_made, keep_models=keep_models))
     made = [collect(found) for found in plans]
     for results in made:
         _show(results)
@@ -96,14 +109,16 @@ def _listed() -> Table:
     return listed
 
 
-def _make(label: str, runs: Sequence[PlannedRun], jobs: int) -> dict[str, str]:
+def _make(
+    label: str, runs: Sequence[PlannedRun], jobs: int, make: Callable[..., str]
+) -> dict[str, str]:
     """Make the runs that are not finished; return what is wrong with those that failed."""
     todo = [run for run in runs if not run.finished]
     count, faults = len(runs), dict[str, str]()
     with _progress() as progress, ending_at_once(lambda: GOES_ON):
         whole = progress.add_task(label, total=count)
         progress.update(whole, completed=count - len(todo))
-        made = _one_by_one(todo, progress) if jobs == 1 else side_by_side(todo, jobs, _made)
+        made = _one_by_one(todo, make, progress) if jobs == 1 else side_by_side(todo, jobs, make)
         for number, (run, fault) in enumerate(made, count - len(todo) + 1):
             progress.advance(whole)
             label = f"{run.label}, seed {run.values['seed']}"
@@ -114,19 +129,23 @@ def _make(label: str, runs: Sequence[PlannedRun], jobs: int) -> dict[str, str]:
     return faults
 
 
-def _one_by_one(todo: Sequence[PlannedRun], progress: Progress) -> Iterator[tuple[PlannedRun, str]]:
+def _one_by_one(
+    todo: Sequence[PlannedRun], make: Callable[..., str], progress: Progress
+) -> Iterator[tuple[PlannedRun, str]]:
     for run in todo:
         task = progress.add_task(run.label, total=None)
-        yield run, _made(run, [_Rounds(progress, task)])
+        yield run, make(run, watchers=[_Rounds(progress, task)])
         progress.remove_task(task)
 
 
-def _made(run: PlannedRun, watchers: Sequence[Watcher] = ()) -> str:
+def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
     """Make a run, or go on with it; return why it did not end, or ""."""
     try:
         simulate(run.config, run.directory.resolve(), watchers)
     except FedhetError as error:
         return str(error)
+    if not keep_models:
+        forget_models(run.directory)
     return ""
 
 

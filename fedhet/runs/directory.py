@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,9 @@ from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord, headline_mean
 from fedhet.settings.tables import ENDS, PLACE, where_it_ran
 from fedhet.wire.knowledge import is_name
+
+WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
+"""The folders of a run's directory that hold models: most of what it takes on disk."""
 
 
 def make_empty(directory: Path) -> None:
@@ -31,6 +35,12 @@ def make_empty(directory: Path) -> None:
             raise StateError(f"{directory} is not empty; give another directory with --out")
     except OSError as error:
         raise StateError(f"cannot make the run's directory {directory}: {error}") from None
+
+
+def forget_models(directory: Path) -> None:
+    """Remove a run's models and what it would go on from; what it measured stays."""
+    for name in WITH_MODELS:
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def claimed(directory: Path) -> IO[str]:
