@@ -42,12 +42,12 @@ def test_what_is_needed_last_is_closed_for_room(uses):
     clients, cache = {}, OpenClients(MOST)
     for (run, name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
         fresh, key = Sized(0), (run, name)
-        client = cache.open(key, lambda fresh=fresh: fresh)
+        client = cache.open(run, name, lambda fresh=fresh: fresh)
         client.size = size
         assert (client is fresh) == (key not in clients)
         clients = {k: clients.get(k, client) for k in expected}
         clients[key] = client
-        assert list(cache._clients) == expected
+        assert cache.kept() == set(expected)
 
 
 def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
@@ -60,15 +60,28 @@ def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
                 opened[-1] += 1
                 return Sized(10)
 
-            cache.open(("run", name), new)
+            cache.open("run", name, new)
     assert opened == [15, 4, 4, 4]
+
+
+def test_a_client_that_cannot_be_opened_leaves_the_others():
+    cache = OpenClients(MOST)
+
+    def broken():
+        raise ValueError("no data")
+
+    for run in (0, 1):
+        with pytest.raises(ValueError, match="no data"):
+            cache.open(run, "a", broken)
+        cache.open(run, "b", lambda: Sized(10))
+    assert cache.kept() == {(0, "b"), (1, "b")}
 
 
 def test_a_use_measures_one_client_however_many_are_open():
     cache = OpenClients(MOST)
-    clients = [cache.open((0, n), lambda: Sized(0)) for n in range(50)]
+    clients = [cache.open(0, n, lambda: Sized(0)) for n in range(50)]
     before = sum(client.asked for client in clients)
-    cache.open((0, 0), lambda: Sized(0))
+    cache.open(0, 0, lambda: Sized(0))
     assert sum(client.asked for client in clients) == before + 1 == 50
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -25,9 +25,6 @@ class OpenClient(Protocol):
         """Return the client as Flower's `Client`."""
 
 
-Key = tuple[Config, Node]
-
-
 class OpenClients:
     """Clients whose tensors take no more than `most` bytes, besides the one in use.
 
@@ -41,34 +38,44 @@ class OpenClients:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._clients: dict[Key, OpenClient] = {}
-        """In the order of their last use."""
-        self._bytes: dict[Key, int] = {}
+        self._runs: dict[Hashable, dict[Hashable, OpenClient]] = {}
+        """Each run's clients; both in the order of their last use."""
+        self._bytes: dict[tuple[Hashable, Hashable], int] = {}
         self._total = 0
 
-    def open(self, key: Key, new: Callable[[], OpenClient]) -> OpenClient:
-        """Return the client of `key`, a new one if it is not kept; close others for room."""
-        if self._clients:
-            self._measure(next(reversed(self._clients)))
-        self._total -= self._bytes.pop(key, 0)
-        client = self._clients.pop(key, None) or new()
+    def open(self, run: Hashable, name: Hashable, new: Callable[[], OpenClient]) -> OpenClient:
+        """Return a run's client, a new one if it is not kept; close others for room."""
+        self._measure_last()
+        clients = self._runs.get(run, {})
+        self._total -= self._bytes.pop((run, name), 0)
+        client = clients.pop(name, None) or new()
+        self._runs.pop(run, None)
+        self._runs[run] = clients
         while self._total > self.most:
-            self._close(self._least_needed(key[0]))
-        self._clients[key] = client
+            self._close_one(run)
+        clients[name] = client
         return client
 
-    def _measure(self, key: Key) -> None:
-        size = self._clients[key].held_bytes()
-        self._total += size - self._bytes.get(key, 0)
-        self._bytes[key] = size
+    def kept(self) -> set[tuple[Hashable, Hashable]]:
+        """Return what is open: pairs of a run and a client."""
+        return {(run, name) for run, clients in self._runs.items() for name in clients}
 
-    def _least_needed(self, run: Config) -> Key:
-        others = (key for key in self._clients if key[0] != run)
-        return next(others, None) or next(reversed(self._clients))
+    def _measure_last(self) -> None:
+        if not self._runs:
+            return
+        run, clients = next(reversed(self._runs.items()))
+        name, client = next(reversed(clients.items()))
+        size = client.held_bytes()
+        self._total += size - self._bytes.get((run, name), 0)
+        self._bytes[run, name] = size
 
-    def _close(self, key: Key) -> None:
-        del self._clients[key]
-        self._total -= self._bytes.pop(key)
+    def _close_one(self, current: Hashable) -> None:
+        run, clients = next(iter(self._runs.items()))
+        name = next(reversed(clients) if run == current else iter(clients))
+        del clients[name]
+        self._total -= self._bytes.pop((run, name))
+        if not clients and run != current:
+            del self._runs[run]
 
 
 _open = OpenClients(MOST_BYTES)
@@ -81,4 +88,4 @@ def open_client(config: Config, node: Node) -> OpenClient:
     may have trained the client meanwhile.
     """
     torch.set_num_threads(config.run.engine.threads)
-    return _open.open((config, node), lambda: config.method.client(config, node))
+    return _open.open(config, node, lambda: config.method.client(config, node))
