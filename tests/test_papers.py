@@ -378,6 +378,24 @@ def test_a_run_that_was_cut_short_goes_on(mine, monkeypatch):
     assert cut.read_text().startswith(before)
 
 
+def test_a_run_that_another_table_has_just_made_is_not_made_again(mine, monkeypatch):
+    def beaten(config, directory, watchers):
+        calls.append(directory)
+        for path in (mine / "runs").glob("*/seed-0/later"):
+            path.rename(path.with_name("summary.json"))  # what ends meanwhile
+        return simulate(config, directory, watchers)
+
+    calls, simulate = [], command.simulate
+    found = plan("mine", table(), "tiny", [0], mine / "runs")
+    others = found.runs[1:]
+    monkeypatch.setattr(command, "simulate", beaten)
+    for run in others:
+        place(run.directory, seed=0)
+        (run.directory / "summary.json").rename(run.directory / "later")
+    call("mine", "--seeds", "0", "--out", mine)
+    assert calls == [found.runs[0].directory]
+
+
 def test_models_are_kept_where_that_is_asked(mine):
     call("mine", "--seeds", "0", "--out", mine, "--set", "rounds=1", "--keep-models")
     for name in ("state", "checkpoints"):

@@ -140,6 +140,8 @@ def _one_by_one(
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
     """Make a run, or go on with it; return why it did not end, or ""."""
+    if run.finished:  # for another table that is made at the same time
+        return ""
     try:
         simulate(run.config, run.directory.resolve(), watchers)
     except FedhetError as error:
