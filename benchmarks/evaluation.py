@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.timing import ratios, show
-from fedhet.activations import evaluation_batch
-from fedhet.devices import Compute, compute_for
+from fedhet.devices import Compute, compute_for, evaluation_batch
 from fedhet.models import build
 from fedhet.settings.engine import ComputeSettings
 from fedhet.training import evaluate

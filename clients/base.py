@@ -256,8 +256,7 @@ class HetClient(NumPyClient):
 
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that the client holds in memory."""
-        held = chain(self.samples.held_tensors(), self.state.held_tensors())
-        return sum(tensor.nbytes for tensor in held)
+        return sum(t.nbytes for t in chain(self.samples.held_tensors(), self.state.held_tensors()))
 
     # Flower's interface, in the order of a run.
 
@@ -290,10 +289,9 @@ class HetClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models; the instruction may be empty."""
-        method = self.config.method
         try:
             envelope, instruction = read_instruction(
-                parameters, method, self.sizes, may_be_empty=True
+                parameters, self.config.method, self.sizes, may_be_empty=True
             )
             self.state.restore(envelope.run, before=envelope.round + 1)
             scores, seconds = self._evaluate(instruction)

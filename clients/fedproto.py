@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.base import HetClient
-from fedhet.activations import evaluation_batch
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_feature_loss
 from fedhet.algorithms.prototypes import NearestPrototype
+from fedhet.devices import evaluation_batch
 from fedhet.training import evaluating
 from fedhet.wire.contract import Contract, TensorField
 from fedhet.wire.knowledge import Knowledge

@@ -1,4 +1,7 @@
-"""The device and precision of a model's computations, and samples as it takes them."""
+"""The device and precision of a model's computations, and samples as it takes them.
+
+Also how many of these it is evaluated on at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from fedhet.settings.engine import ComputeSettings, EngineSettings
 PROCESSOR_BFLOAT16 = False
 """Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
 docs/performance.md has the accuracies and the times."""
+MIB = 2**20
+PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * MIB, 256 * MIB
+"""What a layer's output of a whole batch may take. On a processor twice as much takes more than
+twice the time with some models: tensors leave its cache, and glibc returns their pages to the
+system after every batch."""
+LEAST, MOST = 32, {True: 1024, False: 8192}
+"""Bounds of a batch; the second one on a processor, and on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Compute:
     autocast_dtype: torch.dtype | None = None
     channels_last: bool = False
     eval_batch: int | None = None
-    """Samples in a batch of evaluation; None: see `fedhet.activations.evaluation_batch`."""
+    """Samples in a batch of evaluation; None: see `evaluation_batch`."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -59,6 +69,39 @@ CPU = Compute(torch.device("cpu"))
 def scaled(x: Tensor) -> Tensor:
     """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+
+
+def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
+    """Return how many samples of x [N, ...] `model`, in evaluation mode, takes at a time.
+
+    It is 'engine.eval-batch-size', or else as many as keep the largest output of any layer within
+    a bound, which takes a forward pass of one sample to find.
+    """
+    if compute.eval_batch:
+        return compute.eval_batch
+    processor = compute.device.type == "cpu"
+    bound = PROCESSOR_BYTES if processor else ACCELERATOR_BYTES
+    fitting = bound // max(1, largest_output(model, x[:1], compute))
+    return min(max(fitting, LEAST), MOST[processor])
+
+
+@torch.no_grad()
+def largest_output(model: nn.Module, x: Tensor, compute: Compute) -> int:
+    """Return the bytes of the largest tensor that a module of `model` returns for x [N, ...]."""
+    sizes = [0]
+
+    def note(module: nn.Module, given: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            sizes.append(output.numel() * output.element_size())
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with compute.autocast():
+            model(compute.images(x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(sizes)
 
 
 def compute_for(settings: ComputeSettings) -> Compute:

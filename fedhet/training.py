@@ -15,8 +15,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from fedhet.activations import evaluation_batch
-from fedhet.devices import CPU, Compute
+from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
 from fedhet.settings.tables import TrainingSettings
 

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedhet import devices
-from fedhet.activations import evaluation_batch
-from fedhet.devices import CPU, Compute, available_devices, compute_for, find_device, settled
+from fedhet.devices import (
+    CPU,
+    Compute,
+    available_devices,
+    compute_for,
+    evaluation_batch,
+    find_device,
+    settled,
+)
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
 from fedhet.settings.engine import ComputeSettings, EngineSettings
