@@ -315,6 +315,13 @@ def test_markdown_shows_measured_beside_printed(tmp_path):
     assert "±" in everywhere
     assert longer.strip() == "–"
     assert "| holds |" in text
+    summary = next(line for line in text.splitlines() if line.startswith("| claim | holds"))
+    assert summary == "| claim | holds | not told apart | does not hold | not measured |"
+    counts = text[text.index(summary) :].splitlines()[2].split("|")[2:-1]
+    said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 5]
+    names = ("holds", "not told apart", "does not hold", "not measured")
+    assert [int(count) for count in counts] == [said.count(name) for name in names]
+    assert text.count("<details>") == text.count("</details>") == 1
     assert "6 of 12 runs are finished" in text
 
 

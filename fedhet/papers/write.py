@@ -80,7 +80,7 @@ def as_markdown(results: Results) -> str:
         f"{LEGEND} {TAU}\n",
     ]
     if results.verdicts:
-        parts += [markdown(claims(results))]
+        parts += [markdown(outcomes(results)), folded("Each comparison", markdown(claims(results)))]
     parts += [f"- {plain(note)}\n" for note in plan.table.notes]
     return "\n".join(parts)
 
@@ -101,6 +101,24 @@ def cells(results: Results) -> Cells:
         measured = [_cell(results.cells[row, column.name]) for row in rows]
         found[column.name] = [*measured, Cell(_number(results.agreement(column.name)))]
     return Cells(found)
+
+
+def outcomes(results: Results) -> Cells:
+    """Return the claims of the paper, each with the number of places where it holds or does not."""
+    found: dict[str, Counter[str]] = {}
+    for verdict in results.verdicts:
+        found.setdefault(verdict.claim.says, Counter())[verdict.outcome] += 1
+    return Cells(
+        {
+            "claim": [Cell(says) for says in found],
+            **{name: [Cell(str(count[name])) for count in found.values()] for name in OUTCOMES},
+        }
+    )
+
+
+def folded(summary: str, content: str) -> str:
+    """Return Markdown that is shown when its summary is chosen."""
+    return f"<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
 
 
 def claims(results: Results) -> Cells:
