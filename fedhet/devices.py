@@ -17,13 +17,12 @@ from fedhet.settings.engine import ComputeSettings, EngineSettings
 PROCESSOR_BFLOAT16 = False
 """Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
 docs/performance.md has the accuracies and the times."""
-MIB = 2**20
-PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * MIB, 256 * MIB
+PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """What a layer's output of a whole batch may take. On a processor twice as much takes more than
 twice the time with some models: tensors leave its cache, and glibc returns their pages to the
 system after every batch."""
-LEAST, MOST = 32, {True: 1024, False: 8192}
-"""Bounds of a batch; the second one on a processor, and on an accelerator."""
+LEAST, MOST_ON_PROCESSOR, MOST_ON_ACCELERATOR = 32, 1024, 8192
+"""Bounds of a batch of evaluation, in samples."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,11 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     """
     if compute.eval_batch:
         return compute.eval_batch
-    processor = compute.device.type == "cpu"
-    bound = PROCESSOR_BYTES if processor else ACCELERATOR_BYTES
+    bound, most = ACCELERATOR_BYTES, MOST_ON_ACCELERATOR
+    if compute.device.type == "cpu":
+        bound, most = PROCESSOR_BYTES, MOST_ON_PROCESSOR
     fitting = bound // max(1, largest_output(model, x[:1], compute))
-    return min(max(fitting, LEAST), MOST[processor])
+    return min(max(fitting, LEAST), most)
 
 
 @torch.no_grad()
