@@ -64,7 +64,9 @@ def federation(method: str, clients: int, out: Path) -> Config:
             "clients": clients,
             "rounds": 2,
             "out": str(out),
-            "data.max-samples": 400,
+            "data.max-samples": max(400, 2 * clients),
+            "data.min-samples": 1,
+            "data.test-fraction": 0.0,
             "data.max-test-samples": 20,
             "data.partition": "iid",
             "training.local-epochs": 1,
@@ -83,8 +85,9 @@ class Recording(InlineProxy):
         super().__init__(config, read_node(node_config, config.run, str(folder / "state")))
         self.folder = folder
 
-    def _call(self, name: str, instruction: Any) -> Any:
-        result = super()._call(name, instruction)
+    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
+        """Call the real client, and keep what it answers first."""
+        result = super().call(name, instruction, timeout)
         said = result.properties if name == "get_properties" else result.metrics
         if not (path := self.folder / f"{name}.json").exists():
             path.write_text(json.dumps(said))
@@ -102,7 +105,8 @@ class Repeating(InlineProxy):
         super().__init__(config, read_node(node_config, config.run, ""))
         self.folder, self.run, self.round = folder, run, 0
 
-    def _call(self, name: str, instruction: Any) -> Any:
+    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
+        """Answer what is in the folder."""
         said = json.loads((self.folder / f"{name}.json").read_text())
         done = Status(Code.OK, "")
         if name == "get_properties":
