@@ -15,6 +15,7 @@ from torch import nn
 from fedhet.data import (
     DataSpec,
     Split,
+    arranged,
     client_data,
     datasets,
     load,
@@ -121,7 +122,11 @@ def alone(monkeypatch):
     """Let this process forget what it has read, before and after."""
     monkeypatch.setattr(datasets, "_taken", {})
     monkeypatch.setattr(partition, "_taken", {})
-    caches = (datasets._load, partition._partition, public._public, site.client_data)
+    monkeypatch.setattr(arranged, "_taken", {})
+    caches = (
+        datasets._load, partition._partition, public._public, site.client_data, arranged._mapped,
+        arranged._starts,
+    )  # fmt: skip
 
     def forget():
         for cache in caches:
@@ -198,6 +203,43 @@ def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, alone, name):
     assert described(spec) == wanted
     mapped = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "decoded" / "0.safetensors") in mapped
+    assert str(tmp_path / "decoded" / "samples.npy") in mapped
+
+
+def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path, alone):
+    spec = DataSpec(dataset="digits", clients=3, test_fraction=0.25)
+    write_decoded(spec, tmp_path)
+    alone()
+    use_decoded(spec, tmp_path)
+    parts = [split.x for index in range(3) for own in [client_data(spec, index)]
+             for split in (own.train, own.test)]  # fmt: skip
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    first = parts[0].data_ptr()
+    assert [part.data_ptr() - first for part in parts] == [
+        sum(part.nbytes for part in parts[:number]) for number in range(6)
+    ]
+
+
+def test_a_client_that_changes_its_samples_changes_no_others(tmp_path, alone):
+    spec = DataSpec(dataset="digits", clients=2)
+    write_decoded(spec, tmp_path)
+    written = (tmp_path / "samples.npy").read_bytes()
+    alone()
+    use_decoded(spec, tmp_path)
+    client_data(spec, 0).train.x.zero_()
+    assert (tmp_path / "samples.npy").read_bytes() == written
+
+
+@pytest.mark.parametrize("damage", [b"", b"no array", None])
+def test_a_broken_file_of_samples_is_one_line(tmp_path, alone, damage):
+    spec = DataSpec(dataset="digits", clients=2)
+    write_decoded(spec, tmp_path)
+    path = tmp_path / "samples.npy"
+    path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
+    alone()
+    use_decoded(spec, tmp_path)
+    with pytest.raises(StateError, match=r"cannot read the clients' samples in .*samples\.npy"):
+        client_data(spec, 0)
 
 
 def test_other_settings_of_the_partition_map_the_same_file(tmp_path, monkeypatch, alone):

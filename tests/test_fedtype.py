@@ -276,6 +276,17 @@ def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
         assert said["proxy_set"] == len(client.label_set)
 
 
+def test_a_client_of_two_samples_trains_on_both(tmp_path):
+    config = fedtype(clients=2, max_samples=4, min_samples=1, test_fraction=0.0, partition="iid")
+    client = opened(config, tmp_path)
+    assert (len(client.held_out), len(client.y)) == (0, 2)
+    arrays, _, metrics = client.fit(
+        encode(Envelope("run", "fedtype", 1, "server"), message(client)), {}
+    )
+    assert "error" not in metrics
+    assert decode(arrays, "t")[1].scalars == {}
+
+
 def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
     client = opened(fedtype(models="cnn2", **{"fedtype.proxy": "cnn2"}), tmp_path)
     before = {kind: model.state_dict() for kind, model in client.models.items()}

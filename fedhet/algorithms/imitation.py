@@ -78,8 +78,13 @@ class Imitation:
         self.accuracy = accuracy
 
     def is_silent(self, held_out: int) -> bool:
-        """Tell whether nothing is imitated with so many held-out samples: all sets are whole."""
+        """Tell whether nothing is imitated with so many held-out samples: all sets are whole.
+
+        Without any, as with a client of two samples, which trains on both, there is no threshold.
+        """
         chosen = self.rules
+        if chosen.kind == "conformal" and not held_out:
+            return True
         may_be_infinite = chosen.kind == "conformal" and chosen.corrected
         silent = may_be_infinite and chosen.skips_infinite
         return silent and not is_informative(held_out, chosen.theta)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedhet.data.arranged import take_arranged, write_arranged
 from fedhet.data.datasets import key_of, load, take_from
 from fedhet.data.partition import partition, take_partition
 from fedhet.data.public import public_source
@@ -24,6 +25,7 @@ from fedhet.errors import StateError
 TREE = "imagefolder"
 """The kind of datasets whose decoded images are mapped from a cache of their own."""
 _PARTITION = "partition.safetensors"
+_SAMPLES = "samples.npy"
 _PARTS = ("train", "test", "public")
 _FACTS = TypeAdapter(
     tuple[str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], int, bool]
@@ -31,12 +33,13 @@ _FACTS = TypeAdapter(
 
 
 def write_decoded(spec: DataSpec, folder: Path) -> None:
-    """Write the datasets that a run's clients read, and their rows. Raises StateError."""
+    """Write the datasets that a run's clients read, their rows and samples. Raises StateError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place, each in enumerate(_sources(spec)):
             write_dataset(load(each, least_classes=1), folder / f"{place}.safetensors")
         _write_partition(partition(spec), folder / _PARTITION)
+        write_arranged(spec, folder / _SAMPLES)
     except OSError as error:
         raise StateError(f"cannot write the decoded data into {folder}: {error}") from None
 
@@ -47,6 +50,7 @@ def use_decoded(spec: DataSpec, folder: Path) -> None:
     Drawing a partition takes little, but importing flwr-datasets for it more than a second.
     """
     take_partition(spec, lambda: _read_partition(folder / _PARTITION))
+    take_arranged(spec, folder / _SAMPLES)
     for place, each in enumerate(_sources(spec)):
         path = folder / f"{place}.safetensors"
         take_from(key_of(each), lambda path=path: read_dataset(path))  # type: ignore[misc]

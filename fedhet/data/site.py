@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fedhet.data.arranged import own_samples
 from fedhet.data.arrays import read_npz, same_kind
 from fedhet.data.datasets import common_test, kind, load
 from fedhet.data.folder import (
@@ -71,7 +72,7 @@ class ClientData:
 def client_data(spec: DataSpec, index: int) -> ClientData:
     """Return the data of client `index`; the most recent clients are cached."""
     dataset = load(spec)
-    train, test = (dataset.train.take(rows) for rows in split_rows(spec, index))
+    train, test = own_samples(spec, index)
     name = client_name(index, spec.clients)
     space = label_space(spec, index)
     common = _within_space(common_test(spec), space, len(dataset.classes))
