@@ -24,6 +24,11 @@ FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | 
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
 
 
+ASKED_A_WORKER = 16
+"""Clients that are asked at once for each worker. Flower's simulation looks through all messages
+under way for each of its clients, ten times a second; with too few, workers wait for the next."""
+
+
 class _StoppedEarly(Exception):  # noqa: N818
     """Ends Flower's loop over the rounds before its last one."""
 
@@ -34,7 +39,7 @@ class FederationServer(Server):
     def __init__(self, config: Config, log: RunLog, manager: ClientManager) -> None:
         strategy = config.method.strategy(config, log)
         super().__init__(client_manager=manager, strategy=strategy)
-        self.set_max_workers(config.run.clients)
+        self.set_max_workers(min(config.run.clients, ASKED_A_WORKER * log.workers))
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
