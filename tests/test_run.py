@@ -17,6 +17,7 @@ from fedhet.config.sources import read_toml
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import DataError, SettingsError, StateError
+from fedhet.server_app import components
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 
@@ -92,6 +93,13 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
         server.strategy.aggregate_fit(1, server.answers(server.ask(1))[::order], [])
         told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.ask(2)])
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("workers", "asked"), [(1, 16), (2, 32), (100, 100)])
+def test_no_more_clients_are_asked_at_once_than_workers_soon_take(tmp_path, workers, asked):
+    config = small(clients=100)
+    server = components(config, tmp_path / "run", workers=workers, watchers=[]).server
+    assert server.max_workers == asked
 
 
 def test_sampling_goes_by_name_and_seed(tmp_path):
