@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedhet.errors import SettingsError
 from fedhet.settings.engine import ComputeSettings, EngineSettings
 
-PROCESSOR_BFLOAT16 = True
+PROCESSOR_BFLOAT16 = False
 """Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
 docs/performance.md has the accuracies and the times."""
 PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
