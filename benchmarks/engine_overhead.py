@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
-from fedhet.engines.own_ray import ray_workers
 from fedhet.simulate import simulate
 
 
@@ -39,7 +39,7 @@ def main() -> None:
             "training.local-epochs": chosen.epochs,
         }
     )
-    workers = ray_workers(config)
+    workers = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         simulate(config, directory)

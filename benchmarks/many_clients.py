@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from fedhet.config.resolve import resolve
-from fedhet.engines.own_ray import ray_workers
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.simulate import simulate
@@ -75,7 +75,7 @@ def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, floa
         spent = float(np.median(np.diff(times.at[:-1])))
     else:
         totals = [json.loads(line)["seconds"]["total"] for line in lines[1:-1]]
-        spent = float(np.median(totals)) * ray_workers(config)
+        spent = float(np.median(totals)) * (os.cpu_count() or 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"milliseconds": 1000 * spent / clients, "megabytes": peak}
 

@@ -1,4 +1,4 @@
-"""A whole federation from this machine: Flower's simulation on Ray, in this process, or a cluster.
+"""A whole federation from this machine: on Ray's workers here or on a cluster, or in this process.
 
 This is the only module that starts simulations; `fedhet.engines` is what trains their clients.
 """
@@ -17,7 +17,7 @@ from fedhet import data
 from fedhet.config.resolve import Config, check
 from fedhet.config.sources import read_toml
 from fedhet.devices import settled
-from fedhet.engines import engine_of, tell
+from fedhet.engines import engine_of, ray_beside, tell
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
 from fedhet.storage import replacing
@@ -41,9 +41,11 @@ def simulate(
     begun = time.perf_counter() if begun is None else begun
     watchers = tuple(watchers)
     tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
-    check(config)
     config = settled_for(config, directory)
-    with engine_of(config, directory, watchers) as engine:
+    with contextlib.ExitStack() as ending:
+        own = ending.enter_context(ray_beside(config, directory, watchers))
+        check(config)
+        engine = ending.enter_context(engine_of(config, directory, watchers, own))
         parts = components(
             config,
             directory,

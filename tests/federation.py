@@ -33,6 +33,7 @@ SMALL = {
     "models.pool": "mlp,cnn2",
     "training.local-epochs": 1,
     "engine.backend": "inline",
+    "engine.precision": "float32",  # as the references compute; `auto` is the machine's choice
 }
 
 

@@ -16,9 +16,10 @@ from federation import small
 
 from fedhet.cli import main
 from fedhet.cluster import inspection
+from fedhet.cluster.clients import ReachableClients, WorkerProxy
 from fedhet.cluster.connection import connect, environment
 from fedhet.cluster.faults import faults
-from fedhet.cluster.joined import ReachableClients, WorkerProxy, _shared, joined
+from fedhet.cluster.joined import _shared, joined
 from fedhet.cluster.machines import (
     Machine,
     check_machines,
@@ -33,7 +34,6 @@ from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
 from fedhet.data.datasets import _TORCHVISION
 from fedhet.data.paths import _IN_DATA_DIR, paths_of
-from fedhet.engines.own_ray import own_ray
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
 from fedhet.settings.engine import EngineSettings
@@ -77,11 +77,6 @@ def test_the_address_says_where_a_run_ran_and_may_change(tmp_path):
     check_same(small("felo", backend="ray"), tmp_path)
     with pytest.raises(StateError):
         check_same(small("felo", backend="ray", seed=1), tmp_path)
-
-
-def test_without_an_address_a_run_starts_a_ray_of_its_own():
-    given = own_ray(small("felo", backend="ray"))
-    assert given["init_args"]["address"] == "local"
 
 
 # --- what the workers get -------------------------------------------------------------------
@@ -313,7 +308,7 @@ def test_machines_without_processors_are_not_asked():
     head = Machine("head", "10.0.0.9", 0.0, 0.0)
     assert taking_clients([head, A, B], EngineSettings(cpus_per_client=2.0)) == [A, B]
     assert taking_clients([head, A, B], EngineSettings(cpus_per_client=3.0)) == [A]
-    with pytest.raises(SettingsError, match="at most 4, the processors of the cluster's largest"):
+    with pytest.raises(SettingsError, match="at most 4, the processors of Ray's largest"):
         taking_clients([head, A, B], EngineSettings(cpus_per_client=5.0))
 
 
@@ -438,7 +433,7 @@ def test_if_all_machines_are_gone_the_run_ends(ray):
     assert workers.is_lost
     with pytest.raises(LostError, match="no worker is left"):
         workers.run("client-0", lost, None)
-    with pytest.raises(FedhetError, match=r"no worker is left on the Ray cluster.*--resume"):
+    with pytest.raises(FedhetError, match=r"no worker is left on Ray.*--resume"):
         clients.all()
 
 

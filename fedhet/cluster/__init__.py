@@ -1,1 +1,1 @@
-"""A run on the machines of a Ray cluster: joining it, asking its machines, and its workers."""
+"""Runs on Ray: a Ray of a run's own or a cluster that is joined, their machines and workers."""

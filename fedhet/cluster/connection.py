@@ -1,13 +1,16 @@
-"""Joining a Ray cluster and leaving it, and what its workers get of this machine's environment."""
+"""Starting a Ray, or joining a cluster, and leaving it; what its workers get of the environment."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
 import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fedhet.errors import FedhetError, words_of
 from fedhet.settings.address import AUTO, host_and_port
@@ -27,14 +30,28 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of the folders in which packages are installed."""
 
 
+def start() -> None:
+    """Start a Ray on this machine, for this process alone. Raises FedhetError."""
+    ray = _ray()
+    try:
+        with _environment({"PYTHONPATH": os.pathsep.join(own_paths())}):
+            # Without an address Ray joins a cluster of this machine, or that of RAY_ADDRESS.
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except Exception as error:  # Ray raises errors of several kinds, and of several lines
+        ray.shutdown()
+        raise FedhetError(
+            f"cannot start Ray on this machine ({words_of(error)}); --backend inline does without"
+        ) from error
+
+
 def connect(address: str) -> None:
     """Join the cluster. Raises FedhetError if it is not there, or this machine is none of its."""
-    import ray
-
-    if ray.is_initialized():
-        raise FedhetError(
-            "this process has joined Ray already: call ray.shutdown() before a run on a cluster"
-        )
+    ray = _ray()
     if address != AUTO:
         _reach(address)
     try:
@@ -51,6 +68,33 @@ def connect(address: str) -> None:
             f"cannot join the Ray cluster {address!r} from this machine: `ray start{there}` makes "
             f"it one of the cluster's (Ray says: {words_of(error)})"
         ) from error
+
+
+def _ray() -> Any:
+    """Return the module, with what it reads from the environment set. Raises FedhetError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's future default: a worker without a GPU share still sees all GPUs.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        raise FedhetError("this process has joined Ray already: call ray.shutdown() before a run")
+    return ray
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block: Ray's processes inherit them."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _reach(address: str) -> None:

@@ -67,7 +67,7 @@ def taking_clients(machines: Sequence[Machine], engine: EngineSettings) -> list[
     able = [machine for machine in machines if machine.workers(engine, on_gpu=False)]
     if not able:
         most = max((machine.cpus for machine in machines), default=0.0)
-        rule = f"at most {most:g}, the processors of the cluster's largest machine"
+        rule = f"at most {most:g}, the processors of Ray's largest machine"
         raise refused("engine.cpus-per-client", engine.cpus_per_client, rule)
     return able
 

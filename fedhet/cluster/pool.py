@@ -1,9 +1,8 @@
-"""The workers of a run on a cluster: who is idle, and what becomes of those that are lost.
+"""The workers of a run on Ray: who is idle, and what becomes of those that are lost.
 
-Flower's own pool of Ray's actors is made for one machine. It puts a dead actor back, on which every
-later task fails, and asks as many clients at once as the server has processors, however large the
-cluster is. Here a lost worker is left out and, if its machine is still there, started anew; its
-client is asked again by another.
+Flower's own pool of Ray's actors puts a dead actor back, on which every later task fails, and its
+simulation looks through all messages for each client, ten times a second. Here a lost worker is
+left out and, if its machine is still there, started anew; its client is asked again by another.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ class Pool:
         notice: Callable[[str], None],
     ) -> None:
         """Start a worker at each of `places`. `start` returns an actor that has `is_ready`."""
+        self.places = tuple(places)
         self._start, self._notice = start, notice
         self._changed = threading.Condition()
         self._idle: deque[Placed] = deque()
@@ -131,7 +131,7 @@ class Pool:
                     self._busy.add(placed)
                     return placed
                 if not (self._busy or self._starting):
-                    raise LostError("no worker is left on the Ray cluster")
+                    raise LostError("no worker is left on Ray")
                 left = _left(end)
                 if left == 0:
                     raise TimeoutError("no worker was free in time")

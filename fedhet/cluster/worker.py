@@ -1,14 +1,17 @@
-"""One of Ray's workers on a cluster, and what it returns of a client that failed."""
+"""One of Ray's workers, and what it returns of a client that failed."""
 
 from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedhet.client.cache import open_client
 from fedhet.client.node import read_node
 from fedhet.config.resolve import Config
+from fedhet.data import DataSpec
+from fedhet.data.decoded import use_decoded
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,16 @@ class Failed:
 
 
 class Worker:
-    """Runs any client of a run, one at a time; Ray makes an actor of it."""
+    """Runs any client of a run, one at a time; Ray makes an actor of it.
 
-    def __init__(self, config: Config, state_dir: str) -> None:
+    `decoded` is the folder from which it maps the run's data, if there is one on its machine; it
+    may be written after the worker has started.
+    """
+
+    def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
         self._config, self._state_dir = config, state_dir
+        if decoded is not None:
+            use_decoded(DataSpec.of(config.run), decoded)
 
     def call(self, partition: int, name: str, instruction: Any) -> Any:
         """Call the method `name` of a client; return its result, or `Failed`."""

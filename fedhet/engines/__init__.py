@@ -1,4 +1,4 @@
-"""What trains a run's clients: this process, a Ray of its own, or the machines of a cluster."""
+"""What trains a run's clients: this process, Ray's workers here, or those of a cluster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.server import ServerAppComponents
 from flwr.server.client_manager import ClientManager
 
 from fedhet.config.resolve import Config
 from fedhet.engines.inline import run_inline
-from fedhet.engines.own_ray import ray_workers, refuse_numbered_gpu, run_on_ray, set_up_ray
 from fedhet.errors import one_line
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
+from fedhet.settings.schema import refused
+
+if TYPE_CHECKING:
+    from fedhet.cluster.own import OwnRay
 
 
 @dataclass(frozen=True)
@@ -32,42 +36,63 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine_of(config: Config, directory: Path, watchers: Sequence[Watcher]) -> Iterator[Engine]:
-    """Return what trains the clients. Raises FedhetError if a cluster is not there or not ready."""
-    states = directory / "state"
-    if config.run.engine.backend == "inline":
-        yield Engine(lambda parts: run_inline(config, states, parts))
-    elif not config.run.engine.ray_address:
-        workers = ray_workers(config)
-        yield Engine(
-            lambda parts: run_on_ray(config, directory, states, parts),
-            workers,
-            f"starting Ray with {plural(workers, 'worker')}",
-        )
-    else:
-        with _cluster(config, directory, watchers) as cluster:
-            yield cluster
+def ray_beside(
+    config: Config, directory: Path, watchers: Sequence[Watcher]
+) -> Iterator[OwnRay | None]:
+    """Start a Ray of the run's own, if it trains on one: it takes seconds, most of them waiting.
+
+    Raises SettingsError.
+    """
+    engine = config.run.engine
+    if engine.backend != "ray":
+        yield None
+        return
+    _refuse_numbered_gpu(config)
+    if engine.ray_address:
+        yield None
+        return
+    from fedhet.cluster.own import own_ray
+
+    with own_ray(config, directory, _notice(watchers)) as ray:
+        yield ray
 
 
 @contextlib.contextmanager
-def _cluster(config: Config, directory: Path, watchers: Sequence[Watcher]) -> Iterator[Engine]:
-    from fedhet.cluster.joined import joined
+def engine_of(
+    config: Config, directory: Path, watchers: Sequence[Watcher], own: OwnRay | None
+) -> Iterator[Engine]:
+    """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
+    if config.run.engine.backend == "inline":
+        yield Engine(lambda parts: run_inline(config, directory / "state", parts))
+    elif own is not None:
+        tell(watchers, "waiting for Ray to start")
+        workers = own.workers()
+        starting = f"starting Ray with {plural(workers.count, 'worker')}"
+        yield Engine(own.run, workers.count, starting, workers.clients)
+    else:
+        from fedhet.cluster.joined import joined
 
+        address = config.run.engine.ray_address
+        tell(watchers, f"joining the Ray cluster {address}, asking its machines")
+        with joined(config, directory, _notice(watchers)) as workers:
+            machines = plural(workers.machines, "machine")
+            starting = f"starting with {plural(workers.count, 'worker')} on {machines}"
+            yield Engine(workers.run, workers.count, starting, workers.clients)
+
+
+def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
     def notice(text: str) -> None:
         for watcher in watchers:
             watcher.notice(one_line(text))
 
-    refuse_numbered_gpu(config)
-    set_up_ray()
-    tell(watchers, f"joining the Ray cluster {config.run.engine.ray_address}, asking its machines")
-    with joined(config, directory, notice) as cluster:
-        machines = plural(cluster.machines, "machine")
-        yield Engine(
-            cluster.run,
-            cluster.workers,
-            f"starting with {plural(cluster.workers, 'worker')} on {machines}",
-            cluster.manager,
-        )
+    return notice
+
+
+def _refuse_numbered_gpu(config: Config) -> None:
+    """Raise SettingsError if `engine.device` is a GPU with a number, which Ray cannot give."""
+    if (device := config.run.engine.device).startswith("cuda:"):
+        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        raise refused("engine.device", device, rule)
 
 
 def tell(watchers: Iterable[Watcher], what: str) -> None:

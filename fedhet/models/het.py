@@ -47,8 +47,7 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
 def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
 
-    On torch's default device: inside `torch.device("meta")` nothing is computed. A model of texts
-    needs a device that computes, as it looks at their lengths.
+    The samples are on torch's default device.
     """
     training = {part: part.training for part in module.modules()}
     module.eval()

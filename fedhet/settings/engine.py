@@ -41,7 +41,7 @@ class EngineSettings(ComputeSettings):
     """How a run is executed: backend, resources, timeouts and limits."""
 
     backend: Literal["ray", "inline"] = machine(
-        "ray", "Flower's simulation on Ray, or everything in this process"
+        "ray", "Ray's workers, here or on a cluster (ray-address), or everything in this process"
     )
     track: Literal["none", "wandb", "mlflow"] = machine(
         "none", "where a run's numbers are sent beside its own files (docs/trackers.md)"

@@ -1,0 +1,94 @@
+"""Runs on a Ray of their own: its start, its end, and workers that are lost. With a real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from federation import run, small, without_times
+
+from fedhet.cluster import connection
+from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.runs.log import Watcher
+
+
+class Assassin(Watcher):
+    """Kills one of Ray's workers at the end of the first round."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+        self.said: list[str] = []
+
+    def round_finished(self, record) -> None:
+        if not self.killed:
+            ours = psutil.Process().children(recursive=True)
+            worker = next(p for p in ours if p.name().startswith("ray::Worker"))
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait(30)
+            self.killed.append(worker.pid)
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_worker_that_is_killed_costs_no_client_and_no_number(tmp_path):
+    assassin = Assassin()
+    on_ray = run(small(backend="ray", clients=6, rounds=3), tmp_path / "ray", [assassin])
+    assert assassin.killed
+    (lost,) = [line for line in assassin.said if "is lost" in line]
+    assert "asked again on another" in lost
+    inline = run(small(clients=6, rounds=3), tmp_path / "inline")
+    assert without_times(on_ray) == without_times(inline)
+    assert not psutil.pid_exists(assassin.killed[0])
+
+
+def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
+    import ray
+
+    with pytest.raises(DataError, match="nowhere"):
+        run(small(backend="ray", dataset=f"imagefolder:{tmp_path}/nowhere"), tmp_path / "run")
+    assert not ray.is_initialized()
+    assert not [p for p in psutil.Process().children() if "gcs_server" in p.name()]
+    with pytest.raises(SettingsError, match=r"'engine.cpus-per-client' = 5000.* is not allowed"):
+        run(small(backend="ray", cpus_per_client=5000.0), tmp_path / "run")
+    assert not ray.is_initialized()
+    assert not (tmp_path / "run").exists()
+
+
+def test_ray_that_does_not_start_costs_one_line(tmp_path, monkeypatch):
+    def fails(**_):
+        raise RuntimeError("no room\nin /dev/shm")
+
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(FedhetError) as error:
+        run(small(backend="ray"), tmp_path / "run")
+    assert str(error.value).startswith("cannot start Ray on this machine (")
+    assert "no room" in str(error.value)
+    assert "--backend inline" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("before", [None, "/of/the/user"])
+def test_what_ray_is_started_with_is_taken_back(monkeypatch, tmp_path, before):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = {}
+
+    def starts(**given):
+        seen.update(given, path=os.environ["PYTHONPATH"].split(os.pathsep))
+
+    monkeypatch.setattr("ray.init", starts)
+    connection.start()
+    assert seen["address"] == "local"  # though there may be a cluster, or RAY_ADDRESS
+    assert seen["path"][0] == str(tmp_path)
+    assert os.environ.get("PYTHONPATH") == before
+
+
+def test_a_process_that_has_a_ray_already_is_told(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(FedhetError, match=r"call ray.shutdown\(\) before a run"):
+        connection.start()
