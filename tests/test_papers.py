@@ -424,7 +424,7 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
 
     simulate = command.simulate
     monkeypatch.setattr(command, "simulate", failing)
-    with pytest.raises(FedhetError, match="2 runs did not end: together, own, seed 0: no luck"):
+    with pytest.raises(FedhetError, match="2 runs failed: together, own, seed 0: no luck"):
         call("mine", "--seeds", "0", "--out", mine)
     assert len(list((mine / "runs").glob("local-*/seed-0/summary.json"))) == 2
     assert (mine / "mine-tiny.md").exists()

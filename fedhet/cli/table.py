@@ -87,7 +87,7 @@ def make_tables(
         say(f"all of them: {out / f'{word}-{size}.md'}")
     if faults:
         said = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
-        raise FedhetError(f"{plural(len(faults), 'run')} did not end: {said}")
+        raise FedhetError(f"{plural(len(faults), 'run')} failed: {said}")
 
 
 def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -> Plan:
@@ -139,7 +139,7 @@ def _one_by_one(
 
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Make a run, or go on with it; return why it did not end, or ""."""
+    """Make a run, or go on with it; return why it failed, or ""."""
     if run.finished:  # for another table that is made at the same time
         return ""
     try:

@@ -141,11 +141,11 @@ def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
             say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}")
             faults += [f"{run.label}: {fault}"] if fault else []
     if faults:
-        raise FedhetError(f"{plural(len(faults), 'run')} did not end: {'; '.join(faults)}")
+        raise FedhetError(f"{plural(len(faults), 'run')} failed: {'; '.join(faults)}")
 
 
 def _made(run: OneOfSeveral) -> str:
-    """Make a run; return why it did not end, or ""."""
+    """Make a run; return why it failed, or ""."""
     try:
         simulate(run.config, run.directory)
     except FedhetError as error:
