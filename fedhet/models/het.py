@@ -47,7 +47,8 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
 def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
 
-    The samples are on torch's default device.
+    On torch's default device: inside `torch.device("meta")` nothing is computed. A model of texts
+    needs a device that computes, as it looks at their lengths.
     """
     training = {part: part.training for part in module.modules()}
     module.eval()

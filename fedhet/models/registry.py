@@ -150,8 +150,7 @@ def shapes(
 ) -> dict[str, tuple[Shape, str]]:
     """Return each tensor's shape and numpy dtype name in the model's state dict.
 
-    A registered model is built once, to find its width, and then without memory; a user's own model
-    is built and dropped. Cached.
+    For registered models no memory is allocated; a user's own model is built and dropped. Cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim))
 
@@ -194,12 +193,9 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Return D of a registered extractor, from a pass of two samples.
-
-    On the meta device nothing would be computed, but PyTorch then imports its compiler, which takes
-    longer than the pass with any of the models.
-    """
-    with seeded(0, "width", name), torch.device("cpu"):
+    """Return D of a registered extractor, from a pass on the meta device; of texts, a real one."""
+    device = "cpu" if kind_of(shape) == "text" else "meta"
+    with seeded(0, "width", name), torch.device(device):
         return output_shape(find(name).extractor(shape), shape)[1]
 
 
