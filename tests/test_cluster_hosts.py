@@ -37,6 +37,9 @@ ENVIRONMENT = {
     **os.environ,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # else workers starve where anything else is going on
+    # Else a machine that a test has killed is still listed when the next one asks all machines.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 
