@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from fedhet.errors import SettingsError
 from fedhet.settings.engine import ComputeSettings, EngineSettings
 
-PROCESSOR_BFLOAT16 = False
-"""Does 'engine.precision' = auto mean bfloat16 on a processor that multiplies it in hardware?
-docs/performance.md has the accuracies and the times."""
 PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """What a layer's output of a whole batch may take. On a processor twice as much takes more than
 twice the time with some models: tensors leave its cache, and glibc returns their pages to the
@@ -163,11 +160,14 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 def _is_faster_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
-    return device.type == "cpu" and PROCESSOR_BFLOAT16 and multiplies_bfloat16()
+    return device.type == "cpu" and _has_amx()
 
 
-def multiplies_bfloat16() -> bool:
-    """Tell whether this processor multiplies bfloat16 in hardware: by AMX, or by AVX-512."""
+def _has_amx() -> bool:
+    """Tell whether this processor multiplies matrices of bfloat16.
+
+    By AVX-512 alone some methods take longer than in float32 (docs/performance.md).
+    """
     # PyTorch 2.11 may not have it.
     known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
+    return bool(known.get("amx_bf16"))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int64) + (X[:, 1] > 0)
-QUICK = {"training.local-epochs": 1, "data.partition": "iid"}
+QUICK = {"training.local-epochs": 1, "data.partition": "iid", "engine.precision": "float32"}
 
 
 def tiny(shape, classes):

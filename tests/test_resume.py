@@ -17,7 +17,6 @@ import torch
 from federation import SMALL, each, records, run, small
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
-from fedhet import devices
 from fedhet.config.methods import method_names
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
@@ -50,14 +49,14 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
 
 def test_a_resumed_run_computes_as_it_was_begun(tmp_path, monkeypatch):
     """What `auto` meant stands in config.toml, and what it means elsewhere is of no account."""
-    config = small("fedavg", rounds=3, clients=2, max_samples=100)
+    config = small("fedavg", rounds=3, clients=2, max_samples=100, precision="auto")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
     run(config, tmp_path / "whole")
     with pytest.raises(CutError):
         run(config, tmp_path / "cut", [CutOff(2, "after")])
     kept = read_toml(tmp_path / "cut" / "config.toml")
     assert (kept["engine.precision"], kept["engine.channels-last"]) == ("float32", "true")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    monkeypatch.setattr(devices, "PROCESSOR_BFLOAT16", True)
     run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     assert read_toml(tmp_path / "cut" / "config.toml") == kept
     same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")

@@ -23,8 +23,8 @@ class ComputeSettings(Schema):
     device: str = machine("auto", "auto, cpu, cuda, cuda:N or mps")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="auto is bfloat16 on a GPU that has it, else float32; a simulation's "
-        "config.toml says what it was",
+        description="auto is bfloat16 on a GPU that has it and on a processor with AMX, else "
+        "float32; a simulation's config.toml says what it was",
     )
     channels_last: Literal["auto", "true", "false"] = machine(
         "auto", "memory format of images; auto is channels-last but on mps"
