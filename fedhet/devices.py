@@ -166,7 +166,7 @@ def _is_faster_in_bfloat16(device: torch.device) -> bool:
 def _has_amx() -> bool:
     """Tell whether this processor multiplies matrices of bfloat16.
 
-    By AVX-512 alone some methods take longer than in float32 (docs/performance.md).
+    By AVX-512 alone some methods gain nothing (docs/performance.md).
     """
     # PyTorch 2.11 may not have it.
     known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()

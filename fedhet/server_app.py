@@ -24,9 +24,8 @@ FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | 
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
 
 
-ASKED_A_WORKER = 16
-"""Clients that are asked at once for each worker. Flower's simulation looks through all messages
-under way for each of its clients, ten times a second; with too few, workers wait for the next."""
+ASKED_A_WORKER = 2
+"""Clients that are asked at once for each worker: one trains, and the next waits for the worker."""
 
 
 class _StoppedEarly(Exception):  # noqa: N818

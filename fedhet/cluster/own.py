@@ -71,6 +71,7 @@ def own_ray(config: Config, directory: Path, notice: Callable[[str], None]) -> I
     `notice` is told of workers that are lost. `config` says what `auto` means here, since the
     workers get it at once.
     """
+    # Ray's processes end with the thread that has started them: it lives as long as the block.
     with ThreadPoolExecutor(1) as beside:
         ray = OwnRay(config, directory, notice, beside)
         try:

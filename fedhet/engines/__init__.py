@@ -44,11 +44,9 @@ def ray_beside(
     Raises SettingsError.
     """
     engine = config.run.engine
-    if engine.backend != "ray":
-        yield None
-        return
-    _refuse_numbered_gpu(config)
-    if engine.ray_address:
+    if engine.backend == "ray":
+        _refuse_numbered_gpu(config)
+    if engine.backend != "ray" or engine.ray_address:
         yield None
         return
     from fedhet.cluster.own import own_ray
@@ -67,7 +65,7 @@ def engine_of(
     elif own is not None:
         tell(watchers, "waiting for Ray to start")
         workers = own.workers()
-        starting = f"starting Ray with {plural(workers.count, 'worker')}"
+        starting = f"starting with {plural(workers.count, 'worker')}"
         yield Engine(own.run, workers.count, starting, workers.clients)
     else:
         from fedhet.cluster.joined import joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.encoder import assemble_encoder, check_encoder
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import DrawnInfo, ModelInfo, base_and_width, narrowed
+from fedhet.models.lean import without_weights
 from fedhet.models.own import (
     assemble_own,
     find_own,
@@ -40,6 +42,8 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
 """Names in a pool that stand for a model of each client's own."""
+MOST_COMPUTED = 2**16
+"""Values of a sample up to which a model's width is found by computing."""
 _DRAWABLE = MappingProxyType({k: v for drawn in small.DRAWN for k, v in drawn.models.items()})
 
 
@@ -167,7 +171,8 @@ def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None
 ) -> dict[str, tuple[Shape, str]]:
     computes = is_own(name) or is_encoder(name) or is_timm(name)
-    with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
+    nowhere = torch.device("cpu") if computes else without_weights()
+    with seeded(0, "shapes", name), nowhere:
         state = _assemble(name, shape, classes, feature_dim).state_dict()
     return {
         key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -193,8 +198,14 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Return D of a registered extractor, from a pass on the meta device; of texts, a real one."""
-    device = "cpu" if kind_of(shape) == "text" else "meta"
+    """Return D of a registered extractor, from a pass of two samples.
+
+    On the meta device large ones allocate nothing, as a client's claim must not, and networks with
+    pretrained weights do without them. For others it is the slower way, since PyTorch then imports
+    its compiler; and it cannot look at the lengths of texts.
+    """
+    on_meta = prod(shape) > MOST_COMPUTED or is_pretrained(name)
+    device = "meta" if on_meta and kind_of(shape) != "text" else "cpu"
     with seeded(0, "width", name), torch.device(device):
         return output_shape(find(name).extractor(shape), shape)[1]
 

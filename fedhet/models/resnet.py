@@ -13,6 +13,7 @@ from torch import nn
 
 from fedhet.kinds import Shape
 from fedhet.models.info import ModelInfo, share_of
+from fedhet.models.lean import torchvision_models
 from fedhet.models.stem import first_conv, he_init, is_small
 
 # Blocks in each of the four stages. Felo names ResNet-10, 14, 18, 22 and 26 "from the PyTorch
@@ -57,10 +58,9 @@ def vision_resnet(
     For small images, the first conv is 3x3 with stride 1, and there is no max-pool. `width` is the
     share of all channels, rounded up.
     """
-    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-
-    kind: Any = BasicBlock if block == "basic" else Bottleneck
-    net: nn.Module = ResNet(kind, list(layers), num_classes=1)
+    resnet = torchvision_models().resnet
+    kind: Any = resnet.BasicBlock if block == "basic" else resnet.Bottleneck
+    net: nn.Module = resnet.ResNet(kind, list(layers), num_classes=1)
     if width != 1:
         _narrow(net, kind, layers, width)
     net.conv1 = first_conv(net.conv1, shape)  # type: ignore[arg-type]
@@ -85,14 +85,13 @@ def _narrow(net: Any, kind: Any, layers: Sequence[int], width: float) -> None:
 
 def gems_stage(inputs: int, planes: int, blocks: int, stride: int) -> nn.Module:
     """Return bottleneck blocks: [N, inputs, H, W] -> [N, 4 * planes, H / stride, W / stride]."""
-    from torchvision.models.resnet import Bottleneck
-
+    block = torchvision_models().resnet.Bottleneck
     outputs = 4 * planes
     shortcut = nn.Sequential(
         nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
     )
-    rest = [Bottleneck(outputs, planes) for _ in range(blocks - 1)]
-    return nn.Sequential(Bottleneck(inputs, planes, stride, shortcut), *rest)
+    rest = [block(outputs, planes) for _ in range(blocks - 1)]
+    return nn.Sequential(block(inputs, planes, stride, shortcut), *rest)
 
 
 def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:

@@ -2,8 +2,8 @@
 
 The extractor is the network without its last linear layer, dropout included. For small images
 (`stem.is_small`), the first convolution and the next strided layer keep the image's size.
-torchvision is imported only when a model is built: its import takes as long as torch's, and every
-message of a deployed run starts a process.
+torchvision is imported only when a model is built: every message of a deployed run starts a
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from fedhet.kinds import Shape
 from fedhet.models.info import ModelInfo
+from fedhet.models.lean import torchvision_models
 from fedhet.models.stem import first_conv, he_init, is_small, unstride
 
 
@@ -49,8 +50,7 @@ def vgg(shape: Shape, layout: str) -> nn.Module:
 
     For small images, without hidden linear layers ([N, 512]) or max-pools of a 1-pixel side.
     """
-    from torchvision.models import vgg as tv_vgg
-
+    tv_vgg = torchvision_models().vgg
     layers: Any = tv_vgg.make_layers(tv_vgg.cfgs[layout], batch_norm=True)
     layers[0] = first_conv(layers[0], shape, small_stem=False)
     if is_small(shape):
@@ -65,9 +65,7 @@ def vgg(shape: Shape, layout: str) -> nn.Module:
 
 def _torchvision(name: str) -> Any:
     """Return torchvision's model of that name, untrained."""
-    from torchvision import models
-
-    return models.get_model(name, weights=None, num_classes=1)
+    return torchvision_models().get_model(name, weights=None, num_classes=1)
 
 
 def _without_late_pools(layers: nn.Sequential, side: int) -> nn.Sequential:
