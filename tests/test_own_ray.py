@@ -88,7 +88,10 @@ def test_what_ray_is_started_with_is_taken_back(monkeypatch, tmp_path, before):
     assert os.environ.get("PYTHONPATH") == before
 
 
-def test_a_process_that_has_a_ray_already_is_told(monkeypatch):
+def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
+    ended = []
     monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
     with pytest.raises(FedhetError, match=r"call ray.shutdown\(\) before a run"):
-        connection.start()
+        run(small(backend="ray"), tmp_path / "run")
+    assert not ended

@@ -47,14 +47,21 @@ class OwnRay:
 
     def end(self) -> None:
         """End its workers, and Ray."""
-        with contextlib.suppress(Exception):  # it may not have started
+        with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
             self.workers().pool.close()
-        leave()
+            leave()
 
     def _start(self, states: Path, notice: Callable[[str], None]) -> Workers:
+        start()
+        try:
+            return self._workers(states, notice)
+        except BaseException:
+            leave()
+            raise
+
+    def _workers(self, states: Path, notice: Callable[[str], None]) -> Workers:
         import ray
 
-        start()
         engine = self._config.run.engine
         on_gpu = find_device(engine.device).type == "cuda"
         machines = taking_clients(running_machines(), engine)
