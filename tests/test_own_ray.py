@@ -8,7 +8,9 @@ import signal
 import psutil
 import pytest
 from federation import run, small, without_times
+from typer.testing import CliRunner
 
+from fedhet.cli import app
 from fedhet.cluster import connection
 from fedhet.errors import DataError, FedhetError, SettingsError
 from fedhet.runs.log import Watcher
@@ -95,3 +97,43 @@ def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
     with pytest.raises(FedhetError, match=r"call ray.shutdown\(\) before a run"):
         run(small(backend="ray"), tmp_path / "run")
     assert not ended
+
+
+def test_a_ray_that_was_begun_is_waited_for_or_ended(monkeypatch):
+    done = []
+    monkeypatch.setattr("ray.init", lambda **_: done.append("started"))
+    monkeypatch.setattr("ray.shutdown", lambda: done.append("ended"))
+    with connection.begun():
+        connection.start()
+        assert done == ["started"]
+    assert done == ["started"], "who waited for it ends it"
+    with pytest.raises(SettingsError), connection.begun():
+        raise SettingsError("before anything waited for it")
+    assert done == ["started", "started", "ended"]
+    connection.start()
+    assert done[3:] == ["started"]
+
+
+def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatch):
+    def fails(**_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(FedhetError, match="cannot start Ray"), connection.begun():
+        connection.start()
+    with connection.begun():
+        pass  # nobody waits: there is nobody to tell
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [((), 1), (("--backend", "inline"), 0), (("--set", "engine.ray-address=auto"), 0)],
+)
+def test_which_runs_begin_a_ray_at_once(monkeypatch, tmp_path, words, begins):
+    seen = []
+    monkeypatch.setattr(connection, "_start", lambda: seen.append("begun"))
+    monkeypatch.setattr(connection, "leave", lambda: seen.append("ended"))
+    monkeypatch.setattr("fedhet.cli.training.train_one", lambda values: None)
+    result = CliRunner().invoke(app, ["run", "local", "--out", str(tmp_path / "run"), *words])
+    assert result.exit_code == 0, result.output
+    assert seen == ["begun", "ended"] * begins

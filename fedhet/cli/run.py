@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from fedhet.cli.options import loading, read_seeds, with_settings
 from fedhet.cli.sweep import check_names, read_grid
+from fedhet.cluster.connection import begun
 from fedhet.config.sources import parse_pairs
 from fedhet.config.values import read_values
 from fedhet.errors import SettingsError
@@ -37,14 +39,16 @@ def run_command(
     if seed is not None:
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
-    read_values(values)
-    with loading():
-        from fedhet.cli import training
+    engine = read_values(values).run.engine
+    on_own_ray = engine.backend == "ray" and not engine.ray_address
+    with begun() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
+        with loading():
+            from fedhet.cli import training
 
-    if several is None:
-        training.train_one(values)
-    else:
-        training.train_seeds(values, several)
+        if several is None:
+            training.train_one(values)
+        else:
+            training.train_seeds(values, several)
 
 
 @with_settings("method", *GIVEN, "set_", "backend")

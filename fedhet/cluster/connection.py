@@ -9,6 +9,7 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,32 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of the folders in which packages are installed."""
 
 
+_BESIDE = ThreadPoolExecutor(1)
+"""Its thread lives as long as this process: Ray's processes end with the thread that began them."""
+_begun: list[Future[None]] = []
+"""The start of a Ray that nobody has waited for yet."""
+
+
+@contextlib.contextmanager
+def begun() -> Iterator[None]:
+    """Begin to start a Ray, for which `start` then only waits; if nothing does so, end it again."""
+    _begun.append(_BESIDE.submit(_start))
+    try:
+        yield
+    finally:
+        if _begun and _begun.pop().exception() is None:
+            leave()
+
+
 def start() -> None:
     """Start a Ray on this machine, for this process alone. Raises FedhetError."""
+    if _begun:
+        _begun.pop().result()
+    else:
+        _start()
+
+
+def _start() -> None:
     ray = _ray()
     try:
         with _environment({"PYTHONPATH": os.pathsep.join(own_paths())}):
