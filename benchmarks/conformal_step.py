@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Clock, ratios, seconds, show
-from clients.fedtype import FedTypeClient, Reciprocity
 from fedhet.algorithms.conformal import Raps, calibrate, consensus, prediction_sets
 from fedhet.algorithms.local_models import LocalModel
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.fedtype import FedTypeClient, Reciprocity
 from fedhet.config.resolve import resolve
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.timing import seconds, show
 from fedhet.config.resolve import resolve
 from fedhet.simulate import simulate
-from strategies.velo import VeloStrategy
+from fedhet.strategies.velo import VeloStrategy
 
 STEPS = ("_keep", "_train", "_synthesise", "_measure")
 """What Velo's server does beyond Felo's; each takes the round first."""

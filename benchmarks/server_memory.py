@@ -36,7 +36,7 @@ from flwr.common import (
 from torch import nn
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.inline import InlineProxy
 from fedhet.models import shapes

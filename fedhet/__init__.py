@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedhet.api import run as run
     from fedhet.data import Dataset as Dataset
     from fedhet.data import Split as Split
-    from fedhet.trained.result import Result as Result
+    from fedhet.inference.result import Result as Result
 
 __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ _HOMES = {
     "run": "fedhet.api",
     "load": "fedhet.api",
     "compare": "fedhet.api",
-    "Result": "fedhet.trained.result",
+    "Result": "fedhet.inference.result",
     "Dataset": "fedhet.data",
     "Split": "fedhet.data",
 }

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from fedhet import report
-from fedhet.config.methods import find_method
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name, layered, of_method, of_run, overlaid
 from fedhet.errors import SettingsError
+from fedhet.inference.result import ComparedRuns, Result
+from fedhet.methods.registry import find_method
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
@@ -22,10 +23,9 @@ from fedhet.runs.log import Watcher
 from fedhet.runs.notebook import NotebookDisplay, in_notebook
 from fedhet.server_app import run_directory
 from fedhet.settings.metrics import ACCURACY
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
-from fedhet.settings.tables import RunSettings
 from fedhet.simulate import simulate
-from fedhet.trained.result import ComparedRuns, Result
 
 BACKEND = "engine.backend"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from flwr.client import Client, ClientApp
 from flwr.common import Context
 
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
-from fedhet.client.permissions import permitted
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve_items
 
 

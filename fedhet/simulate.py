@@ -17,7 +17,7 @@ from fedhet import data
 from fedhet.config.resolve import Config, check
 from fedhet.config.sources import read_toml
 from fedhet.devices import settled
-from fedhet.engines import engine_of, ray_beside, tell
+from fedhet.engines.choice import engine_of, ray_beside, tell
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
 from fedhet.storage import replacing

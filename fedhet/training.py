@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
-from fedhet.settings.tables import TrainingSettings
+from fedhet.settings.run import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""

@@ -11,18 +11,18 @@ import pytest
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 
-from clients.base import HetClient
 from fedhet import simulate as simulation
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
-from fedhet.config.methods import find_method
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
 from fedhet.engines import inline
+from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
-from fedhet.server.stored import StoredReply
-from fedhet.settings.tables import RunSettings
-from strategies.base import HetStrategy
+from fedhet.server.reply_spool import StoredReply
+from fedhet.settings.run import RunSettings
+from fedhet.strategies.base import HetStrategy
 
 SMALL = {
     "clients": 4,

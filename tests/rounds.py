@@ -9,9 +9,9 @@ import numpy as np
 from federation import Server, client_of
 from flwr.common import parameters_to_ndarrays
 
-from clients.base import HetClient
 from fedhet.arrays import Array, Arrays
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 

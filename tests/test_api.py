@@ -15,14 +15,14 @@ from federation import SMALL, without_figures
 from torch import nn
 
 import fedhet
-from clients.local import LocalClient
-from fedhet.client.permissions import permitted
+from fedhet.client_runtime.permissions import permitted
+from fedhet.clients.local import LocalClient
 from fedhet.data import dataset_names, is_table
 from fedhet.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.runs.log import Watcher
 from fedhet.runs.notebook import NotebookDisplay, in_notebook
 from fedhet.runs.records import RoundRecord, Seconds, spread
-from strategies.local import LocalStrategy
+from fedhet.strategies.local import LocalStrategy
 
 ROOT = Path(__file__).parents[1]
 RNG = np.random.default_rng(0)

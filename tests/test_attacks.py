@@ -11,8 +11,8 @@ from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.config.methods import find_method
 from fedhet.errors import SettingsError
+from fedhet.methods.registry import find_method
 from fedhet.server import attacks
 from fedhet.server.attacks import (
     Attack,

@@ -11,14 +11,14 @@ from interruption import cut_and_resumed
 from torch.nn import functional as F
 
 from fedhet import server_app
-from fedhet.client.cache import open_client
+from fedhet.client_runtime.cache import open_client
 from fedhet.data import DataSpec, client_data, labelled_parts, public_set
 from fedhet.deployment.flower_cli import submit
 from fedhet.errors import DataError, SettingsError
 from fedhet.models import build
 from fedhet.storage import load
+from fedhet.strategies.central import trainer
 from fedhet.wire.knowledge import decode
-from strategies.central import trainer
 
 PUBLIC = {"data.public-fraction": 0.3}
 OWN_SPACES = {

@@ -6,7 +6,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedhet.client.state import ClientState
+from fedhet.client_runtime.state import ClientState
 from fedhet.devices import CPU
 from fedhet.errors import StateError
 from fedhet.models import Refitted

@@ -15,12 +15,15 @@ import pytest
 from federation import small
 
 from fedhet.cli import main
-from fedhet.cluster import inspection
-from fedhet.cluster.clients import ReachableClients, WorkerProxy
-from fedhet.cluster.connection import connect, environment
-from fedhet.cluster.faults import faults
-from fedhet.cluster.joined import _shared, joined
-from fedhet.cluster.machines import (
+from fedhet.config.resolve import absolute, resolve
+from fedhet.config.sources import read_toml
+from fedhet.data.datasets import _TORCHVISION
+from fedhet.data.paths import _IN_DATA_DIR, paths_of
+from fedhet.engines.ray import inspection
+from fedhet.engines.ray.connection import connect, environment
+from fedhet.engines.ray.faults import faults
+from fedhet.engines.ray.joined_cluster import _shared, joined
+from fedhet.engines.ray.machines import (
     Machine,
     check_machines,
     places,
@@ -28,16 +31,13 @@ from fedhet.cluster.machines import (
     running_machines,
     taking_clients,
 )
-from fedhet.cluster.pool import LostError, Pool
-from fedhet.cluster.worker import Failed, Worker
-from fedhet.config.resolve import absolute, resolve
-from fedhet.config.sources import read_toml
-from fedhet.data.datasets import _TORCHVISION
-from fedhet.data.paths import _IN_DATA_DIR, paths_of
+from fedhet.engines.ray.pool import LostError, Pool
+from fedhet.engines.ray.ray_clients import ReachableClients, WorkerProxy
+from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.tables import DataSettings, where_it_ran
+from fedhet.settings.run import DataSettings, where_it_ran
 
 ADDRESS = "engine.ray-address"
 A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.0, 0.0)
@@ -180,8 +180,8 @@ def test_what_a_run_asks_for(tmp_path):
     config = absolute(resolve({"method": "felo", **chosen}))
     asked = question_of(config, tmp_path / "run")
     assert asked["data"] == [str(tmp_path)]
-    assert asked["modules"] == ["strategies.felo", "clients.felo", "os"]
-    assert asked["packages"] == ["fedhet", "strategies", "clients"]
+    assert asked["modules"] == ["fedhet.strategies.felo", "fedhet.clients.felo", "os"]
+    assert asked["packages"] == ["fedhet"]
     assert asked["device"] in ("cpu", "cuda", "mps")
     assert asked["directory"] == str(tmp_path / "run")
 
@@ -254,7 +254,7 @@ def test_what_this_machine_lacks_too_is_said_elsewhere():
 
 
 def answering(monkeypatch, answers):
-    monkeypatch.setattr("fedhet.cluster.machines._answers", lambda machines, asked, _: answers)
+    monkeypatch.setattr("fedhet.engines.ray.machines._answers", lambda machines, asked, _: answers)
 
 
 def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch, capsys):

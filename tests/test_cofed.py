@@ -11,20 +11,20 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.client.node import read_node
-from fedhet.config.methods import find_method
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.methods.registry import find_method
 from fedhet.models import Within
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
 from fedhet.runs.measures import Measured
+from fedhet.strategies.base import Reply
+from fedhet.strategies.cofed import CofedStrategy
 from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode, encode
-from strategies.base import Reply
-from strategies.cofed import CofedStrategy
 
 TASKS = {
     "partition": "superclasses",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.errors import KnowledgeError
+from fedhet.strategies.felo import FeloStrategy
 from fedhet.wire.contract import (
     Contract,
     ScalarField,
@@ -16,7 +17,6 @@ from fedhet.wire.contract import (
     WeightsField,
     check_finite,
 )
-from strategies.felo import FeloStrategy
 
 SENDER = "client-3"
 DIMS = {"C": 4, "D": 2}

@@ -38,8 +38,8 @@ from fedhet.data import (
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import build
-from fedhet.settings.tables import DataSettings
 
 KINDS = get_args(DataSettings.model_fields["partition"].annotation)
 PARTITIONS = tuple(kind for kind in KINDS if kind != "superclasses")

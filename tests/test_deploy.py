@@ -13,7 +13,6 @@ import psutil
 import pytest
 from federation import run, small, without_times
 
-from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
 from fedhet.data import DataSpec
 from fedhet.data.examples import write_example
@@ -21,6 +20,7 @@ from fedhet.data.partition import split_rows
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
+from fedhet.methods.registry import find_method, method_names
 
 MODELS = "mlp,cnn2,cnn3"
 ORDINARY = "felo"

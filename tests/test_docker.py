@@ -127,7 +127,7 @@ def test_the_build_context_has_no_secret():
     lines = (ROOT / ".dockerignore").read_text().split()
     assert lines[0] == "*", "what is not named is not sent"
     named = {line[1:] for line in lines if line.startswith("!")}
-    folders = {"fedhet", "strategies", "clients"}
+    folders = {"fedhet"}
     files = {"constraints.txt", "wanted.py", "healthy.py", "superlink.py", "submit.sh"}
     assert named == folders | {"pyproject.toml", "README.md", "LICENSE"} | {
         f"docker/{file}" for file in files

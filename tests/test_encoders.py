@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedhet import models
-from fedhet.client.permissions import permitted
+from fedhet.client_runtime.permissions import permitted
 from fedhet.data import DataSpec, load
 from fedhet.data.encoders import VARIABLE, encoder_folder
 from fedhet.errors import DataError, ModelError, SettingsError

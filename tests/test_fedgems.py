@@ -11,8 +11,8 @@ from federation import Server, records, run, small, without_times
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from torch import nn
 
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
 from fedhet.data import DataSpec, client_data, common_test, public_set
 from fedhet.data.site import site_data
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError

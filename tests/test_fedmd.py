@@ -21,7 +21,7 @@ from rounds import (
     told,
 )
 
-from clients.fedmd import Consensus
+from fedhet.clients.fedmd import Consensus
 from fedhet.errors import SettingsError
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge

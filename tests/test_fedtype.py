@@ -7,10 +7,10 @@ from federation import Server, records, run, small, training
 from flwr.common import parameters_to_ndarrays
 from torch.nn import functional as F
 
-from clients.fedtype import Reciprocity
 from fedhet.algorithms.local_models import START_SCALE, LocalModel
 from fedhet.arrays import grouped
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.fedtype import Reciprocity
 from fedhet.data import Split
 from fedhet.errors import SettingsError
 from fedhet.models import build
@@ -109,7 +109,7 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
         payloads += [b"".join(ins.parameters.tensors) for _, ins in told]
         for partition in range(3):
             node_config = {"partition-id": partition, "num-partitions": 3}
-            from fedhet.client.cache import open_client
+            from fedhet.client_runtime.cache import open_client
 
             node = read_node(node_config, config.run, str(tmp_path / "run" / "state"))
             private = open_client(config, node).models["private"]

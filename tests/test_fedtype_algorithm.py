@@ -12,7 +12,7 @@ import torch
 from federation import small
 
 from fedhet.arrays import grouped
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 

@@ -9,13 +9,13 @@ from flwr.common import parameters_to_ndarrays
 from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
 from fedhet.arrays import grouped
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.runs.measures import Measured
+from fedhet.strategies.base import Reply
+from fedhet.strategies.felo import FeloStrategy
 from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode
-from strategies.base import Reply
-from strategies.felo import FeloStrategy
 
 
 def opened(tmp_path, **changes):

@@ -13,12 +13,12 @@ from fedhet.algorithms.fixmatch import (
     unlabelled_loss,
     weak,
 )
-from fedhet.client.semi import FixMatch
-from fedhet.config.methods import find_method, shipped_names
+from fedhet.client_runtime.semi import FixMatch
 from fedhet.data import Split
 from fedhet.devices import CPU
 from fedhet.errors import DataError, SettingsError
-from fedhet.settings.tables import TrainingSettings
+from fedhet.methods.registry import find_method, shipped_names
+from fedhet.settings.run import TrainingSettings
 
 METHODS = [name for name in sorted(shipped_names()) if find_method(name).spec.semi]
 

@@ -12,11 +12,11 @@ from fedhet import api
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
+from fedhet.inference import open_client
 from fedhet.runs.directory import last_round
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord, best_round, spread
 from fedhet.storage import ClientStore
-from fedhet.trained import open_client
 
 
 class Notices(Watcher):

@@ -11,13 +11,13 @@ import pytest
 from federation import Server, records, run, small
 from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
 
-from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import resolve
 from fedhet.deployment.local import LocalDeployment
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError
-from fedhet.server.stored import Inbox
+from fedhet.methods.registry import find_method, method_names
+from fedhet.server.reply_spool import Inbox
 from fedhet.wire import contract
 from fedhet.wire.knowledge import decode, encode
 

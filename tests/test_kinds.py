@@ -9,10 +9,10 @@ from federation import Server, records
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import check, resolve
 from fedhet.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.kinds import kind_of, text_shape
+from fedhet.methods.registry import find_method, method_names
 from fedhet.models.registry import MODELS
 from fedhet.wire.identity import ClientInfo, read_properties
 

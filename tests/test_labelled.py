@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.arrays import grouped
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import UNKNOWN, Split, split_labels
 from fedhet.errors import DataError, SettingsError

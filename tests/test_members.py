@@ -9,14 +9,14 @@ from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
+from fedhet.server.admission import Rules, commonest_task
 from fedhet.server.members import Members
-from fedhet.server.rules import Rules, commonest_task
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 

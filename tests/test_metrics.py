@@ -22,7 +22,7 @@ from fedhet.models.evaluation import judge
 from fedhet.runs.measures import Measured, metric_name, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
 from fedhet.settings.metrics import METRICS, beside_accuracy, measured_names, metric_of
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.run import RunSettings
 from fedhet.training import evaluate
 
 NAMES = tuple(name for name in METRICS if name != "accuracy")

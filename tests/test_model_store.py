@@ -5,7 +5,7 @@ import pytest
 from flwr.common import Parameters
 
 from fedhet.errors import StateError
-from fedhet.server.stored import Inbox
+from fedhet.server.reply_spool import Inbox
 from fedhet.storage import ModelStore
 from fedhet.wire.knowledge import payload_bytes
 

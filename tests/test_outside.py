@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedhet.config.methods import find_method
 from fedhet.errors import SettingsError
+from fedhet.methods.registry import find_method
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--clients", "2", "--rounds", "2", "--models", "mlp,cnn2", "--set", "local-epochs=1"]
@@ -128,14 +128,18 @@ def test_the_baseline_runs_on_its_settings(elsewhere, inline):
     ("code", "fault"),
     [
         ("import nothing_like_it", "cannot import 'broken0.mine': .*nothing_like_it"),
-        ("", "must hold one class that extends HetStrategy of strategies.base, it holds none"),
         (
-            "from strategies.local import LocalStrategy",
-            "must hold one class that extends HetClient of clients.base, it holds none",
+            "",
+            "must hold one class that extends HetStrategy of fedhet.strategies.base, it holds none",
         ),
         (
-            "from strategies.local import LocalStrategy\nfrom strategies.felo import FeloStrategy",
-            "extends HetStrategy of strategies.base, it holds FeloStrategy, LocalStrategy",
+            "from fedhet.strategies.local import LocalStrategy",
+            "must hold one class that extends HetClient of fedhet.clients.base, it holds none",
+        ),
+        (
+            "from fedhet.strategies.local import LocalStrategy\n"
+            "from fedhet.strategies.felo import FeloStrategy",
+            "extends HetStrategy of fedhet.strategies.base, it holds FeloStrategy, LocalStrategy",
         ),
     ],
 )

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedhet.client.permissions import permitted
 from fedhet.client_app import client_fn
+from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 

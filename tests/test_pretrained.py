@@ -6,7 +6,7 @@ import torch
 import torchvision
 from federation import run, small
 
-from fedhet.client.permissions import permitted
+from fedhet.client_runtime.permissions import permitted
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import build, shapes
 from fedhet.models import pretrained as pretrained_models

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from fedhet.algorithms import augment, randaugment
 from fedhet.algorithms.schedule import Plateau, rate_factor
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import site_data
 from fedhet.data.spec import DataSpec
@@ -23,7 +23,7 @@ from fedhet.devices import CPU
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import torch_generator
 from fedhet.settings.deal import training_of
-from fedhet.settings.tables import TrainingSettings
+from fedhet.settings.run import TrainingSettings
 from fedhet.training import batches, cross_entropy_of, optimization
 
 

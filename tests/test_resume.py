@@ -17,11 +17,11 @@ import torch
 from federation import SMALL, each, records, run, small
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
-from fedhet.config.methods import method_names
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
-from fedhet.settings.tables import RunSettings
+from fedhet.methods.registry import method_names
+from fedhet.settings.run import RunSettings
 from fedhet.storage import Checkpoints, save
 
 PYTHON = [sys.executable, "-m", "fedhet"]

@@ -23,11 +23,11 @@ from fedhet.errors import KnowledgeError, StateError
 from fedhet.runs.measures import Measured
 from fedhet.server import exchange as exchanges
 from fedhet.server import round as rounds
+from fedhet.server.client_health import Standing
 from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member
 from fedhet.server.proxy import ClientFailureError, NamedProxy, reasons
 from fedhet.server.round import RoundState, Selection
-from fedhet.server.standing import Standing
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, encode

@@ -10,8 +10,8 @@ from federation import Server, records, run, small, without_times
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
 from fedhet import simulate as simulation
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.engines import inline

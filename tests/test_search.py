@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.algorithms.search import Candidate, adjusted, best, grid
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.training import Optimization, Score, batches
@@ -138,7 +138,7 @@ def candidates_by_hand(decays):
 @pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
 def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
-    from clients.cofed import Trials
+    from fedhet.clients.cofed import Trials
 
     tried = {**GRID, "cofed.search-decays": ",".join(map(str, decays))}
     client = opened(tmp_path, index=index, **tried)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from fedhet.client.cache import open_client
-from fedhet.client.node import read_node
-from fedhet.config.methods import find_method, method_names
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve, resolve_items
 from fedhet.config.sources import (
     all_settings,
@@ -23,8 +22,9 @@ from fedhet.config.sources import (
 )
 from fedhet.data import DataSpec
 from fedhet.errors import SettingsError, nearest
+from fedhet.methods.registry import find_method, method_names
+from fedhet.settings.run import PLACE, RunSettings, where_it_ran
 from fedhet.settings.schema import MethodSettings, Schema, allowed, build, kebab
-from fedhet.settings.tables import PLACE, RunSettings, where_it_ran
 
 
 def often(examples):

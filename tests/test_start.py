@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fedhet.config.declared import declarations_json, declared, declared_by
-from fedhet.config.methods import find_method, shipped_names
 from fedhet.config.values import read_values
 from fedhet.data import DataSpec, load
 from fedhet.errors import SettingsError
+from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.portable import from_data, to_data
 from fedhet.settings.schema import build, takes
 

@@ -8,11 +8,11 @@ from federation import Server, each, records
 from typer.testing import CliRunner
 
 from fedhet.cli import app
-from fedhet.config.methods import find_method, method_names
 from fedhet.config.resolve import check, resolve
 from fedhet.config.sources import all_settings, read_toml
 from fedhet.data import is_table
-from fedhet.settings.tables import RunSettings
+from fedhet.methods.registry import find_method, method_names
+from fedhet.settings.run import RunSettings
 
 TABLE = {
     "data.dataset": "breast-cancer",

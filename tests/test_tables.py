@@ -9,7 +9,7 @@ import sklearn.datasets
 import torch
 from federation import settings
 
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, client_data, load, public_set, validate
 from fedhet.errors import DataError, SettingsError

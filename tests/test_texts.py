@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, client_data, load, partition, public_set, site_data
 from fedhet.data.examples import OWNERS, TOPICS, write_example

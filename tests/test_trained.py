@@ -17,10 +17,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fedhet.cli import main
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.data.examples import write_example
 from fedhet.errors import DataError, FedhetError, ModelError, StateError
-from fedhet.trained import FORMATS, clients_in, export, open_client, read_inputs, samples_for
+from fedhet.inference import FORMATS, clients_in, export, open_client, read_inputs, samples_for
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 MLP, CNN, TREE = "client-0", "client-1", "client-2"
@@ -109,7 +109,9 @@ def test_a_network_takes_neither_the_data_nor_the_run(trained, tmp_path, monkeyp
     directory, _ = trained
     before = open_client(directory, CNN).predict(torch.from_numpy(SCALED)).probabilities
     shutil.copytree(directory / "state", tmp_path / "state")
-    monkeypatch.setattr("clients.base.load_samples", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(
+        "fedhet.clients.base.load_samples", lambda *_: pytest.fail("the data was read")
+    )
     (run_folder,) = (tmp_path / "state").iterdir()
     for folder in (tmp_path / "state", run_folder, run_folder / CNN):
         client = open_client(folder, CNN)
@@ -127,7 +129,7 @@ def test_without_the_data_a_tree_cannot_be_fitted_again_and_no_accuracy_measured
     def gone(*_):
         raise DataError("the data is gone")
 
-    monkeypatch.setattr("clients.base.load_samples", gone)
+    monkeypatch.setattr("fedhet.clients.base.load_samples", gone)
     with pytest.raises(DataError, match="gone"):
         open_client(directory, TREE)
     path = export(open_client(directory, MLP), "safetensors", tmp_path / "m.safetensors")

@@ -24,7 +24,7 @@ from fedhet.devices import (
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
 from fedhet.settings.engine import ComputeSettings, EngineSettings
-from fedhet.settings.tables import TrainingSettings
+from fedhet.settings.run import TrainingSettings
 from fedhet.training import (
     batches,
     cross_entropy_of,

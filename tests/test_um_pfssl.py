@@ -16,12 +16,12 @@ from fedhet import models
 from fedhet.algorithms.helpers import Helper, to_arrays
 from fedhet.algorithms.uncertainty import predictive
 from fedhet.arrays import grouped
-from fedhet.client.node import read_node
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.seeding import seeded
-from fedhet.server.stored import StoredReply
+from fedhet.server.reply_spool import StoredReply
 from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode
 

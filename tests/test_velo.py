@@ -9,16 +9,16 @@ from flwr.common import parameters_to_ndarrays
 from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
-from fedhet.client.messages import read_instruction
-from fedhet.client.node import read_node
+from fedhet.client_runtime.messages import read_instruction
+from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.seeding import torch_generator
+from fedhet.strategies.base import Reply
+from fedhet.strategies.felo import read_means
 from fedhet.training import batches
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
-from strategies.base import Reply
-from strategies.felo import read_means
 
 WIDTH = 8
 CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3, "velo.epochs": 3}

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from fedhet.cli import app, completion
 from fedhet.cli.training import _how_to_go_on, _label
-from fedhet.config.methods import find_method
 from fedhet.config.sources import all_settings, preset_names
 from fedhet.errors import ModelError, SettingsError
-from fedhet.models.own import find_own
+from fedhet.methods.registry import find_method
+from fedhet.models.user_model import find_own
 from fedhet.runs.display import LineDisplay, duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import unknown
-from fedhet.settings.tables import RunSettings
 from fedhet.settings.words import ABSENT, MEANT
 
 COMMANDS = typer.main.get_command(app).commands

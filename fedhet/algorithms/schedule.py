@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import milestones
-from fedhet.settings.tables import TrainingSettings
 
 MILESTONES = (0.5, 0.75)
 """Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from fedhet.cli import completion
 from fedhet.config.sources import layered, of_method, of_run, overlaid, parse_pairs
 from fedhet.errors import SettingsError
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.run import RunSettings
 
 PIPED_WIDTH = 140
 

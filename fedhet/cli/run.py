@@ -11,9 +11,9 @@ import typer
 
 from fedhet.cli.options import loading, read_seeds, with_settings
 from fedhet.cli.sweep import check_names, read_grid
-from fedhet.cluster.connection import begun
 from fedhet.config.sources import parse_pairs
 from fedhet.config.values import read_values
+from fedhet.engines.ray.connection import begun
 from fedhet.errors import SettingsError
 
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")

@@ -17,8 +17,8 @@ from fedhet.config.declared import declared, declared_methods
 from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, setting_rows
 from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
 from fedhet.config.values import read_values
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, table_of, unknown
-from fedhet.settings.tables import RunSettings
 
 
 def methods_command(

@@ -10,8 +10,8 @@ from math import prod
 from fedhet.config.declared import declared
 from fedhet.config.sources import full_name
 from fedhet.errors import SettingsError
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import parse_text
-from fedhet.settings.tables import RunSettings
 
 MOST_VALUES = 1000
 

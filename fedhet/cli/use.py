@@ -14,7 +14,7 @@ from fedhet.cli.options import console, say
 from fedhet.runs.units import printable, score
 
 if TYPE_CHECKING:
-    from fedhet.trained import Predictions
+    from fedhet.inference import Predictions
 
 MOST_COLUMNS = 12
 """With more classes than this, the table shows the most probable ones alone."""
@@ -46,7 +46,7 @@ def predict_command(
     ] = False,
 ) -> None:
     """Predict samples with a client's model: their classes and probabilities."""
-    from fedhet.trained import open_client, read_inputs
+    from fedhet.inference import open_client, read_inputs
 
     trained = open_client(directory, client, best=best)
     names, x = read_inputs(inputs, trained.record, resize=resize)
@@ -94,7 +94,7 @@ def export_command(
     best: Best = False,
 ) -> None:
     """Export a client's model, with a card beside it: what it takes, and how good it is."""
-    from fedhet.trained import export, open_client
+    from fedhet.inference import export, open_client
 
     card = export(open_client(directory, client, best=best), form, out, kind)
     say(f"model: {out}")

@@ -15,9 +15,15 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.methods import Method, find_method, method_names, shipped_names, table_of_method
 from fedhet.errors import SettingsError
 from fedhet.kinds import Kind
+from fedhet.methods.registry import (
+    Method,
+    find_method,
+    method_names,
+    shipped_names,
+    table_of_method,
+)
 from fedhet.settings.portable import from_data, to_data
 from fedhet.settings.schema import MethodSettings, kebab
 from fedhet.wire.contract import Contract

@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fedhet.config.declared import Declared, declarations_json, declared_by
-from fedhet.config.methods import find_method, shipped_names
 from fedhet.config.sources import defaults_toml
+from fedhet.methods.registry import find_method, shipped_names
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import takes
-from fedhet.settings.tables import RunSettings
 
 HEAD = """# Reference
 

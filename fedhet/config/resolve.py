@@ -13,12 +13,12 @@ import tomli_w
 from fedhet import data, models
 from fedhet.algorithms.augment import augmentation
 from fedhet.config.declared import declared_methods
-from fedhet.config.methods import Method, find_method
 from fedhet.config.values import read_values
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
+from fedhet.methods.registry import Method, find_method
+from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import MethodSettings, Scalar, build, kebab, nest, refused
-from fedhet.settings.tables import PLACE, RunSettings
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2

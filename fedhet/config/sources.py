@@ -11,10 +11,10 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet.config.declared import declared, declared_methods
-from fedhet.config.methods import shipped_names
 from fedhet.errors import SettingsError, StateError, nearest
+from fedhet.methods.registry import shipped_names
+from fedhet.settings.run import RENAMED, RunSettings
 from fedhet.settings.schema import flatten, nest, parse_text, table_of, unknown
-from fedhet.settings.tables import RENAMED, RunSettings
 
 PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 PRESETS = resources.files("fedhet") / "presets"

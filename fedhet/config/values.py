@@ -12,8 +12,8 @@ from fedhet.config.declared import Declared, declared
 from fedhet.config.sources import all_settings
 from fedhet.errors import SettingsError
 from fedhet.settings.portable import has_several_types
+from fedhet.settings.run import RENAMED, RunSettings
 from fedhet.settings.schema import build, refused, unknown
-from fedhet.settings.tables import RENAMED, RunSettings
 
 
 @dataclass(frozen=True)

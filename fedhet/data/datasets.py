@@ -15,22 +15,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedhet.data.arrays import has_rows, read_clients
 from fedhet.data.folder import read_tree
 from fedhet.data.hub import KIND as HUB
 from fedhet.data.hub import PLACE as HUB_NAME
 from fedhet.data.hub import read_hub
 from fedhet.data.medmnist import read_medmnist
-from fedhet.data.own import KIND, PLACE, read_own
+from fedhet.data.npz import has_rows, read_clients
 from fedhet.data.signals import read_signals
 from fedhet.data.spec import Dataset, DataSpec, Split, global_random_kept, stratified
 from fedhet.data.superclass import joined
-from fedhet.data.tables import read_adult, read_breast_cancer
+from fedhet.data.tabular import read_adult, read_breast_cancer
 from fedhet.data.texts import read_texts
+from fedhet.data.user_dataset import KIND, PLACE, read_own
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.kinds import Kind
 from fedhet.seeding import numpy_rng
-from fedhet.settings.tables import DataSettings
+from fedhet.settings.run import DataSettings
 
 LOCK = threading.RLock()  # clients in one process load from several threads; load only once
 _FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets

@@ -13,7 +13,7 @@ from fedhet.data.site import ClientData
 from fedhet.data.spec import DataSpec, Split, concatenated
 from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
-from fedhet.settings.tables import DataSettings
+from fedhet.settings.run import DataSettings
 
 
 def labelled_parts(

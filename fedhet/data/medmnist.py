@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.arrays import array_bytes, checked_labels, unreadable
+from fedhet.data.npz import array_bytes, checked_labels, unreadable
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.errors import DataError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedhet.data.encoders import encoder_folder
 from fedhet.data.hub import KIND as HUB
-from fedhet.data.own import KIND as OWN
-from fedhet.settings.tables import DataSettings
+from fedhet.data.user_dataset import KIND as OWN
+from fedhet.settings.run import DataSettings
 
 _IN_DATA_DIR = {
     "mnist": "MNIST/raw",

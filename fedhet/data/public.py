@@ -10,7 +10,7 @@ import numpy as np
 
 from fedhet.data.datasets import LOCK, load
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
-from fedhet.data.tables import generated
+from fedhet.data.tabular import generated
 from fedhet.data.texts import generated_texts
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import described, kind_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedhet.data.arrays import read_clients, read_npz, read_owners, same_kind
+from fedhet.data.npz import read_clients, read_npz, read_owners, same_kind
 from fedhet.data.spec import Dataset, DataSpec
 from fedhet.errors import SettingsError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fedhet.data.arranged import own_samples
-from fedhet.data.arrays import read_npz, same_kind
+from fedhet.data.client_shards import own_samples
 from fedhet.data.datasets import common_test, kind, load
 from fedhet.data.folder import (
     UNLABELLED,
@@ -19,6 +18,7 @@ from fedhet.data.folder import (
     refuse_unlabelled,
     unlabelled_files,
 )
+from fedhet.data.npz import read_npz, same_kind
 from fedhet.data.partition import client_name, hold_out, label_space, split_rows
 from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
 from fedhet.data.spec import (

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import Shape, text_shape
+from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import Count, CountOrNone
-from fedhet.settings.tables import DataSettings, RunSettings
 
 Index = npt.NDArray[np.int64]
 

@@ -21,8 +21,8 @@ from types import TracebackType
 
 import psutil
 
-from fedhet.client.node import STATE_DIR_VARIABLE
-from fedhet.client.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
+from fedhet.client_runtime.node import STATE_DIR_VARIABLE
+from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.data import client_name
 from fedhet.deployment import certs

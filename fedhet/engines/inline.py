@@ -8,10 +8,10 @@ from typing import Any
 
 from flwr.server import Server, ServerAppComponents, ServerConfig
 
-from fedhet.client.cache import open_client
-from fedhet.client.node import Node, read_node
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
-from fedhet.server.called import CalledProxy
+from fedhet.server.direct_proxy import CalledProxy
 
 
 def run_inline(config: Config, state_dir: Path, parts: ServerAppComponents) -> None:

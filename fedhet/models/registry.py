@@ -20,7 +20,9 @@ from fedhet.models.encoder import assemble_encoder, check_encoder
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import DrawnInfo, ModelInfo, base_and_width, narrowed
 from fedhet.models.lean import without_weights
-from fedhet.models.own import (
+from fedhet.models.pretrained import is_pretrained, pretrained_info
+from fedhet.models.timm import assemble_timm, check_timm, is_timm
+from fedhet.models.user_model import (
     assemble_own,
     find_own,
     is_classifier,
@@ -28,8 +30,6 @@ from fedhet.models.own import (
     make_own,
     no_gradients,
 )
-from fedhet.models.pretrained import is_pretrained, pretrained_info
-from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.seeding import derive, numpy_rng, seeded
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(

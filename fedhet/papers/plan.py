@@ -13,8 +13,8 @@ from fedhet.config.declared import declared
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
+from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine
-from fedhet.settings.tables import PLACE, RunSettings
 
 Values = dict[str, object]
 

@@ -14,7 +14,7 @@ from fedhet.report.frames import over_seeds
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.records import KINDS, NAN
 from fedhet.runs.units import position, setting
-from fedhet.settings.tables import where_it_ran
+from fedhet.settings.run import where_it_ran
 
 Column = tuple[str, str]
 """A protocol and a kind of model."""

@@ -15,7 +15,7 @@ from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
 from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord, headline_mean
-from fedhet.settings.tables import ENDS, PLACE, where_it_ran
+from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.knowledge import is_name
 
 WITH_MODELS = ("state", "checkpoints", "inbox", "pool")

@@ -43,8 +43,8 @@ from fedhet.runs.records import (
     metrics_with_tails,
     with_tails,
 )
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
-from fedhet.settings.tables import RunSettings
 from fedhet.storage import Checkpoint, Checkpoints, Facts, replacing
 from fedhet.wire.identity import ClientInfo
 

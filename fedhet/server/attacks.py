@@ -20,7 +20,7 @@ from fedhet.arrays import Array
 from fedhet.seeding import numpy_rng
 from fedhet.server.exchange import Reply
 from fedhet.server.round import RoundState
-from fedhet.settings.tables import AttackSettings
+from fedhet.settings.run import AttackSettings
 from fedhet.wire.contract import Contract, Field, Sizes, TensorField, poisonable
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
 
 from fedhet.algorithms.classwise import capped
-from fedhet.config.methods import Method
 from fedhet.errors import FedhetError, KnowledgeError, words_of
+from fedhet.methods.registry import Method
 from fedhet.runs.measures import Measured, read_measures
 from fedhet.server.outliers import Sizes as FieldSizes
 from fedhet.server.outliers import out_of_proportion, sizes_of
+from fedhet.server.reply_spool import StoredReply
 from fedhet.server.round import RoundState
-from fedhet.server.stored import StoredReply
 from fedhet.settings.metrics import measured_names
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER, ClientInfo

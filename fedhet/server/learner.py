@@ -16,7 +16,7 @@ from fedhet.devices import compute_for
 from fedhet.errors import DivergedError
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.run import RunSettings
 from fedhet.training import (
     LossOfBatch,
     Optimization,

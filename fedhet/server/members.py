@@ -12,8 +12,8 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError, one_line, words_of
+from fedhet.server.admission import Rules, Task, commonest, commonest_task, task_of
 from fedhet.server.nodes import asked_again, registered_name
-from fedhet.server.rules import Rules, Task, commonest, commonest_task, task_of
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
 

@@ -11,7 +11,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
 from fedhet.server.outliers import Sizes
-from fedhet.server.stored import Inbox, StoredReply
+from fedhet.server.reply_spool import Inbox, StoredReply
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]

@@ -26,10 +26,10 @@ from fedhet.errors import (
 )
 from fedhet.runs.measures import Measured
 from fedhet.runs.records import Accuracy, Metrics, RoundRecord, Scores, relative, spread, summarise
+from fedhet.server.client_health import Outcome, Standing
 from fedhet.server.outliers import Sizes, medians
-from fedhet.server.standing import Outcome, Standing
 from fedhet.settings.metrics import in_order, metric_of
-from fedhet.settings.tables import RunSettings
+from fedhet.settings.run import RunSettings
 
 
 @dataclass(frozen=True)

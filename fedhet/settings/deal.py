@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from fedhet.seeding import numpy_rng
-from fedhet.settings.tables import RunSettings, TrainingSettings
+from fedhet.settings.run import RunSettings, TrainingSettings
 
 
 def training_of(run: RunSettings, client: int) -> TrainingSettings:

@@ -1,0 +1,42 @@
+"""What may befall a client of a simulation: it drops out of a round, or takes longer for it.
+
+Both are drawn from seed, client and round, and do not depend on how the simulation is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from fedhet.errors import DropOutError
+from fedhet.seeding import numpy_rng
+from fedhet.settings.run import RunSettings
+
+
+def drops_out(run: RunSettings, client: str, round: int) -> bool:
+    """Tell whether a client drops out of a round."""
+    return _is_hit(run, client, round, "drop-out", run.engine.drop_outs)
+
+
+def straggles(run: RunSettings, client: str, round: int) -> bool:
+    """Tell whether a client takes longer for a round."""
+    return _is_hit(run, client, round, "straggler", run.engine.stragglers)
+
+
+@contextlib.contextmanager
+def mishaps(run: RunSettings, client: str, round: int) -> Iterator[None]:
+    """Let the block take 'engine.slowdown' times as long if the client straggles in the round.
+
+    Raises DropOutError, before the block, if the client drops out of the round.
+    """
+    if drops_out(run, client, round):
+        raise DropOutError(f"drops out of round {round} ('engine.drop-outs')")
+    started = time.perf_counter()
+    yield
+    if straggles(run, client, round):
+        time.sleep((run.engine.slowdown - 1) * (time.perf_counter() - started))
+
+
+def _is_hit(run: RunSettings, client: str, round: int, what: str, share: float) -> bool:
+    return share > 0 and bool(numpy_rng(run.seed, client, round, what).random() < share)

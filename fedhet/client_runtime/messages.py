@@ -1,0 +1,65 @@
+"""Reads the server's instructions, and writes a client's measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from flwr.common import NDArrays, Scalar
+
+from fedhet.methods.registry import Method
+from fedhet.runs.measures import Measured, peak_memory_mb, write_measures
+from fedhet.training import Score
+from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.identity import SERVER
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, expect
+
+Scores = dict[tuple[str, str], Score]
+"""Scores by protocol ("personal", "common") and kind of model ("private", "proxy", ...)."""
+
+
+def read_instruction(
+    arrays: NDArrays, method: Method, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
+) -> tuple[Envelope, Knowledge]:
+    """Return the server's message. Raises KnowledgeError if it violates the method's contract.
+
+    `may_be_empty`: an instruction to evaluate may be empty.
+    """
+    envelope, knowledge = decode(arrays, SERVER)
+    expect(envelope, run=None, method=method.name, round=None, sender=SERVER)
+    if knowledge.tensors or knowledge.scalars or not may_be_empty:
+        contract: Contract = method.strategy.sends
+        contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
+    return envelope, knowledge
+
+
+def best_round(config: Mapping[str, Scalar]) -> int:
+    """Return the best round so far, whose models are to be kept; 0: the server names none."""
+    found = config.get("best", 0)
+    return found if isinstance(found, int) else 0
+
+
+def own_loss(scores: Scores) -> float:
+    """Return the private model's loss on the client's own test split; 0 if there is none."""
+    own = scores.get(("personal", "private"))
+    return own.loss if own is not None and math.isfinite(own.loss) else 0.0
+
+
+def measures(
+    scores: Scores,
+    loss: float | None,
+    train_seconds: float,
+    eval_seconds: float,
+    figures: Mapping[str, float] | None = None,
+) -> dict[str, Scalar]:
+    """Return a client's measurements as Flower metrics; `loss` is the training loss."""
+    accuracy = {key: score.accuracy for key, score in scores.items()}
+    metrics = {
+        (name, *key): value
+        for key, score in scores.items()
+        for name, value in score.metrics.items()
+    }
+    measured = Measured(
+        accuracy, loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {}), metrics
+    )
+    return dict(write_measures(measured))

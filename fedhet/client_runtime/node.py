@@ -1,0 +1,112 @@
+"""A node's settings, from Flower's command line or from its place in a simulation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from fedhet import data
+from fedhet.config.resolve import Config
+from fedhet.data import ClientData, DataSpec
+from fedhet.errors import SettingsError
+from fedhet.models import deal
+from fedhet.settings.deal import training_of
+from fedhet.settings.run import RunSettings, TrainingSettings
+from fedhet.settings.schema import CountOrNone, NonNegative, Schema, build
+
+STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
+OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
+"""The settings of training that a node may have of its own."""
+
+
+class NodeSettings(Schema):
+    """The settings in `--node-config`. The first two are Flower's own."""
+
+    partition_id: int = Field(-1, ge=-1, description="which client of the partition this node is")
+    num_partitions: CountOrNone = Field(0, description="number of nodes, as Flower tells it")
+    name: str = Field("", description="the client's name; empty = client-<partition-id>")
+    data: str = Field("", description="the site's own data folder, instead of a partition")
+    model: str = Field("", description="the site's model; empty = as the run's pool deals it")
+    optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
+        "", description="the site's optimiser; empty = as the run says or deals, as all of training"
+    )
+    lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = as the run says")
+    local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = as the run's")
+    batch_size: CountOrNone = Field(0, description="samples a minibatch; 0 = as the run says")
+    device: str = Field("", description="the site's device; empty = as the run says")
+    state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
+    allow_models: str = Field(
+        "", description="modules, or module:function, that a run may import here; * = any"
+    )
+    allow_paths: str = Field("", description="folders that a run may read here, beside 'data'")
+
+    def training(self, run: RunSettings) -> TrainingSettings:
+        """Return what the client trains with: its own settings, and the run's for the others."""
+        own = {name: getattr(self, name) for name in OWN_TRAINING}
+        dealt = training_of(run, self.partition_id)
+        return dealt.model_copy(update={name: value for name, value in own.items() if value})
+
+
+@dataclass(frozen=True)
+class Node:
+    """A client's identity, model, training, device and state directory."""
+
+    name: str
+    partition: int
+    folder: str
+    model: str
+    training: TrainingSettings
+    device: str
+    state_dir: Path
+
+    def load_data(self, config: Config) -> ClientData:
+        """Return the client's data: from its own folder, or its partition of the run's dataset.
+
+        Raises DataError if the folder cannot be read, or the client has too few samples.
+        """
+        spec = DataSpec.of(config.run)
+        if self.folder:
+            return data.site_data(
+                self.folder,
+                spec=spec,
+                classes=config.run.models.num_classes,
+                name=self.name,
+                unlabelled=config.uses_unlabelled,
+            )
+        return data.client_data(spec, self.partition)
+
+
+def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "") -> Node:
+    """Return the node that `config` (Flower's node config) describes. Raises SettingsError."""
+    settings = build(NodeSettings, config, prefix="node-config ")
+    has_partition = 0 <= settings.partition_id < run.clients
+    if not has_partition and not (settings.data and settings.name):
+        raise SettingsError(
+            f"node-config 'partition-id' = {settings.partition_id}: it takes 0 to "
+            f"{run.clients - 1}; a site with its own data needs 'data' and 'name' instead"
+        )
+    name = settings.name or data.client_name(settings.partition_id, run.clients)
+    return Node(
+        name=name,
+        partition=settings.partition_id,
+        folder=settings.data,
+        model=settings.model or _dealt(run, settings.partition_id),
+        training=settings.training(run),
+        device=settings.device or run.engine.device,
+        state_dir=_state_dir(settings.state_dir or state_dir),
+    )
+
+
+def _dealt(run: RunSettings, partition: int) -> str:
+    dealt = deal(run.models.names, run.clients, run.seed, run.models.deal)
+    return dealt[partition % len(dealt)]
+
+
+def _state_dir(given: str) -> Path:
+    fallback = Path.home() / ".local" / "state" / "fedhet"
+    return Path(given or os.environ.get(STATE_DIR_VARIABLE) or fallback)

@@ -1,0 +1,106 @@
+"""What a site lets a run load at it: code that is imported, and folders that are read.
+
+The settings of a run come from the server. By default they make a site import nothing but what this
+package has, and read nothing but the site's own data: `allow-models` and `allow-paths` allow more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fedhet.client_runtime.node import NodeSettings
+from fedhet.data import OWN
+from fedhet.errors import SettingsError
+from fedhet.methods.registry import method_names
+from fedhet.models.user_model import is_own
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import Scalar, build
+
+ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
+ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
+POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
+SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
+"""Settings of simulations alone, which a site does not follow."""
+DATASETS = ("data.dataset", "data.public-dataset")
+_TIMES = re.compile(r"\s*\*\s*\d+$")
+"""The end of a pool's entry that stands for several of a model."""
+
+
+def permitted(
+    node_config: Mapping[str, object], run_config: Mapping[str, Scalar]
+) -> dict[str, Scalar]:
+    """Return a run's settings as this site takes them: with its own model, if it has one.
+
+    Raises SettingsError, before anything is imported or read, if the site does not allow them.
+    """
+    site = build(NodeSettings, node_config, prefix="node-config ")
+    taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
+    if site.model:
+        taken[POOL] = site.model
+    for setting, name in _imports(taken):
+        if name != site.model and not _may_import(name, site):
+            raise _refused("allow-models", _models(site), f"import {name!r}", setting)
+    for setting, path in _paths(taken):
+        if not _may_read(path, site):
+            raise _refused("allow-paths", _allowed_paths(site), f"read {path!r}", setting)
+    return taken
+
+
+def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names code to import, with what it names."""
+    method = str(settings.get(METHOD, ""))
+    if method and method not in method_names():
+        yield METHOD, method
+    for setting in DATASETS:
+        kind, _, path = str(settings.get(setting, "")).partition(":")
+        if kind == OWN:
+            yield setting, path
+    for setting, value in settings.items():
+        if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
+            # Whatever has a colon may end as the path of a model, odd as it may look.
+            named = [_TIMES.sub("", part.strip()) for part in value.split(",") if ":" in part]
+            yield from ((setting, name) for name in named if is_own(name))
+
+
+def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names a path, with the path."""
+    for setting in DATASETS:
+        kind, colon, path = str(settings.get(setting, "")).partition(":")
+        if colon and kind != OWN:
+            yield setting, path
+    default = RunSettings().data.data_dir
+    if (folder := str(settings.get(DATA_DIR, default))) != default:
+        yield DATA_DIR, folder
+
+
+def _may_import(name: str, site: NodeSettings) -> bool:
+    allowed = [each.strip() for each in _models(site).split(",")]
+    return "*" in allowed or name in allowed or name.partition(":")[0] in allowed
+
+
+def _may_read(path: str, site: NodeSettings) -> bool:
+    allowed = [site.data, *_allowed_paths(site).split(",")]
+    folders = [_resolved(each.strip()) for each in allowed if each.strip()]
+    return any(_resolved(path).is_relative_to(folder) for folder in folders)
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _models(site: NodeSettings) -> str:
+    return site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
+
+
+def _allowed_paths(site: NodeSettings) -> str:
+    return site.allow_paths or os.environ.get(ALLOW_PATHS_VARIABLE, "")
+
+
+def _refused(rule: str, given: str, deed: str, setting: str) -> SettingsError:
+    return SettingsError(
+        f"this site does not let a run {deed}, as the run's '{setting}' asks: "
+        f"node-config '{rule}' = {given!r}"
+    )

@@ -1,0 +1,108 @@
+"""What of a client's training depends on its round: rate, augmentation, a kept optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from fedhet.algorithms.augment import augmentation
+from fedhet.algorithms.schedule import Plateau, rate_factor
+from fedhet.arrays import group, grouped
+from fedhet.client_runtime.state import ClientState
+from fedhet.devices import Compute
+from fedhet.seeding import torch_generator
+from fedhet.settings.run import RunSettings, TrainingSettings
+from fedhet.training import Augment, Optimization, optimization
+from fedhet.wire.identity import ClientInfo
+
+OPTIMIZER = "optimizer"
+"""The group of tensors, and the fact, of the optimiser that `training.keep-optimizer` keeps."""
+PLATEAU = "plateau"
+"""The beginning of the facts of the schedule `plateau`."""
+
+
+class Recipe:
+    """Applies a client's training settings in the round that `begin` names.
+
+    What it must know of earlier rounds is in the client's saved state.
+    """
+
+    def __init__(
+        self, run: RunSettings, info: ClientInfo, state: ClientState, compute: Compute
+    ) -> None:
+        """Raise DataError if `training.augment` is not for the client's samples."""
+        self._seed, self._rounds, self._client = run.seed, run.rounds, info.name
+        self._state, self._compute = state, compute
+        self._change = augmentation(run.training.augment, info.shape)
+        self._optimizing: Optimization | None = None
+        """The optimiser whose state is to be kept."""
+        self.begin(1)
+
+    def begin(self, round: int) -> None:
+        """Begin a round: its learning rate, and its random draws."""
+        self._round, self._optimizing = round, None
+        self.draws = torch_generator(self._seed, self._client, round, "augment")
+        """The generator of the round's augmentations."""
+
+    def end(self, settings: TrainingSettings, loss: float | None) -> None:
+        """Add to the client's state what later rounds need; `loss` is the training loss."""
+        self._keep(settings.optimizer)
+        if settings.schedule == "plateau" and loss is not None:
+            now = self._plateau.after(loss, patience=settings.patience, decay=settings.decay)
+            self._state.facts |= {f"{PLATEAU}.{name}": value for name, value in vars(now).items()}
+
+    def optimization(
+        self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
+    ) -> Optimization:
+        """Return an optimiser over `parameters`, at the round's rate; with its kept state, if any.
+
+        What is kept is what it knows of the private model, while other models, such as a proxy,
+        are replaced in each round.
+        """
+        factor = rate_factor(settings, self._round, self._rounds) * self._plateau.factor
+        now = settings.model_copy(update={"lr": settings.lr * factor})
+        made = optimization(parameters, now, self._compute)
+        if settings.keep_optimizer:
+            self._keep(settings.optimizer)
+            if self._state.facts.get(OPTIMIZER) == settings.optimizer:
+                made.load_state(self._private, group(self._state.tensors, OPTIMIZER))
+            self._optimizing = made
+        return made
+
+    @property
+    def augment(self) -> Augment | None:
+        """Return the function that changes the images of a batch; None: they stay as they are."""
+        change = self._change
+        if change is None:
+            return None
+        return lambda x: self._compute.images(change(x, self.draws))
+
+    def augmentation(self, wanted: bool | Augment) -> Augment | None:
+        """Return `augment` or, if it is not wanted, None; a function is returned as it is."""
+        if isinstance(wanted, bool):
+            return self.augment if wanted else None
+        return wanted
+
+    @property
+    def _plateau(self) -> Plateau:
+        facts = self._state.facts
+        known = {k: facts[f"{PLATEAU}.{k}"] for k in vars(Plateau()) if f"{PLATEAU}.{k}" in facts}
+        return Plateau(**known)  # type: ignore[arg-type]
+
+    @property
+    def _private(self) -> nn.Module:
+        return self._state.models["private"]
+
+    def _keep(self, optimizer: str) -> None:
+        """Put the state of the round's optimiser, if it is to be kept, in place of the last one."""
+        if self._optimizing is None:
+            return
+        found = grouped(OPTIMIZER, self._optimizing.state(self._private))
+        others = {k: v for k, v in self._state.tensors.items() if not _is_kept(k)}
+        self._state.tensors = others | found
+        self._state.facts[OPTIMIZER] = optimizer
+
+
+def _is_kept(name: str) -> bool:
+    return name.startswith(f"{OPTIMIZER}/")

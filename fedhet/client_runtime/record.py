@@ -1,0 +1,150 @@
+"""What a client's folder of a run says of it, so that its models can be used after the run.
+
+A client writes ROOT/<run>/<client>/client.json beside its states. Together they are enough to build
+its models and to use them as in training, without the run's directory and, for networks, without
+the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.samples import ClientSamples
+from fedhet.config.resolve import Config, absolute, resolve
+from fedhet.data import Split
+from fedhet.data.spec import Stored
+from fedhet.errors import StateError
+from fedhet.settings.run import PLACE
+from fedhet.storage import replacing
+from fedhet.wire.identity import MAX_CLASSES, ClientInfo, order_of
+
+FILE = "client.json"
+MOST_BYTES = 2**24
+"""A longer record is refused: one of a hundred thousand classes is shorter."""
+
+
+class ClientRecord(BaseModel):
+    """A client of one run: its settings, its model, and what its model takes and tells apart."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    run: str
+    client: str
+    model: str
+    partition: int
+    folder: str
+    """The site's own data folder; "" for a partition of the run's dataset."""
+    settings: dict[str, bool | int | float | str]
+    """The settings with which the client trained, by their full names."""
+    classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
+    """The names of all classes of the run, in order."""
+    space: list[int] = Field(min_length=1)
+    """The classes, ascending, that the client tells apart: its label space."""
+    shape: list[int] = Field(min_length=1, max_length=4)
+    """The shape of one sample."""
+    stored: Stored
+    samples: int
+    """The number of training samples."""
+
+    @model_validator(mode="after")
+    def _space_is_of_the_classes(self) -> ClientRecord:
+        if self.space != sorted(set(self.space) & set(range(len(self.classes)))):
+            raise ValueError("space must be numbers of classes, ascending")
+        return self
+
+    @classmethod
+    def of(cls, run: str, config: Config, node: Node, samples: ClientSamples) -> ClientRecord:
+        """Return the record of an open client; `config` has the client's own training."""
+        values = absolute(config).flat()
+        return cls(
+            run=run,
+            client=node.name,
+            model=node.model,
+            partition=node.partition,
+            folder=str(Path(node.folder).expanduser().resolve()) if node.folder else "",
+            settings={name: value for name, value in values.items() if name not in PLACE},
+            classes=list(samples.classes) or list(map(str, range(samples.info.classes))),
+            space=samples.space.tolist(),
+            shape=list(samples.info.shape),
+            stored=samples.stored,
+            samples=samples.info.samples,
+        )
+
+    def config(self) -> Config:
+        """Return the client's settings, in a precision that a processor has."""
+        config = resolve(self.settings)
+        if config.run.engine.precision != "float16":
+            return config
+        return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))
+
+    def node(self, config: Config, state_dir: Path, device: str = "cpu") -> Node:
+        """Return the client's node, with its states in `state_dir`."""
+        training = config.run.training
+        return Node(
+            self.client, self.partition, self.folder, self.model, training, device, state_dir
+        )
+
+    def without_data(self, config: Config) -> ClientSamples:
+        """Return the client's task without any samples, which is enough to build its networks."""
+        nothing = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
+        info = ClientInfo(
+            self.client,
+            self.model,
+            self.samples,
+            len(self.classes),
+            tuple(self.shape),
+            order_of(self.classes),
+            config.run.training.describe(),
+        )
+        space: Tensor = torch.tensor(self.space)
+        names = tuple(self.classes)
+        return ClientSamples(info, nothing, nothing, {}, space, 0, names, self.stored)
+
+
+class Recorder:
+    """Leaves an open client's record in its folder, once in a run."""
+
+    def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
+        """Take what the record says; `config` has the client's own training."""
+        self._config, self._node, self._samples = config, node, samples
+        self._left_in = ""
+
+    def record(self, run: str) -> ClientRecord:
+        """Return the client's record."""
+        return ClientRecord.of(run, self._config, self._node, self._samples)
+
+    def leave(self, folder: Path, run: str) -> None:
+        """Write the record into the client's folder of the run, atomically. Raises StateError."""
+        if self._left_in != run:
+            with replacing(folder / FILE, private=True) as path:
+                path.write_text(self.record(run).model_dump_json(indent=1), encoding="utf-8")
+            self._left_in = run
+
+
+def read_record(folder: Path) -> ClientRecord | None:
+    """Return the record in a client's folder; None if it has none. Raises StateError."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise StateError(f"{path} is longer than a client's record can be")
+        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return ClientRecord.model_validate(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(f"{path} is no record of a client: {_fault(error)}") from None
+
+
+def _fault(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,0 +1,137 @@
+"""A client's samples on its device, and the public samples that it may use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.client_runtime.node import Node
+from fedhet.config.resolve import Config
+from fedhet.data import (
+    GENERATED,
+    UNUSED,
+    DataSpec,
+    Split,
+    labelled_parts,
+    public_set,
+    refuse_overlap,
+)
+from fedhet.data.spec import Stored
+from fedhet.devices import Compute
+from fedhet.models import Within
+from fedhet.wire.identity import ClientInfo, order_of
+
+LOG = logging.getLogger("fedhet")
+"""The node's logger: its messages appear in the log of Flower's node."""
+
+
+@dataclass
+class ClientSamples:
+    """A client's training and test data."""
+
+    info: ClientInfo
+    own: Split
+    """The labelled training samples, on the device."""
+    unlabelled: Split
+    """Unlabelled samples, on the device; often none. Their labels (UNKNOWN at a real site) are used
+    for measurements only, never for training."""
+    tests: dict[str, Split]
+    """The test splits by protocol: "personal" and "common", or the one of them that there is."""
+    space: Tensor
+    """The client's label space: its classes [P], ascending."""
+    left_aside: int
+    """Number of samples without a label that the method cannot use."""
+    classes: tuple[str, ...] = ()
+    """The names of all classes of the run, in order."""
+    stored: Stored = "given"
+    """How the samples are stored, which says how new ones are scaled."""
+
+    def within_space(self, model: nn.Module) -> nn.Module:
+        """Return `model` with its predictions restricted to the client's own classes."""
+        if len(self.space) == self.info.classes:
+            return model
+        outside = torch.ones(self.info.classes, dtype=torch.bool, device=self.space.device)
+        outside[self.space] = False
+        return Within(model, outside)
+
+    def own_columns(self, logits: Tensor) -> Tensor:
+        """Return the columns of logits [N, C] that belong to the client's label space."""
+        return logits if len(self.space) == logits.shape[1] else logits[:, self.space]
+
+    def warn_of_left_aside(self, method: str) -> None:
+        """Log the number of unlabelled samples that the method does not use, if any."""
+        if self.left_aside:
+            LOG.warning(
+                "%s: %d samples without a class are left aside: %s learns from labelled ones alone",
+                self.info.name,
+                self.left_aside,
+                method,
+            )
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of samples that only this client holds."""
+        yield from (split.x for split in self.own_splits())
+
+    def own_splits(self) -> Iterator[Split]:
+        """Yield the splits of samples that belong to this client."""
+        yield from (self.own, self.unlabelled)
+        if "personal" in self.tests:
+            yield self.tests["personal"]
+
+
+def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
+    """Return a node's samples. Raises DataError if they cannot be read or are too few."""
+    run, data = config.run, node.load_data(config)
+    own, rest = labelled_parts(data, run.data, run.seed, node.name)
+    count, order = len(own) + len(rest), order_of(data.classes)
+    tests = {"personal": data.test} if len(data.test) else {}
+    tests |= {} if data.common is None else {"common": data.common}
+    return ClientSamples(
+        ClientInfo(
+            node.name,
+            node.model,
+            count,
+            len(data.classes),
+            data.shape,
+            order,
+            node.training.describe(),
+        ),
+        _placed(own, compute),
+        _placed(rest, compute),
+        tests,
+        torch.tensor(data.space, device=compute.device),
+        data.left_aside,
+        data.classes,
+        data.stored,
+    )
+
+
+def public_samples(config: Config, node: Node, samples: ClientSamples, *, labelled: bool) -> Split:
+    """Return the public set; set `labelled` if its labels are used.
+
+    Raises DataError if it contains any sample of this client.
+    """
+    info, named = samples.info, config.run.data.public_dataset
+    classes = info.classes if labelled else None
+    public = public_set(DataSpec.of(config.run), info.shape, classes)
+    # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
+    cut_here = named in ("", UNUSED)
+    if named != GENERATED and (node.folder or not cut_here):
+        for split in samples.own_splits():
+            refuse_overlap(public, split, info.name)
+    return public
+
+
+@lru_cache(maxsize=1)
+def placed_public(public: Split, compute: Compute) -> Split:
+    """Return the public set on the device; one copy per process."""
+    return _placed(public, compute)
+
+
+def _placed(split: Split, compute: Compute) -> Split:
+    return Split(compute.held(split.x), split.y.to(compute.device))

@@ -1,0 +1,112 @@
+"""Learning from a client's unlabelled samples beside its labelled ones: `training.semi`.
+
+Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence,
+NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Generator, Tensor, nn
+
+from fedhet.algorithms.fixmatch import check_shape, confident_labels, strong, unlabelled_loss, weak
+from fedhet.data import UNKNOWN, Split
+from fedhet.devices import Compute
+from fedhet.settings.run import TrainingSettings
+from fedhet.training import LossOfBatch, batches, evaluating
+
+Predict = Callable[[Tensor], Tensor]
+"""Samples x [N, ...] -> logits [N, C] of the model that learns, in the mode that it is in."""
+LEAST_BATCH = 2
+"""Samples that training needs: batch normalisation has no statistics of a single one."""
+LEAST_LABELLED = 8
+"""A batch is labelled to an eighth at least, as in the paper, whose mu is 7."""
+
+
+class FixMatch:
+    """FixMatch's loss (Eqs. 3 and 4) around a supervised loss, for one round of a client.
+
+    A step sees as many samples as a batch has, labelled and unlabelled as the client has them, but
+    an eighth of them labelled at least: where fewer are, they are seen several times an epoch.
+    """
+
+    def __init__(
+        self,
+        labelled: Split,
+        unlabelled: Split,
+        model: nn.Module,
+        settings: TrainingSettings,
+        compute: Compute,
+        draws: Generator,
+    ) -> None:
+        """`model` is put into evaluation mode for pseudo-labels.
+
+        Raises DataError for samples that cannot be augmented.
+        """
+        if unlabelled.x.dtype != torch.int64:  # no texts
+            check_shape(tuple(unlabelled.x.shape[1:]))
+        self._unlabelled, self._model, self._settings = unlabelled, model, settings
+        self._compute, self._draws = compute, draws
+        every = len(labelled) + len(unlabelled)
+        steps = max(1, math.ceil(every / settings.batch_size))
+        least = max(LEAST_BATCH, math.ceil(min(settings.batch_size, every) / LEAST_LABELLED))
+        times = max(1, math.ceil(steps * least / max(1, len(labelled))))
+        self._has_labels = len(labelled) > 0
+        learned = labelled if self._has_labels else unlabelled
+        rows = torch.arange(len(learned), device=learned.x.device).repeat(times)
+        self.x, self.y = learned.x[rows], learned.y[rows]
+        """The labelled samples of an epoch [N, ...], and their classes [N]."""
+        self.batch_size = max(LEAST_BATCH, math.ceil(len(rows) / steps))
+        """The labelled samples of a step."""
+        self._batches = self._endless(max(LEAST_BATCH, math.ceil(len(unlabelled) / steps)))
+        self._counts = torch.zeros(4, device=unlabelled.x.device)
+        """Predictions; pseudo-labels among them; those of known truth; those that are wrong."""
+
+    def augment(self, x: Tensor) -> Tensor:
+        """Return weakly augmented images [N, ...]: what is learned with labels."""
+        return self._compute.images(weak(x, self._draws))
+
+    def beside(self, loss_of: LossOfBatch, predict: Predict) -> LossOfBatch:
+        """Return `loss_of` a labelled batch, plus the weighted loss of the next unlabelled one.
+
+        A client that has samples of one sort alone learns from these.
+        """
+        weight = self._settings.semi_weight
+        if not self._has_labels:
+            return lambda x, y: weight * self.loss(predict)
+        if len(self._unlabelled) < LEAST_BATCH:
+            return loss_of
+        return lambda x, y: loss_of(x, y) + weight * self.loss(predict)
+
+    def loss(self, predict: Predict) -> Tensor:
+        """Return the loss of the next batch of unlabelled images (Eq. 4), a scalar."""
+        rows = next(self._batches)
+        x = self._compute.images(self._unlabelled.x[rows])
+        with torch.no_grad(), evaluating(self._model):
+            guessed, confident = confident_labels(
+                predict(self._compute.images(weak(x, self._draws))), self._settings.semi_threshold
+            )
+        self._count(rows, guessed, confident)
+        logits = predict(self._compute.images(strong(x, self._draws)))
+        return unlabelled_loss(logits, guessed, confident)
+
+    def figures(self) -> dict[str, float]:
+        """Return the share of predictions that became pseudo-labels, and the wrong of these."""
+        seen, used, checked, wrong = self._counts.tolist()
+        found = {"pseudo_labels": used / max(1, seen)}
+        return found | ({"pseudo_error": wrong / checked} if checked else {})
+
+    def _count(self, rows: Tensor, guessed: Tensor, confident: Tensor) -> None:
+        truth = self._unlabelled.y[rows]
+        checked = confident & (truth != UNKNOWN)
+        seen = torch.ones_like(confident)
+        counted = torch.stack([seen, confident, checked, checked & (guessed != truth)])
+        self._counts += counted.sum(1)
+
+    def _endless(self, size: int) -> Iterator[Tensor]:
+        """Yield rows of the unlabelled samples, batch after batch, in an order drawn each epoch."""
+        while True:
+            yield from batches(len(self._unlabelled), size, self._draws, self._unlabelled.x.device)

@@ -1,0 +1,331 @@
+"""The client half of every method: a Flower NumPyClient that calls the hooks a method implements.
+
+`fit` shows the order of a round: read and check the server's instruction, restore the client's
+state, `train`, save the state, evaluate, answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import ClassVar, Unpack
+
+import torch
+from flwr.client import NumPyClient
+from flwr.common import NDArrays, Scalar
+from torch import Tensor, nn
+
+from fedhet.arrays import Arrays
+from fedhet.client_runtime.fault_injection import mishaps
+from fedhet.client_runtime.messages import Scores, best_round, measures, own_loss, read_instruction
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.recipe import Recipe
+from fedhet.client_runtime.record import Recorder
+from fedhet.client_runtime.samples import ClientSamples, load_samples, public_samples
+from fedhet.client_runtime.semi import FixMatch, Predict
+from fedhet.client_runtime.state import ClientState
+from fedhet.config.resolve import Config
+from fedhet.data import Split
+from fedhet.devices import compute_for
+from fedhet.errors import FedhetError, StateError
+from fedhet.models import HetModel, Refitted, build, build_any, load_weights
+from fedhet.models.evaluation import judge
+from fedhet.seeding import seeded, torch_generator
+from fedhet.settings.run import TrainingSettings
+from fedhet.training import (
+    Augment,
+    Epochs,
+    LossOfBatch,
+    Optimization,
+    all_finite,
+    cross_entropy_of,
+    train_epochs,
+)
+from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.knowledge import Knowledge, encode
+
+
+class HetClient(NumPyClient):
+    """Base class of a method's client half: set `sends`, implement the hooks."""
+
+    sends: ClassVar[Contract] = Contract()
+    """The contract of the replies that `train` returns."""
+
+    def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
+        engine = config.run.engine.model_copy(update={"device": node.device})
+        self.config = config.replacing(engine=engine, training=node.training)
+        self.run, self.settings, self.node = self.config.run, config.own, node
+        self.compute = compute_for(engine)
+        self.samples = samples or load_samples(config, node, self.compute)
+        self.info, self.space = self.samples.info, self.samples.space
+        self.unlabelled, self.tests = self.samples.unlabelled, self.samples.tests
+        self.loss: float | None = None
+        """Mean training loss of the last epoch."""
+        self.figures: dict[str, float] = {}
+        """What `training.semi` made of the unlabelled samples in the round."""
+        task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
+        self.state = ClientState(
+            node.state_dir,
+            node.name,
+            {"method": self.run.method, "model": node.model, "task": task},
+            self.compute,
+            setup=self.setup,
+            training_set=self.training_set,
+        )
+        self.recipe = Recipe(self.run, self.info, self.state, self.compute)
+        self.recorder = Recorder(self.config, node, self.samples)
+        self.prepare()
+
+    # The hooks: what a method implements.
+
+    def prepare(self) -> None:
+        """Do what has to be done once, before any round; a client to be used has no samples."""
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Return the client's models, by kind, as they are before the first round."""
+        if not self.config.method.spec.any_model:
+            return {"private": self.build_model()}
+        info = self.info
+        return {"private": build_any(info.model, info.shape, info.classes, seed=self.run.seed)}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train as the server's instruction says; return the reply."""
+        raise NotImplementedError
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return x [N, ...] and y [N], the data that `fit_private` trains on.
+
+        A model without gradients is not saved: after a restart it is fitted again on this data.
+        """
+        return self.x, self.y
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the models to evaluate, by kind; `knowledge` is the latest instruction."""
+        return {"private": self.private}
+
+    def evaluation(self, knowledge: Knowledge) -> Scores:
+        """Return the scores of the models on the client's test splits."""
+        return self.scores(self.eval_models(knowledge))
+
+    def sizes(self) -> Sizes:
+        """Return the sizes that the fields of the server's messages must have."""
+        return self.config.method.spec.sizes(self.settings, self.info)
+
+    # Helpers for methods.
+
+    @property
+    def x(self) -> Tensor:
+        """Return the client's own labelled training samples [N, ...], on the device."""
+        return self.samples.own.x
+
+    @property
+    def y(self) -> Tensor:
+        """Return the classes [N] of `x`."""
+        return self.samples.own.y
+
+    @property
+    def training(self) -> TrainingSettings:
+        """Return what this client trains with, of the values that the run or its node gives."""
+        return self.run.training
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Return the client's models by kind."""
+        return self.state.models
+
+    @property
+    def network(self) -> HetModel:
+        """Return the private model as a network, which it is unless the method sets `any_model`."""
+        model = self.models["private"]
+        assert isinstance(model, HetModel), "any_model: only fit_private can train it"
+        return model
+
+    @property
+    def private(self) -> nn.Module:
+        """Return the private model, of any kind, restricted to the client's label space."""
+        model = self.models["private"]
+        return model if isinstance(model, Refitted) else self.samples.within_space(model)
+
+    def build_model(self, feature_dim: int | None = None) -> HetModel:
+        """Return a new network of the client's architecture; all start with equal weights."""
+        info, seed = self.info, self.run.seed
+        return build(info.model, info.shape, info.classes, seed=seed, feature_dim=feature_dim)
+
+    def placed(self, model: HetModel, weights: Arrays) -> HetModel:
+        """Return `model` with `weights`, on the device."""
+        load_weights(model, weights)
+        self.compute.place(model)
+        return model
+
+    def public_set(self, *, labelled: bool) -> Split:
+        """Return the public set, scaled; set `labelled` if the method uses its labels.
+
+        Raises DataError if it contains any sample of this client.
+        """
+        return public_samples(self.config, self.node, self.samples, labelled=labelled)
+
+    def generator(self, round: int, use: str) -> torch.Generator:
+        """Return this client's random generator for one use in a round."""
+        return torch_generator(self.run.seed, self.info.name, round, use)
+
+    def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
+        """Return an optimiser over all of `parameters`, at the round's learning rate."""
+        return self.recipe.optimization(self.training, chain(*parameters))
+
+    def train_epochs(
+        self,
+        x: Tensor,
+        y: Tensor,
+        loss_of: LossOfBatch,
+        optimizing: Optimization,
+        generator: torch.Generator,
+        *,
+        augment: bool | Augment = True,
+        **options: Unpack[Epochs],
+    ) -> None:
+        """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
+
+        `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
+        where the targets belong to the unchanged images. The client's own samples: `train_own`.
+        """
+        own, change = self.training, self.recipe.augmentation(augment)
+        options["epochs"] = options.get("epochs") or own.local_epochs
+        options["batch_size"] = options.get("batch_size") or own.batch_size
+        train = partial(train_epochs, generator=generator, compute=self.compute, augment=change)
+        self.loss = train(x, y, loss_of, optimizing, **options)
+
+    def train_own(
+        self,
+        loss_of: LossOfBatch,
+        predict: Predict,
+        optimizing: Optimization,
+        generator: torch.Generator,
+        **options: Unpack[Epochs],
+    ) -> None:
+        """Train on the client's own samples: on `training_set`, and as `training.semi` says.
+
+        `loss_of` is the loss of a labelled batch; `predict` returns the logits of the model that
+        learns from unlabelled images.
+        """
+        x, y = self.training_set()
+        if self.training.semi == "none":
+            self.train_epochs(x, y, loss_of, optimizing, generator, **options)
+            return
+        model, draws = self.network, self.recipe.draws
+        semi = FixMatch(Split(x, y), self.unlabelled, model, self.training, self.compute, draws)
+        options["batch_size"], loss_of = semi.batch_size, semi.beside(loss_of, predict)
+        self.train_epochs(
+            semi.x, semi.y, loss_of, optimizing, generator, augment=semi.augment, **options
+        )
+        self.figures = semi.figures()
+
+    def own_classes(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of logits [N, C] of the client's classes, and y [N] as their numbers.
+
+        A loss of these leaves the outputs of other classes without a gradient.
+        """
+        return self.samples.own_columns(logits), torch.searchsorted(self.space, y)
+
+    def fit_private(
+        self, generator: torch.Generator, *, decay: float = 1.0, **options: Unpack[Epochs]
+    ) -> None:
+        """Train the private model on `training_set` with cross-entropy.
+
+        A network continues from its current weights, and its learning rate falls by the factor
+        `decay` after each epoch; a model without gradients is fitted anew.
+        """
+        model = self.private
+        if isinstance(model, Refitted):
+            model.fit(*self.training_set())
+            return
+        loss_of, optimizing = cross_entropy_of(model.train()), self.optimization(model.parameters())
+        options["before_epoch"] = optimizing.decaying(decay)
+        self.train_own(loss_of, model, optimizing, generator, **options)
+
+    def scores(self, models: Mapping[str, nn.Module]) -> Scores:
+        """Evaluate models, by kind, on every test split of the client."""
+        return {
+            (protocol, kind): judge(model, split, self.compute, self.run.measured)
+            for protocol, split in self.tests.items()
+            for kind, model in models.items()
+        }
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that the client holds in memory."""
+        return sum(t.nbytes for t in chain(self.samples.held_tensors(), self.state.held_tensors()))
+
+    # Flower's interface, in the order of a run.
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return the client's name, model and task."""
+        self.samples.warn_of_left_aside(self.run.method)
+        return dict(self.info.properties())
+
+    def fit(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        """Train as the server's instruction says, and return the reply."""
+        try:
+            envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
+            self.state.restore(envelope.run, before=envelope.round)
+            with mishaps(self.run, self.info.name, envelope.round):
+                answer, train_seconds = self._train(envelope.round, instruction)
+            self.state.save(envelope.round, best_round(config))
+            self.recorder.leave(self.state.folder, envelope.run)
+            scores, eval_seconds = Scores(), 0.0
+            if config.get("evaluate", True):
+                scores, eval_seconds = self._evaluate(instruction)
+            arrays = encode(replace(envelope, sender=self.info.name), answer)
+        except FedhetError as error:
+            return [], 0, {"error": str(error)}
+        measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
+        return arrays, self.info.samples, measured
+
+    def evaluate(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Evaluate the current models; the instruction may be empty."""
+        try:
+            envelope, instruction = read_instruction(
+                parameters, self.config.method, self.sizes, may_be_empty=True
+            )
+            self.state.restore(envelope.run, before=envelope.round + 1)
+            scores, seconds = self._evaluate(instruction)
+        except FedhetError as error:
+            return 0.0, 0, {"error": str(error)}
+        return own_loss(scores), self.info.samples, measures(scores, None, 0.0, seconds)
+
+    # The steps of these methods.
+
+    def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
+        """Return the method's reply and the training time in seconds.
+
+        Raises StateError if training diverged; the state saved before remains.
+        """
+        self.state.begin_round()
+        self.recipe.begin(round)
+        self.loss, self.figures = None, {}
+        started = time.perf_counter()
+        with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
+            answer = self.train(round, instruction)
+        for model in self.models.values():
+            model.zero_grad()  # gradients take as much as weights while the client waits
+        seconds = time.perf_counter() - started
+        if not all(map(all_finite, self.models.values())) or not math.isfinite(self.loss or 0.0):
+            raise StateError(
+                f"training diverged (loss {self.loss}): the models of before stand; "
+                "a smaller 'training.lr' may help"
+            )
+        self.recipe.end(self.training, self.loss)
+        self.state.facts["participations"] = self.state.participations + 1
+        return answer, seconds
+
+    def _evaluate(self, instruction: Knowledge) -> tuple[Scores, float]:
+        """Return the scores of the models and the evaluation time in seconds."""
+        started = time.perf_counter()
+        scores = self.evaluation(instruction)
+        return scores, time.perf_counter() - started

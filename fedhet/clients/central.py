@@ -1,0 +1,71 @@
+"""Centralised training, client half: the first client trains on all clients' data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fedhet.arrays import grouped
+from fedhet.clients.local import LocalClient
+from fedhet.data import DataSpec, Split, joined, label_space, pooled_parts
+from fedhet.models import HetModel, build, to_arrays
+from fedhet.strategies.central import CentralSettings, trainer
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+
+class CentralClient(LocalClient):
+    """Trains as a client does alone, but on the samples of all; other clients only evaluate."""
+
+    settings: CentralSettings
+    sends = Contract((WeightsField("weights", "the model after training"),))
+
+    def prepare(self) -> None:
+        """Let the trainer read all clients' training samples, or the public ones."""
+        self.tested = self.samples
+        """The client's own samples, in whose label space it evaluates."""
+        if self.info.name == trainer(self.run):
+            self._read_all()
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the model of the trainer; the others have none."""
+        return {"private": self._new_model()} if self.info.name == trainer(self.run) else {}
+
+    def sizes(self) -> Sizes:
+        """Return the axis C, and the shapes of the one model."""
+        return self.settings.sizes_in(self.run, self.info)
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs; return the model."""
+        super().train(round, knowledge)
+        return Knowledge(grouped("weights", to_arrays(self.network)))
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model that the server sent, if it did."""
+        weights = knowledge.group("weights")
+        if not weights:
+            return {}
+        return {"global": self.tested.within_space(self.placed(self._new_model(), weights))}
+
+    def _new_model(self) -> HetModel:
+        name, info = self.settings.model_in(self.run), self.info
+        return build(name, info.shape, info.classes, seed=self.run.seed)
+
+    def _read_all(self) -> None:
+        """Replace the samples to train on, and the label space."""
+        spec = DataSpec.of(self.run)
+        own, unlabelled = (self._placed(part) for part in pooled_parts(spec))
+        space = sorted({label for k in range(spec.clients) for label in label_space(spec, k)})
+        self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
+        if self.settings.uses_public():  # refused if it holds any client's samples
+            public = self._placed(self.public_set(labelled=True))
+            alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
+            own = public if alone else joined([own, public])
+            unlabelled = unlabelled.take(torch.arange(0)) if alone else unlabelled
+        self.unlabelled, self.space = unlabelled, torch.tensor(space, device=self.compute.device)
+        self.samples = replace(self.samples, own=own, unlabelled=unlabelled, space=self.space)
+
+    def _placed(self, split: Split) -> Split:
+        return Split(self.compute.held(split.x), split.y.to(self.compute.device))

@@ -1,0 +1,268 @@
+"""CoFED, client half: local training, predictions on the public set, update training.
+
+Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
+Federated Multitask Learning.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedhet.algorithms.search import Candidate, adjusted, best
+from fedhet.algorithms.voting import undecided
+from fedhet.arrays import Array
+from fedhet.client_runtime.messages import Scores
+from fedhet.clients.base import HetClient
+from fedhet.data import Split
+from fedhet.data.spec import concatenated, stratified
+from fedhet.models import Refitted
+from fedhet.runs.records import PROTOCOLS
+from fedhet.seeding import numpy_rng, seeded
+from fedhet.settings.run import TrainingSettings
+from fedhet.strategies.cofed import CofedSettings, numbers
+from fedhet.training import Score, cross_entropy_of, evaluate, logits_of, train_epochs
+from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
+from fedhet.wire.knowledge import Knowledge
+
+FOUND_OPTIMIZER, FOUND_RATE, FOUND_DECAY, FOUND_FACTOR = (
+    f"search.{name}" for name in ("optimizer", "lr", "decay", "update")
+)
+"""The facts in which a client keeps what it has found."""
+LEAST_TO_SEARCH = 3
+"""Samples: two to train on, and one that is held out."""
+
+
+class CofedClient(HetClient):
+    """Trains alone, sends its predictions on the public set, and learns from the vote of all.
+
+    Its model and training stay private: any model with `fit` and `predict` may take part.
+    """
+
+    settings: CofedSettings
+    sends = Contract(
+        (
+            TensorField(
+                "predictions",
+                "uint",
+                ("N",),
+                "each public instance's class, in the smallest type; with cofed.margin, C for none",
+                required=False,
+                numbers="L",
+                needs=("space",),
+            ),
+            TensorField(
+                "space",
+                "uint",
+                ("P",),
+                "the label space: the classes that it tells apart",
+                required=False,
+                ids="C",
+                needs=("predictions",),
+            ),
+        )
+    )
+
+    @cached_property
+    def public(self) -> Tensor:
+        """The public samples [N, ...], on the device, without their labels."""
+        return self.compute.held(self.public_set(labelled=False).x)
+
+    def sizes(self) -> Sizes:
+        """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
+        classes = self.info.classes
+        return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run those of steps 1, 4 and 2 of Section 4.1 that are due.
+
+        The client's first participation trains on its own data (step 1). If pseudolabels were sent,
+        it runs the update training (step 4). Then, if asked, it predicts the public set (step 2).
+        """
+        if self.state.participations == 0:
+            self._train_locally(round)
+        if "labels" in knowledge.tensors:
+            labels = torch.from_numpy(knowledge.tensors["labels"].astype(np.int64))
+            self.state.tensors["labels"] = labels
+            self._update(round)
+        return self._predictions() if knowledge.scalars["predict"] else Knowledge()
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return the client's own data, plus R_i once it has been sent."""
+        if not self._updated:
+            return self.x, self.y
+        labels = self.state.tensors["labels"].to(self.compute.device)
+        given = (labels < self.info.classes).nonzero().flatten()
+        x = concatenated(self.x, self.public[given])
+        return x, torch.cat([self.y, labels[given]])
+
+    def evaluation(self, knowledge: Knowledge) -> Scores:
+        """Return the scores of the current model, and of the model after local training.
+
+        The latter were measured then; until an update training both are the same.
+        """
+        measured = super().evaluation(knowledge) if self._updated else {}
+        kinds = ("local",) if self._updated else ("local", "private")
+        facts = self.state.facts
+        return measured | {
+            (protocol, kind): Score(float(facts[f"local.{protocol}"]), math.nan)
+            for protocol in PROTOCOLS
+            for kind in kinds
+            if f"local.{protocol}" in facts
+        }
+
+    @property
+    def training(self) -> TrainingSettings:
+        """Return what this client trains with: what its search has found, if it has searched."""
+        facts, own = self.state.facts, super().training
+        if FOUND_RATE not in facts:
+            return own
+        rate = float(facts[FOUND_RATE]) * float(facts.get(FOUND_FACTOR, 1.0))
+        return own.model_copy(update={"optimizer": facts[FOUND_OPTIMIZER], "lr": rate})
+
+    @property
+    def _decay(self) -> float:
+        return float(self.state.facts.get(FOUND_DECAY, 1.0))
+
+    @property
+    def _updated(self) -> bool:
+        """Tell whether the model has had an update training since local training."""
+        return "labels" in self.state.tensors
+
+    def _train_locally(self, round: int) -> None:
+        """Train on the client's own data, and measure the baseline of relative accuracy."""
+        if self._searches:
+            found = Trials(self, round).local()
+            self.state.facts |= {
+                FOUND_OPTIMIZER: found.optimizer,
+                FOUND_RATE: found.lr,
+                FOUND_DECAY: found.decay,
+            }
+        self.fit_private(self.generator(round, "batches"), decay=self._decay)
+        for (protocol, _), score in self.scores({"local": self.private}).items():
+            self.state.facts[f"local.{protocol}"] = score.accuracy
+
+    def _update(self, round: int) -> None:
+        """Train on the client's own data and R_i, as before but for the minibatches."""
+        if FOUND_RATE in self.state.facts:
+            self.state.facts[FOUND_FACTOR] = Trials(self, round).update()
+        self.fit_private(
+            self.generator(round, "update"),
+            epochs=self.settings.update_epochs,
+            batch_size=self.settings.update_batch_size,
+            decay=self._decay,
+        )
+
+    def _predictions(self) -> Knowledge:
+        """Return the class of every public instance, or C where the model is undecided."""
+        classes, margin = self.info.classes, self.settings.margin
+        logits = logits_of(self.private, self.public, self.compute)
+        predictions = logits.argmax(1).cpu().numpy()
+        if margin:
+            predictions[undecided(self._probabilities(logits), margin)] = classes
+        space = self.space.cpu().numpy().astype(smallest_uint(classes))
+        answers = classes + (margin > 0)
+        return Knowledge(
+            {"predictions": predictions.astype(smallest_uint(answers)), "space": space}
+        )
+
+    @property
+    def _searches(self) -> bool:
+        """Tell whether there is something to search for, and enough data to hold some out."""
+        a_network = not isinstance(self.private, Refitted)
+        return self.settings.search == "grid" and a_network and len(self.y) >= LEAST_TO_SEARCH
+
+    def _probabilities(self, logits: Tensor) -> Array:
+        """Return the class probabilities [N, C] of the public instances, which have `logits`."""
+        model = self.private
+        if isinstance(model, Refitted):
+            return model.probabilities(self.compute.images(self.public)).cpu().numpy()
+        return logits.softmax(1).cpu().numpy()
+
+
+class Trials:
+    """The search of Section 5.2: trainings on a part of the client's own data, scored on the rest.
+
+    They leave the client's models and random draws as they were. The part that is held out is the
+    same in every round; the final training has all of the data.
+    """
+
+    def __init__(self, client: CofedClient, round: int) -> None:
+        self.client, self.settings, self.round = client, client.settings, round
+        labels = client.y.cpu().numpy()
+        count = min(max(1, int(self.settings.search_share * len(labels))), len(labels) - 2)
+        rng = numpy_rng(client.run.seed, client.info.name, "search")
+        held = stratified(labels, count, rng)
+        kept = np.setdiff1d(np.arange(len(labels)), held)
+        self.own, self.held = (
+            Split(client.x[rows], client.y[rows])
+            for rows in (torch.from_numpy(part).to(client.y.device) for part in (kept, held))
+        )
+
+    def local(self) -> Candidate:
+        """Return the best configuration of the grid for local training."""
+        return best(self.settings.grid(), lambda each: self._score(self._trained(each)))
+
+    def update(self) -> float:
+        """Return the best factor on the learning rate found, for update training.
+
+        The model that goes on has not seen what is held out either.
+        """
+        facts = self.client.state.facts
+        found = Candidate(
+            str(facts[FOUND_OPTIMIZER]), float(facts[FOUND_RATE]), float(facts[FOUND_DECAY])
+        )
+        before, factors = self._trained(found), numbers(self.settings.search_updates)
+        tried = adjusted(found, factors)
+        chosen = best(tried, lambda each: self._score(self._updated(deepcopy(before), each)))
+        return factors[tried.index(chosen)]
+
+    def _trained(self, candidate: Candidate) -> nn.Module:
+        """Return a new model after local training, but for what is held out."""
+        model = self.client.setup()["private"]
+        self.client.compute.place(model)
+        within, training = self.client.samples.within_space(model), self.client.training
+        self._fit(
+            within, candidate, self.own, training.local_epochs, training.batch_size, "batches"
+        )
+        return within
+
+    def _updated(self, model: nn.Module, candidate: Candidate) -> nn.Module:
+        """Return the model after update training, but for what is held out."""
+        x, y = self.client.training_set()
+        given = len(self.client.y)  # R_i follows the client's own samples
+        data = Split(concatenated(self.own.x, x[given:]), torch.cat([self.own.y, y[given:]]))
+        epochs = self.settings.update_epochs or self.client.training.local_epochs
+        self._fit(model, candidate, data, epochs, self.settings.update_batch_size, "update")
+        return model
+
+    def _fit(
+        self, model: nn.Module, candidate: Candidate, data: Split, epochs: int, size: int, use: str
+    ) -> None:
+        client, recipe = self.client, self.client.recipe
+        own = {"optimizer": candidate.optimizer, "lr": candidate.lr, "keep_optimizer": False}
+        settings, device = client.training.model_copy(update=own), client.compute.device
+        recipe.begin(self.round)
+        with seeded(client.run.seed, client.info.name, self.round, "search", device=device):
+            optimizing = recipe.optimization(settings, model.parameters())
+            train_epochs(
+                data.x,
+                data.y,
+                cross_entropy_of(model.train()),
+                optimizing,
+                epochs=epochs,
+                batch_size=size,
+                generator=client.generator(self.round, use),
+                compute=client.compute,
+                before_epoch=optimizing.decaying(candidate.decay),
+                augment=recipe.augment,
+            )
+        recipe.begin(self.round)
+
+    def _score(self, model: nn.Module) -> Score:
+        return evaluate(model, self.held.x, self.held.y, self.client.compute)

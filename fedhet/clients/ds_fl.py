@@ -1,0 +1,19 @@
+"""DS-FL, client half: FedMD's round, with probabilities on unlabelled public data.
+
+Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto,
+Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
+Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv:2008.06180.
+"""
+
+from __future__ import annotations
+
+from fedhet.clients.fedmd import FedMdClient
+from fedhet.strategies.ds_fl import DsFlSettings
+from fedhet.wire.scores import answers
+
+
+class DsFlClient(FedMdClient):
+    """Distils the sharpened mean ("Distillation"), trains ("Update"), and predicts."""
+
+    settings: DsFlSettings
+    sends = answers("probabilities")

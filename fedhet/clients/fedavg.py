@@ -1,0 +1,87 @@
+"""FedAvg, client half: Algorithm 1, "ClientUpdate", for all methods that average weights.
+
+Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
+Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.algorithms.local_models import LocalModel
+from fedhet.arrays import Array, Arrays, grouped
+from fedhet.clients.base import HetClient
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.models.parts import names_of
+from fedhet.strategies.fedavg import FedAvgSettings
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedAvgClient(HetClient):
+    """Starts each round from the averages, trains on its own data, and sends what is averaged."""
+
+    settings: FedAvgSettings
+    sends = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model, with the feature width of the settings if they have one."""
+        return {"private": self.build_model(self.settings.width)}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model after training, and the averages as last received, with its own rest."""
+        models = {"private": self.private}
+        if weights := knowledge.group("weights"):
+            joined = self._joined(self.build_model(self.settings.width), weights)
+            self.compute.place(joined)
+            models["global"] = self.samples.within_space(joined)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs, starting from the averages."""
+        self._joined(self.network, knowledge.group("weights"))
+        local = self.local_model(round, knowledge)
+        self._learn(round, local)
+        return Knowledge(self.reply(local))
+
+    def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
+        """Return the private model with the term that the method adds to its loss."""
+        return LocalModel(self.network, self.anchor())
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Return a copy of the private model's tensors, as they are before training."""
+        return {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+
+    def steps(self) -> int:
+        """Return the optimiser steps on each batch."""
+        return 1
+
+    def reply(self, local: LocalModel) -> dict[str, Array]:
+        """Return the tensors to send."""
+        names = names_of(self.network, self.settings.part)
+        sent = {k: v.cpu().numpy() for k, v in local.upload().items() if k in names}
+        return grouped("weights", sent)
+
+    def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
+        """Return `model` with `weights`, and the private model's own tensors for the rest."""
+        load_weights(model, {**to_arrays(self.network), **weights})
+        return model
+
+    def _learn(self, round: int, local: LocalModel) -> None:
+        """Train on cross-entropy plus the method's term."""
+        self.network.train()
+        optimizing = self.optimization(local.parameters())
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            logits, target = self.own_classes(local.logits(x), y)
+            return F.cross_entropy(logits.float(), target) + local.regulariser()
+
+        self.train_own(
+            loss_of,
+            lambda x: self.samples.own_columns(local.logits(x)),
+            optimizing,
+            self.generator(round, "batches"),
+            steps=self.steps(),
+            stepped=local.stepped,
+        )

@@ -1,0 +1,16 @@
+"""FedDF, client half: local training from the fused model of the client's architecture.
+
+Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
+Fusion in Federated Learning, NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from fedhet.clients.fedavg import FedAvgClient
+from fedhet.strategies.feddf import FedDfSettings
+
+
+class FedDfClient(FedAvgClient):
+    """Trains as in FedAvg; in the first round the server has no model, and it starts anew."""
+
+    settings: FedDfSettings

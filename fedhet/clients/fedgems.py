@@ -1,0 +1,106 @@
+"""FedGEMS, client half: Algorithm 1, "ClientTrain" and "ClientSelect".
+
+Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
+Server Models via Selective Knowledge Fusion.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhet.algorithms.selective import taught_loss
+from fedhet.arrays import Array
+from fedhet.client_runtime.samples import placed_public
+from fedhet.clients.base import HetClient
+from fedhet.data import Split
+from fedhet.errors import KnowledgeError
+from fedhet.models import HetModel
+from fedhet.strategies.fedgems import FedGemsSettings
+from fedhet.training import Optimization, cross_entropy_of, logits_of
+from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedGemsClient(HetClient):
+    """Distils from the server on the public set, trains on its own data, answers with logits."""
+
+    settings: FedGemsSettings
+    sends = Contract(
+        (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
+    )
+
+    @cached_property
+    def public(self) -> Split:
+        """The public set, on the device."""
+        return placed_public(self.public_set(labelled=True), self.compute)
+
+    def sizes(self) -> Sizes:
+        """Return the axes C, and B, the bytes of a bit mask over the public samples."""
+        return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run lines 19 to 27, then ClientSelect (lines 31 to 33).
+
+        Until the server has logits there is nothing to distil: train on private data alone, as in
+        the paper's first step (Section 3.2).
+        """
+        self._take_in(knowledge)
+        model = self.network.train()
+        optimizing = self.optimization(model.parameters())
+        if "logits" in self.state.tensors:
+            self._distil(model, optimizing, round)
+        generator = self.generator(round, "batches")
+        self.train_own(cross_entropy_of(model), self.private, optimizing, generator)
+        return Knowledge({"logits": self._answer(model, knowledge)})
+
+    def _take_in(self, knowledge: Knowledge) -> None:
+        """Store the server's logits [N, C]: all of them, or those that have changed."""
+        if "logits" not in knowledge.tensors:
+            return
+        rows = self._rows(knowledge, "changed")
+        came = torch.tensor(knowledge.tensors["logits"], device=self.compute.device)
+        if len(came) != len(rows):
+            raise KnowledgeError("server", "logits", f"{len(came)} rows for {len(rows)} samples")
+        if len(rows) == len(self.public):
+            self.state.tensors["logits"] = came
+        elif "logits" not in self.state.tensors:
+            raise KnowledgeError("server", "changed", "this client has no logits of before")
+        else:
+            whole = self.state.tensors["logits"].clone()
+            whole[rows] = came
+            self.state.tensors["logits"] = whole
+
+    def _distil(self, model: HetModel, optimizing: Optimization, round: int) -> None:
+        """Train on the public set by Eq. 6 (lines 21 to 23)."""
+        public, epsilon = self.public, self.settings.epsilon
+        teacher = self.state.tensors["logits"]
+        numbers = torch.arange(len(public), device=self.compute.device)
+        taught = torch.ones_like(numbers, dtype=torch.bool)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            return taught_loss(model(x), public.y[rows], teacher[rows], taught[rows], epsilon)
+
+        generator = self.generator(round, "public")
+        epochs = self.settings.public_epochs
+        self.train_epochs(
+            public.x, numbers, loss_of, optimizing, generator, epochs=epochs, augment=False
+        )
+
+    def _answer(self, model: HetModel, knowledge: Knowledge) -> Array:
+        """Return the logits [Q, C] on the samples that the server asked for."""
+        rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
+        if not len(rows):
+            return np.zeros((0, self.info.classes), np.float32)
+        logits = logits_of(model, self.public.x[rows], self.compute)
+        return logits.cpu().numpy()
+
+    def _rows(self, knowledge: Knowledge, field: str) -> Array:
+        """Return the public samples whose bit is set in a field; all if the field is absent."""
+        bits = knowledge.tensors.get(field)
+        if bits is None:
+            return np.arange(len(self.public))
+        return np.flatnonzero(np.unpackbits(bits, count=len(self.public)))

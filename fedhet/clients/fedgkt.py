@@ -1,0 +1,94 @@
+"""FedGKT, client half: trains an edge model, and sends features, logits and labels.
+
+Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
+Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, "ClientTrain".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.clients.base import HetClient
+from fedhet.models import HetModel, build
+from fedhet.strategies.fedgkt import FedGktSettings
+from fedhet.training import logits_of
+from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
+from fedhet.wire.knowledge import Knowledge
+
+OUTSIDE = 30.0
+"""How far the logits of classes outside the label space lie below the lowest inside (ours): their
+probability is as good as 0, and the message's numbers stay of one size."""
+
+
+class FedGktClient(HetClient):
+    """Learns from its labels and the server's logits of its own training samples."""
+
+    settings: FedGktSettings
+    sends = Contract(
+        (
+            TensorField("features", "float32", ("N", "D"), "of each training sample"),
+            TensorField("logits", "float32", ("N", "C"), "of each training sample"),
+            TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
+        )
+    )
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the edge model with the feature width of the settings."""
+        return {"private": self.build_model(self.settings.feature_dim)}
+
+    def sizes(self) -> Sizes:
+        """Return the axes C, D and N, the client's training samples, and the server model."""
+        sizes = super().sizes()
+        return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the edge model and, if its weights came, the server's on the edge's features."""
+        models = {"private": self.private}
+        if weights := knowledge.group("server"):
+            own, width = self.settings, self.settings.feature_dim
+            server = build(own.server_model, (width,), self.info.classes, seed=self.run.seed)
+            joined = HetModel(self.network.extractor, self.placed(server, weights), width)
+            models["server"] = self.samples.within_space(joined)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs, then send what the server learns from.
+
+        Samples keep their order, and images are not augmented: logits belong to the images as they
+        are. In its first round a client has no logits of the server's, and learns from labels.
+        """
+        self._learn(round, knowledge)
+        features = logits_of(self.network.extractor, self.x, self.compute)
+        logits = _finite(logits_of(self.private, self.x, self.compute))
+        labels = self.y.cpu().numpy().astype(smallest_uint(self.info.classes))
+        sent = {"features": features.cpu().numpy(), "logits": logits.cpu().numpy()}
+        return Knowledge({**sent, "labels": labels})
+
+    def _learn(self, round: int, knowledge: Knowledge) -> None:
+        model, own = self.network.train(), self.settings
+        taught = knowledge.tensors.get("logits")
+        teacher = None if taught is None else torch.tensor(taught, device=self.compute.device)
+        labels = torch.searchsorted(self.space, self.y)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            logits = self.samples.own_columns(model(x)).float()
+            loss = F.cross_entropy(logits, labels[rows])
+            if teacher is None:
+                return loss
+            given = self.samples.own_columns(teacher[rows])
+            return loss + own.alpha * distillation_loss(given, logits, own.temperature)
+
+        rows = torch.arange(len(self.y), device=self.compute.device)
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Return logits [N, C] with a finite number where those of a label space have -inf."""
+    outside = logits.isinf()
+    lowest = logits.masked_fill(outside, torch.inf).amin(1, keepdim=True)
+    return torch.where(outside, lowest - OUTSIDE, logits)

@@ -1,0 +1,86 @@
+"""FedHe, client half: cross-entropy, and a distance to the server's logits of the sample's class.
+
+Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
+Learning, MSN 2021, arXiv:2110.09910.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedhet.algorithms.classwise import (
+    ClassMeans,
+    ClassSums,
+    Teacher,
+    class_feature_loss,
+    class_logit_loss,
+)
+from fedhet.clients.base import HetClient
+from fedhet.strategies.fedhe import FedHeSettings
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedHeClient(HetClient):
+    """Trains near the server's class logits, and replies with its own."""
+
+    settings: FedHeSettings
+    sends = Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+        )
+    )
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs; return each class's mean logits over the last of them."""
+        means = self._learn(round, self.read_teacher(knowledge))
+        return Knowledge({"classes": means.classes, "logits": means.logits})
+
+    def read_teacher(self, knowledge: Knowledge) -> Teacher | None:
+        """Return the server's logits as features and as probabilities, or None if it sent none.
+
+        Of the client's own classes alone, both as rows and as columns (ours): clients of other
+        label spaces have not learned to tell these classes from the rest.
+        """
+        if "classes" not in knowledge.tensors:
+            return None
+        present, space = knowledge.tensors["classes"], self.space.cpu().numpy()
+        own = np.isin(present, space)
+        rows = np.searchsorted(space, present[own])
+        logits = knowledge.tensors["logits"][own][:, space]
+        return Teacher.of(rows, logits, logits, len(space), self.compute.device)
+
+    def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return the distance of own logits [N, C] to those of each sample's class, [N].
+
+        0 for a class without an entry.
+        """
+        if self.settings.loss == "mse":
+            return class_feature_loss(logits, labels, teacher)
+        return class_logit_loss(logits, labels, teacher)
+
+    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
+        """Train the local epochs; return the class means of the last epoch."""
+        model = self.network.train()
+        sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            features, logits = model.features_and_logits(x)
+            sums.add(features, logits, y)
+            own, target = self.own_classes(logits, y)
+            loss = F.cross_entropy(own.float(), target)
+            if teacher is None:
+                return loss
+            return loss + self.settings.alpha * self.distance(own, target, teacher).mean()
+
+        self.train_own(
+            loss_of,
+            self.private,
+            self.optimization(model.parameters()),
+            self.generator(round, "batches"),
+            before_epoch=lambda _: sums.clear(),
+        )
+        return sums.means()

@@ -1,0 +1,125 @@
+"""FedMD, client half: transfer learning, then "Digest", "Revisit" and "Communicate" each round.
+
+Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
+2019 Workshop on Federated Learning, Algorithm 1. Which of Flower's rounds has which step:
+fedhet/strategies/fedmd.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedhet.algorithms.distillation import Scores, digest_loss
+from fedhet.client_runtime.samples import placed_public
+from fedhet.clients.base import HetClient
+from fedhet.data import Split
+from fedhet.strategies.fedmd import ConsensusSettings, FedMdStrategy
+from fedhet.training import Optimization, cross_entropy_of, logits_of
+from fedhet.wire.contract import Sizes
+from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.scores import answers
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """Scores [R, C] of public samples, whose images are x [R, ...]."""
+
+    x: Tensor
+    scores: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return 0 to R - 1, on the device."""
+        return torch.arange(len(self.scores), device=self.scores.device)
+
+
+class FedMdClient(HetClient):
+    """Learns from the consensus on public data, then from its own data, and answers with scores.
+
+    Public data is learned over all classes, also by a client whose label space has fewer: the
+    federation's task is their union, as CoFED's comparison runs FedMD.
+    """
+
+    settings: ConsensusSettings
+    sends = answers("logits")
+
+    @cached_property
+    def public(self) -> Split:
+        """The public set, on the device."""
+        found = self.public_set(labelled=self.settings.public_epochs > 0)
+        return placed_public(found, self.compute)
+
+    @property
+    def exchanged(self) -> Scores:
+        """Return what travels, and the name of its field."""
+        half: type[FedMdStrategy] = self.config.method.strategy
+        return half.exchanged
+
+    def sizes(self) -> Sizes:
+        """Return the axes C, and N, the number of public samples."""
+        return Sizes({"C": self.info.classes, "N": len(self.public)})
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Learn from the public and the own data, and predict what is asked for.
+
+        On its first participation a client begins with transfer learning: public labels, and then
+        its own data, which it trains on in every round.
+        """
+        optimizing = self.optimization(self.network.train().parameters())
+        if self.state.participations == 0 and self.settings.public_epochs:
+            self._learn_public_labels(round, optimizing)
+        self.learn(round, self._consensus(knowledge), optimizing)
+        return self._answer(knowledge)
+
+    def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
+        """Digest the consensus, if there is one, and revisit the own data."""
+        if consensus is not None:
+            self._digest(round, consensus, optimizing)
+        self._revisit(round, optimizing)
+
+    def consensus_loss(self, consensus: Consensus, x: Tensor, rows: Tensor) -> Tensor:
+        """Return the loss on images x [B, ...], whose scores are rows [B] of the consensus."""
+        logits, target = self.network(x), consensus.scores[rows]
+        return digest_loss(self.settings.loss, logits, target, self.exchanged)
+
+    def _consensus(self, knowledge: Knowledge) -> Consensus | None:
+        """Return the consensus of an instruction; None: nobody has answered yet."""
+        if self.exchanged not in knowledge.tensors:
+            return None
+        scores = torch.tensor(knowledge.tensors[self.exchanged], device=self.compute.device)
+        return Consensus(self._public_images(knowledge, "rows"), scores)
+
+    def _learn_public_labels(self, round: int, optimizing: Optimization) -> None:
+        loss_of, generator = cross_entropy_of(self.network), self.generator(round, "labels")
+        x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
+        self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
+
+    def _digest(self, round: int, consensus: Consensus, optimizing: Optimization) -> None:
+        self.train_epochs(
+            consensus.x,
+            consensus.numbers(),
+            lambda x, rows: self.consensus_loss(consensus, x, rows),
+            optimizing,
+            self.generator(round, "public"),
+            epochs=self.settings.digest_epochs,
+            augment=False,
+        )
+
+    def _revisit(self, round: int, optimizing: Optimization) -> None:
+        """Train the local epochs on the client's own data, within its label space."""
+        loss_of, generator = cross_entropy_of(self.private), self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, generator)
+
+    def _answer(self, knowledge: Knowledge) -> Knowledge:
+        """Return the scores [Q, C] on the samples asked for, over all classes."""
+        logits = logits_of(self.network, self._public_images(knowledge, "asked"), self.compute)
+        scores = logits.softmax(1) if self.exchanged == "probabilities" else logits
+        return Knowledge({self.exchanged: scores.cpu().numpy()})
+
+    def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
+        """Return the public samples that a field numbers."""
+        numbers = torch.from_numpy(knowledge.tensors[field].astype("int64"))
+        return self.public.x[numbers.to(self.compute.device)]

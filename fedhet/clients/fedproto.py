@@ -1,0 +1,92 @@
+"""FedProto, client half: Algorithm 1, "LocalUpdate".
+
+Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
+Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_feature_loss
+from fedhet.algorithms.prototypes import NearestPrototype
+from fedhet.clients.base import HetClient
+from fedhet.devices import evaluation_batch
+from fedhet.strategies.fedproto import FedProtoSettings
+from fedhet.training import evaluating
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedProtoClient(HetClient):
+    """Draws its features to the global prototypes, and replies with its own."""
+
+    settings: FedProtoSettings
+    sends = Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
+            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+        )
+    )
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model with the feature width of the settings."""
+        return {"private": self.build_model(self.settings.feature_dim)}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model and, if prototypes were received, its features with these."""
+        models: dict[str, nn.Module] = {"private": self.private}
+        if teacher := self.read_prototypes(knowledge):
+            nearest = NearestPrototype(self.network.extractor, teacher.features, teacher.known)
+            models["prototype"] = self.samples.within_space(nearest)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the local epochs; return the prototypes (Eq. 3) of the model after training."""
+        self._learn(round, self.read_prototypes(knowledge))
+        means = self._means()
+        parts = {"classes": means.classes, "features": means.features, "counts": means.counts}
+        return Knowledge(parts)
+
+    def read_prototypes(self, knowledge: Knowledge) -> Teacher | None:
+        """Return the global prototypes, arranged by class, or None if the server sent none."""
+        parts = knowledge.tensors
+        if "classes" not in parts:
+            return None
+        device = self.compute.device
+        return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
+
+    def _learn(self, round: int, teacher: Teacher | None) -> None:
+        """Train on cross-entropy plus lambda times the distance to the prototypes (Eq. 7).
+
+        The distance is, as in the authors' code, the squared error of each sample's features to the
+        prototype of its class, as a mean over samples and features.
+        """
+        model = self.network.train()
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            features, logits = model.features_and_logits(x)
+            own, target = self.own_classes(logits, y)
+            loss = F.cross_entropy(own.float(), target)
+            if teacher is None:
+                return loss
+            return loss + self.settings.lambda_ * class_feature_loss(features, y, teacher).mean()
+
+        optimizing = self.optimization(model.parameters())
+        self.train_own(loss_of, self.private, optimizing, self.generator(round, "batches"))
+
+    @torch.no_grad()
+    def _means(self) -> ClassMeans:
+        """Return the class means over the client's own samples, in evaluation mode."""
+        model = self.network
+        sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
+        with evaluating(model), self.compute.autocast():
+            batch = evaluation_batch(model, self.x, self.compute)
+            for start in range(0, len(self.y), batch):
+                part = slice(start, start + batch)
+                x = self.compute.images(self.x[part])
+                sums.add(*model.features_and_logits(x), self.y[part])
+        return sums.means()

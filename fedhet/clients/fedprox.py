@@ -1,0 +1,22 @@
+"""FedProx, client half: Algorithm 2, line 6.
+
+Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
+Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from fedhet.algorithms.local_models import LocalModel, ProximalModel
+from fedhet.clients.fedavg import FedAvgClient
+from fedhet.strategies.fedprox import FedProxSettings
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedProxClient(FedAvgClient):
+    """Minimises F_k(w) + mu / 2 ||w - w^t||^2 (Eq. 2) for a fixed number of epochs."""
+
+    settings: FedProxSettings
+
+    def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
+        """Return the private model with the proximal term."""
+        return ProximalModel(self.network, self.anchor(), self.settings.mu)

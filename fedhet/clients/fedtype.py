@@ -1,0 +1,250 @@
+"""FedType, client half: Algorithm 1, uncertainty-based asymmetrical reciprocity learning.
+
+Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
+Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
+2024.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.algorithms.imitation import Imitation
+from fedhet.algorithms.local_models import (
+    LEAST_SCALE,
+    LocalModel,
+    MoreauModel,
+    ProximalModel,
+    VariationalModel,
+)
+from fedhet.arrays import Array, grouped
+from fedhet.clients.base import HetClient
+from fedhet.data import Split
+from fedhet.errors import KnowledgeError
+from fedhet.models import HetModel, build, load_weights
+from fedhet.seeding import derive, numpy_rng
+from fedhet.strategies.fedtype import FedTypeSettings
+from fedhet.training import Optimization, evaluating, statistics_kept
+from fedhet.wire.contract import Contract, ScalarField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+LEAST_CALIBRATED = 32
+"""Samples in a batch of D' at least, or a training batch: batch norms see too few otherwise."""
+Pair = tuple[Tensor, Tensor]
+"""Something of the private model, and the same of the proxy."""
+
+
+class FedTypeClient(HetClient):
+    """Trains a private model and a proxy on each other; only the proxy is sent."""
+
+    settings: FedTypeSettings
+    sends = Contract(
+        (
+            WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
+            WeightsField(
+                "scale",
+                "a variational proxy's standard deviations",
+                required=False,
+                low=LEAST_SCALE,
+            ),
+            ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
+            ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
+            ScalarField(
+                "private_set", float, "mean size of the private model's sets", required=False, low=0
+            ),
+            ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
+        )
+    )
+
+    def prepare(self) -> None:
+        """Split D' from D: 7:2:1 of the client's samples for training, test and calibration."""
+        everything = len(self.y) + len(self.tests.get("personal", ()))
+        count = max(1, round(self.settings.calibration * everything))
+        count = min(count, len(self.y) - 2)
+        order = numpy_rng(self.run.seed, "calibration", self.info.name).permutation(len(self.y))
+        held, rest = (
+            torch.tensor(part.copy(), device=self.compute.device)
+            for part in (order[:count], order[count:])
+        )
+        self.label_set = torch.unique(self.y)
+        """The classes [P] of the client's data, ascending: the paper's label set of D."""
+        self.held_out = Split(self.x[held], self.y[held])
+        self.samples.own = Split(self.x[rest], self.y[rest])
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model and the proxy."""
+        return {"private": self.build_model(), "proxy": self._new_proxy()}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model, the proxy, and the server's proxy as last received."""
+        models = dict(self.models)
+        if weights := knowledge.group("proxy"):
+            models["global"] = self.placed(self._new_proxy(), weights)
+        return {kind: self.samples.within_space(model) for kind, model in models.items()}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run Algorithm 1, starting from the server's proxy."""
+        load_weights(self.models["proxy"], knowledge.group("proxy"))
+        proxy = self._proxy(round, knowledge)
+        learning = Reciprocity(self, proxy, round)
+        for epoch in range(self.training.local_epochs):
+            learning.run_epoch(epoch)
+        if (accuracy := learning.imitation.accuracy) is not None:
+            self.state.facts["proxy_accuracy"] = accuracy
+        return Knowledge(self._upload(proxy), learning.imitation.figures())
+
+    @property
+    def accuracy(self) -> float | None:
+        """Return the proxy's accuracy on D' as last measured, in any round; None: never."""
+        found = self.state.facts.get("proxy_accuracy")
+        return None if found is None else float(found)
+
+    def _new_proxy(self) -> HetModel:
+        return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
+
+    def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
+        """Return the proxy, with the training that its kind of aggregation needs."""
+        model, chosen = self.models["proxy"], self.settings
+        anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        match chosen.aggregation:
+            case "fedprox":
+                return ProximalModel(model, anchor, chosen.prox_mu)
+            case "pfedme":
+                return MoreauModel(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+            case "pfedbayes":
+                seed = derive(self.run.seed, self.info.name, round, "weights")
+                return VariationalModel(
+                    model, anchor, self._scale(knowledge), chosen.bayes_zeta, seed
+                )
+        return LocalModel(model, anchor)
+
+    def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
+        """Return a variational proxy's standard deviations. Raises KnowledgeError if missing."""
+        scale = knowledge.group("scale")
+        if not scale:
+            raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
+        return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
+
+    def _upload(self, proxy: LocalModel) -> dict[str, Array]:
+        sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
+        if isinstance(proxy, VariationalModel):
+            sent |= grouped("scale", {k: v.cpu().numpy() for k, v in proxy.scale().items()})
+        return sent
+
+
+class Reciprocity:
+    """One round of Algorithm 1 at one client: the private model and the proxy learn jointly."""
+
+    def __init__(self, client: FedTypeClient, proxy: LocalModel, round: int) -> None:
+        """Start a round; `proxy` has the server's weights."""
+        self.client, self.settings, self.proxy = client, client.settings, proxy
+        self.private = client.network.train()
+        self.proxy.model.train()
+        self.optimizing: Optimization = client.optimization(
+            self.private.parameters(), proxy.parameters()
+        )
+        self.order = client.generator(round, "batches")
+        self.parts = torch.randperm(len(client.y), generator=client.generator(round, "parts"))
+        labels = torch.searchsorted(client.space, client.label_set)
+        if self.settings.labels == "all":
+            labels = torch.arange(len(client.space), device=labels.device)
+        self.imitation = Imitation(
+            self.settings.rules(len(labels)), labels, client.generator(round, "u"), client.accuracy
+        )
+
+    def run_epoch(self, epoch: int) -> None:
+        """Calibrate both models on D', then train both on the epoch's data."""
+        if self.settings.backward == "conformal" and not self.is_silent:
+            self.calibrate()
+        rows = self.rows(epoch)
+        x, y = self.client.x, self.client.y
+        if rows is not None:
+            x, y = x[rows], y[rows]
+        if len(y) > 1:
+            self.client.train_epochs(
+                x, y, self.loss, self.optimizing, self.order, epochs=1, stepped=self.proxy.stepped
+            )
+
+    def rows(self, epoch: int) -> Tensor | None:
+        """Return the rows of the epoch's part of the data; None means all data."""
+        if self.settings.epoch_data == "full":
+            return None
+        part = self.parts.tensor_split(self.client.training.local_epochs)[epoch]
+        return part.to(self.client.compute.device)
+
+    @property
+    def is_silent(self) -> bool:
+        """Tell whether D' is too small for the sets to say anything."""
+        return self.imitation.is_silent(len(self.client.held_out))
+
+    @torch.no_grad()
+    def calibrate(self) -> None:
+        """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
+        held = self.client.held_out
+        count = max(1, len(held) // self.client.training.batch_size)
+        with statistics_kept(self.private), statistics_kept(self.proxy.model):
+            parts = [self.held_out_views(part) for part in torch.tensor_split(held.x, count)]
+        private, proxy = (torch.cat(part).float() for part in zip(*parts, strict=True))
+        self.imitation.calibrate(proxy, private, torch.searchsorted(self.client.space, held.y))
+
+    def held_out_views(self, x: Tensor) -> Pair:
+        """Return what `views` gives for a part of D'; a small D' is joined by training samples."""
+        missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
+        rows = self.parts[:missing].to(x.device)
+        with self.client.compute.autocast():
+            joined = self.client.compute.images(torch.cat([x, self.client.x[rows]]))
+            private, proxy = self.views(joined)
+        return private[: len(x)], proxy[: len(x)]
+
+    def logits(self, x: Tensor) -> Pair:
+        """Return the logits of the private model and of the proxy while training, [N, C] each.
+
+        C is the number of classes in the client's label space.
+        """
+        return self.within(self.private(x)), self.within(self.proxy.logits(x))
+
+    def within(self, logits: Tensor) -> Tensor:
+        """Return the columns of `logits` that belong to the client's label space."""
+        return self.client.samples.own_columns(logits)
+
+    @torch.no_grad()
+    def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
+        """Return the logits of both models that sets are made from, in the mode for it.
+
+        `trained` are those of a training step, if there are any. A single sample is evaluated:
+        batch norm cannot train on it.
+        """
+        if self.settings.mode == "training" and len(x) > 1:
+            return trained or self.logits(x)
+        with evaluating(self.private), evaluating(self.proxy.model):
+            return self.within(self.private(x)), self.within(self.proxy.model(x))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the joint objective of a batch (Eq. 2)."""
+        private = self.within(self.private(x))
+        for _ in range(self.extra_steps()):
+            self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x))))
+        proxy = self.within(self.proxy.logits(x))
+        target = torch.searchsorted(self.client.space, y)
+        classification = F.cross_entropy(private.float(), target)
+        backward = self.backward_loss(x, private, proxy)
+        return classification + self.forward_loss(private, proxy) + backward
+
+    def extra_steps(self) -> int:
+        """Return the number of proxy steps before the joint step (pFedMe's K - 1)."""
+        return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
+
+    def forward_loss(self, private: Tensor, proxy: Tensor) -> Tensor:
+        """Return the proxy's loss: Eq. 1, and the term of its aggregation."""
+        return distillation_loss(private, proxy) + self.proxy.regulariser()
+
+    def backward_loss(self, x: Tensor, private: Tensor, proxy: Tensor) -> Tensor:
+        """Return the private model's loss on the proxy's logits: Eq. 3 or an ablation."""
+        if self.settings.backward == "symmetric":
+            return distillation_loss(proxy, private)
+        if self.settings.backward == "none" or self.is_silent:
+            return private.new_zeros(())
+        return self.imitation.loss(private, proxy, self.views(x, (private, proxy)))

@@ -1,0 +1,100 @@
+"""Felo, client half: Algorithm 1, "Client processes".
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
+from fedhet.arrays import grouped
+from fedhet.clients.base import HetClient
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.strategies.felo import FeloSettings
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FeloClient(HetClient):
+    """Trains on Eq. 1 and replies with its class means, and its weights if these are shared."""
+
+    settings: FeloSettings
+    sends = Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "mean features of each class"),
+            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            WeightsField("weights", "the private model's weights", required=False),
+        )
+    )
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model with the feature width of the settings."""
+        return {"private": self._new_model()}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model and, if received, the average of the client's architecture."""
+        models: dict[str, nn.Module] = {"private": self.private}
+        if weights := knowledge.group("weights"):
+            average = self.placed(self._new_model(), weights)
+            models["global"] = self.samples.within_space(average)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Run lines 9 to 15 of Algorithm 1.
+
+        The client's first participation trains with cross-entropy alone (line 10). It starts from
+        the averaged weights of its architecture if there are any (ours): otherwise a client sampled
+        late would overwrite what its architecture has learned instead of adding to it.
+        """
+        if weights := knowledge.group("weights"):
+            load_weights(self.network, weights)
+        first = self.state.participations == 0
+        teacher = None if first else self.read_teacher(round, knowledge)
+        return self._answer(self._learn(round, teacher))
+
+    def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
+        """Return the server's averages, arranged by class, or None if it sent none."""
+        parts = knowledge.tensors
+        if "classes" not in parts:
+            return None
+        return Teacher.of(
+            parts["classes"],
+            parts["features"],
+            parts["logits"],
+            self.info.classes,
+            self.compute.device,
+        )
+
+    def _new_model(self) -> HetModel:
+        return self.build_model(self.settings.feature_dim)
+
+    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
+        """Train the local epochs on Eq. 1; return the class means of the last epoch."""
+        model, last = self.network.train(), self.training.local_epochs - 1
+        sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
+        terms, gathering = self.settings.terms(), False
+
+        def before_epoch(epoch: int) -> None:
+            nonlocal gathering
+            gathering = epoch == last
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            features, logits = model.features_and_logits(x)
+            if gathering:
+                sums.add(features, logits, y)
+            return felo_loss(features, logits, y, teacher, terms)
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, generator, before_epoch=before_epoch)
+        return sums.means()
+
+    def _answer(self, means: ClassMeans) -> Knowledge:
+        tensors = dict(vars(means))
+        if self.settings.share_weights:
+            tensors |= grouped("weights", to_arrays(self.network))
+        return Knowledge(tensors)

@@ -1,0 +1,59 @@
+"""FML, client half: the local update, in which two models learn from each other.
+
+Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
+Federated Mutual Learning, arXiv:2006.16765.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedhet.algorithms.distillation import mutual_loss
+from fedhet.arrays import grouped
+from fedhet.clients.base import HetClient
+from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.strategies.fml import FmlSettings
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+
+class FmlClient(HetClient):
+    """Trains a private model and the meme, which is its proxy, on each other; sends the meme."""
+
+    settings: FmlSettings
+    sends = Contract((WeightsField("weights", "the meme, after training"),))
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the private model and the meme."""
+        return {"private": self.build_model(), "proxy": self._new_meme()}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the private model, the meme after training, and the average as last received."""
+        models = dict(self.models)
+        if weights := knowledge.group("weights"):
+            models["global"] = self.placed(self._new_meme(), weights)
+        return {kind: self.samples.within_space(model) for kind, model in models.items()}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Start from the averaged meme, train both models, and return the meme."""
+        meme = self.models["proxy"]
+        load_weights(meme, knowledge.group("weights"))
+        self._learn(round, self.network.train(), meme.train())
+        return Knowledge(grouped("weights", to_arrays(meme)))
+
+    def _new_meme(self) -> HetModel:
+        info, seed = self.info, self.run.seed
+        return build(self.settings.meme, info.shape, info.classes, seed=seed)
+
+    def _learn(self, round: int, private: nn.Module, meme: nn.Module) -> None:
+        """Train the local epochs on both models' losses, each with the other as its teacher."""
+        alpha, beta = self.settings.alpha, self.settings.beta
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            own, target = self.own_classes(private(x), y)
+            shared, _ = self.own_classes(meme(x), y)
+            return mutual_loss(own, shared, target, alpha) + mutual_loss(shared, own, target, beta)
+
+        optimizing = self.optimization(private.parameters(), meme.parameters())
+        generator = self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, generator)

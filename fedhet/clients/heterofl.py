@@ -1,0 +1,88 @@
+"""HeteroFL, client half: local training of a sub-model.
+
+Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
+Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, "ClientUpdate", and Section 3.
+
+Static batch norm: the batch norms of a model are given their statistics after training, from the
+client's own training data, and these never travel. The paper queries all clients for those of the
+global model (ours: each client has its own for every model that it evaluates).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.algorithms.local_models import LocalModel
+from fedhet.algorithms.submodels import masked, query_statistics, scaling
+from fedhet.arrays import Array
+from fedhet.clients.fedavg import FedAvgClient
+from fedhet.models import base_and_width, is_registered, narrow_name
+from fedhet.strategies.heterofl import HeteroFlSettings
+from fedhet.training import statistics_kept
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+
+class HeteroFlClient(FedAvgClient):
+    """Trains the run's model at the width of its own level."""
+
+    settings: HeteroFlSettings
+    sends = Contract(
+        (
+            WeightsField("weights", "the sub-model's weights, after training"),
+            TensorField(
+                "labels",
+                "int64",
+                ("P",),
+                "with heterofl.masked: the classes that it has samples of",
+                required=False,
+                ids="C",
+            ),
+        )
+    )
+
+    def prepare(self) -> None:
+        """Narrow the client's model to its level; a site may itself name a narrow one."""
+        narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
+        if is_registered(narrow):  # or else the server refuses the run's model
+            self.info = replace(self.info, model=narrow)
+        self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
+        """The classes that the client has no samples of, bool [C]."""
+        self.absent[self.y] = False
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train the sub-model, and query the statistics of its batch norms."""
+        rate = base_and_width(self.info.model)[1] / max(self.settings.widths)
+        narrow = self.settings.scaler and rate < 1
+        scaler = scaling(self.network.extractor, rate) if narrow else contextlib.nullcontext()
+        with scaler, statistics_kept(self.network):
+            answer = super().train(round, knowledge)
+        self._query(self.network)
+        return answer
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model after training, and the client's part of the global model."""
+        models = super().eval_models(knowledge)
+        if "global" in models:
+            self._query(models["global"])
+        return models
+
+    def reply(self, local: LocalModel) -> dict[str, Array]:
+        """Return the trained tensors and, for the masked cross-entropy, the client's classes."""
+        sent = super().reply(local)
+        if self.settings.masked:
+            sent["labels"] = (~self.absent).nonzero().flatten().cpu().numpy()
+        return sent
+
+    def own_classes(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits for the cross-entropy: masked, or of the client's label space."""
+        if self.settings.masked:
+            return masked(logits, self.absent), y
+        return super().own_classes(logits, y)
+
+    def _query(self, model: nn.Module) -> None:
+        query_statistics(model, self.x, self.compute, self.generator(0, "statistics"))

@@ -1,0 +1,245 @@
+"""UM-pFSSL, client half: Algorithm 1, lines 5 to 12 and 14 to 24, on one client's data.
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.helpers import (
+    CANDIDATE,
+    FILL,
+    REFRESH,
+    Helper,
+    filled,
+    ranked,
+    refreshed,
+    replaced,
+)
+from fedhet.algorithms.helpers import to_arrays as list_to_arrays
+from fedhet.algorithms.uncertainty import (
+    aggregation_weights,
+    certainty,
+    entropy,
+    most_certain,
+    predictive,
+    relation,
+    semi_supervised_loss,
+)
+from fedhet.arrays import Array, grouped
+from fedhet.clients.base import HetClient
+from fedhet.data import UNKNOWN
+from fedhet.errors import KnowledgeError
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.seeding import seeded
+from fedhet.storage import ModelStore
+from fedhet.strategies.um_pfssl import UmPfsslSettings
+from fedhet.training import cross_entropy_of, evaluate
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+LEAST_BATCH = 2
+"""Samples that training needs: batch normalisation has no statistics of a single one."""
+LISTS_ON_DISK = 4
+"""How many of the latest lists keep their models on disk, as the run may go back a few rounds."""
+
+
+class UmPfsslClient(HetClient):
+    """Finds helpers, starts from their average, and learns from labels and pseudo-labels."""
+
+    settings: UmPfsslSettings
+    sends = Contract(
+        (
+            TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
+            TensorField("versions", "int64", ("H",), "the version held of each", low=0),
+            TensorField("relations", "float64", ("H",), "Corr of each", low=0),
+            WeightsField("weights", "the private model, if the pool's is older", required=False),
+            ScalarField("replaced", int, "helpers replaced in this round", low=0),
+            ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
+            ScalarField(
+                "pseudo_error",
+                float,
+                "share of pseudo-labels that are wrong, where the truth is known",
+                required=False,
+                low=0,
+                high=1,
+            ),
+        )
+    )
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
+        if self._is_cold:
+            self._warm_up(round)
+        own = int(knowledge.scalars["own"])
+        helpers = self._helpers(own)
+        sent = self._take_in(knowledge)
+        helpers = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
+        new = {helper.number for helper in sent[CANDIDATE]}
+        figures: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
+        helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
+        if knowledge.scalars["train"]:
+            helpers = filled(helpers, sent[FILL], self.settings.helpers)
+            figures |= self._learn(round, helpers, own)
+            helpers = ranked([self._self(own), *(h for h in helpers if h.number != own)])
+        self._remember(helpers)
+        figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
+        tensors = list_to_arrays(helpers)
+        if self._own_version > int(knowledge.scalars["held"]):  # or the last reply was lost
+            tensors |= grouped("weights", to_arrays(self.network))
+        return Knowledge(tensors, figures)
+
+    # The client's own model.
+
+    @property
+    def _is_cold(self) -> bool:
+        return self.settings.warm_up > 0 and self._own_version == 0
+
+    @property
+    def _own_version(self) -> int:
+        """Return the round in which the private model was last trained; 0: never."""
+        return int(self.state.facts.get("trained", 0))
+
+    def _warm_up(self, round: int) -> None:
+        """Train on the labelled part alone (line 5)."""
+        self.state.facts["trained"] = round
+        if len(self.y) < LEAST_BATCH:
+            return
+        model, steps = self.network.train(), math.ceil(len(self.y) / self.training.batch_size)
+        epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
+        optimizing = self.optimization(model.parameters())
+        generator, loss_of = self.generator(round, "warm-up"), cross_entropy_of(model)
+        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
+
+    def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
+        """Run lines 17 to 23 with a full list; return the share of wrong pseudo-labels."""
+        weights = [self._weights(helper, own) for helper in helpers]
+        predictions = [
+            self._predict(self._spare(model), helper)
+            for model, helper in zip(weights, helpers, strict=True)
+        ]
+        pseudo, _ = most_certain(torch.stack(predictions))
+        shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
+        load_weights(self.network, average_weights([*zip(weights, shares, strict=True)]))
+        self._train_jointly(round, pseudo if self.settings.pseudo_labels else pseudo[:0])
+        self.state.facts["trained"] = round
+        known = self.unlabelled.y != UNKNOWN
+        wrong = (pseudo.argmax(1) != self.unlabelled.y)[known]
+        return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
+
+    def _train_jointly(self, round: int, pseudo: Tensor) -> None:
+        """Train the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part.
+
+        With no pseudo-labels, on the labelled part alone.
+        """
+        model = self.network.train()
+        x = torch.cat([self.x, self.unlabelled.x[: len(pseudo)]])
+        if len(x) < LEAST_BATCH:
+            return
+        labelled = torch.arange(len(x), device=x.device) < len(self.y)
+        labels = F.pad(self.y, (0, len(pseudo)))
+        targets = F.pad(pseudo, (0, 0, len(self.y), 0))
+        direction = self.settings.divergence
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            own = model(x)
+            return semi_supervised_loss(own, labels[rows], targets[rows], labelled[rows], direction)
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        rows = torch.arange(len(x), device=x.device)
+        self.train_epochs(x, rows, loss_of, optimizing, generator)
+
+    # The helpers.
+
+    def _helpers(self, own: int) -> list[Helper]:
+        """Return the list of the last round, without helpers whose models are lost."""
+        listed = [Helper(*row) for row in json.loads(str(self.state.facts.get("helpers", "[]")))]
+        others = [
+            h for h in listed if h.number != own and (h.number, h.version) in self._helper_store
+        ]
+        kept = [h for h in listed if h.number == own and h.version == self._own_version]
+        return ranked([*others, *(kept or [self._self(own)])])
+
+    def _remember(self, helpers: list[Helper]) -> None:
+        """Save the list, and keep the models of the last few lists on disk."""
+        keys = [[helper.number, helper.version] for helper in helpers]
+        recent = [keys, *json.loads(str(self.state.facts.get("recent", "[]")))][:LISTS_ON_DISK]
+        self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
+        rows = [[helper.number, helper.version, helper.relation] for helper in helpers]
+        self.state.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
+
+    def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
+        """Store the received models on disk; return them by role, with their relations."""
+        taken: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
+        if "numbers" not in knowledge.tensors:
+            return taken
+        rows = zip(*(knowledge.tensors[k] for k in ("numbers", "versions", "roles")), strict=True)
+        stacked = knowledge.group("models")
+        for row, (number, version, role) in enumerate(rows):
+            if int(role) not in taken:
+                raise KnowledgeError("server", "roles", f"holds {role}, the greatest is {REFRESH}")
+            weights = {name: tensor[row] for name, tensor in stacked.items()}
+            helper = Helper(int(number), int(version), 0.0)
+            self._helper_store.put((helper.number, helper.version), weights)
+            taken[int(role)].append(self._related(weights, helper))
+        return taken
+
+    def _self(self, own: int) -> Helper:
+        """Return the client's own entry, with its relation measured on its own data."""
+        me = Helper(own, self._own_version, 0.0)
+        return self._related(to_arrays(self.network), me)
+
+    def _weights(self, helper: Helper, own: int) -> Mapping[str, Array]:
+        if helper.number == own:
+            return to_arrays(self.network)
+        return self._helper_store.get((helper.number, helper.version))
+
+    def _related(self, weights: Mapping[str, Array], helper: Helper) -> Helper:
+        """Return the helper with its relation to this client's data (Eq. 13)."""
+        model = self._spare(weights)
+        sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
+        share = len(self.y) / (len(self.y) + len(self.unlabelled))
+        found = relation(sure, self._accuracy(model), share, self.settings.relation)
+        return Helper(helper.number, helper.version, found)
+
+    def _accuracy(self, model: HetModel) -> float:
+        """Return a model's accuracy on the labelled part; 0 if there is none."""
+        if not len(self.y):
+            return 0.0
+        return evaluate(model, self.x, self.y, self.compute).accuracy
+
+    def _predict(self, model: HetModel, helper: Helper) -> Tensor:
+        """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].
+
+        The dropout masks depend only on the model, so its relation need not be computed again.
+        """
+        place = (self.info.name, "masks", helper.number, helper.version)
+        with seeded(self.run.seed, *place, device=self.compute.device):
+            return predictive(model, self.unlabelled.x, self.settings.passes, self.compute)
+
+    def _spare(self, weights: Mapping[str, Array]) -> HetModel:
+        """Return the spare model that evaluates helpers, with `weights` loaded."""
+        load_weights(self._tried, weights)
+        return self._tried
+
+    @cached_property
+    def _tried(self) -> HetModel:
+        model = self.build_model()
+        self.compute.place(model)
+        return model
+
+    @property
+    def _helper_store(self) -> ModelStore:
+        """Return the store of the helpers' models, next to the client's private state."""
+        return ModelStore(self.state.folder / "helpers")

@@ -1,0 +1,99 @@
+"""What trains a run's clients: this process, Ray's workers here, or those of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.server import ServerAppComponents
+from flwr.server.client_manager import ClientManager
+
+from fedhet.config.resolve import Config
+from fedhet.engines.inline import run_inline
+from fedhet.errors import one_line
+from fedhet.runs.log import Watcher
+from fedhet.runs.units import plural
+from fedhet.settings.schema import refused
+
+if TYPE_CHECKING:
+    from fedhet.engines.ray.local_cluster import OwnRay
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What trains the clients of a run: this process, a Ray of its own, or a cluster."""
+
+    run: Callable[[ServerAppComponents], None]
+    workers: int = 1
+    """Clients that train at once."""
+    starting: str = ""
+    """What there is to wait for before the first round."""
+    manager: ClientManager | None = None
+    """The clients, if the engine knows them from the start."""
+
+
+@contextlib.contextmanager
+def ray_beside(
+    config: Config, directory: Path, watchers: Sequence[Watcher]
+) -> Iterator[OwnRay | None]:
+    """Start a Ray of the run's own, if it trains on one: it takes seconds, most of them waiting.
+
+    Raises SettingsError.
+    """
+    engine = config.run.engine
+    if engine.backend == "ray":
+        _refuse_numbered_gpu(config)
+    if engine.backend != "ray" or engine.ray_address:
+        yield None
+        return
+    from fedhet.engines.ray.local_cluster import own_ray
+
+    with own_ray(config, directory, _notice(watchers)) as ray:
+        yield ray
+
+
+@contextlib.contextmanager
+def engine_of(
+    config: Config, directory: Path, watchers: Sequence[Watcher], own: OwnRay | None
+) -> Iterator[Engine]:
+    """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
+    if config.run.engine.backend == "inline":
+        yield Engine(lambda parts: run_inline(config, directory / "state", parts))
+    elif own is not None:
+        tell(watchers, "waiting for Ray to start")
+        workers = own.workers()
+        starting = f"starting with {plural(workers.count, 'worker')}"
+        yield Engine(own.run, workers.count, starting, workers.clients)
+    else:
+        from fedhet.engines.ray.joined_cluster import joined
+
+        address = config.run.engine.ray_address
+        tell(watchers, f"joining the Ray cluster {address}, asking its machines")
+        with joined(config, directory, _notice(watchers)) as workers:
+            machines = plural(workers.machines, "machine")
+            starting = f"starting with {plural(workers.count, 'worker')} on {machines}"
+            yield Engine(workers.run, workers.count, starting, workers.clients)
+
+
+def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
+    def notice(text: str) -> None:
+        for watcher in watchers:
+            watcher.notice(one_line(text))
+
+    return notice
+
+
+def _refuse_numbered_gpu(config: Config) -> None:
+    """Raise SettingsError if `engine.device` is a GPU with a number, which Ray cannot give."""
+    if (device := config.run.engine.device).startswith("cuda:"):
+        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        raise refused("engine.device", device, rule)
+
+
+def tell(watchers: Iterable[Watcher], what: str) -> None:
+    """Tell watchers what the run waits for."""
+    for watcher in watchers:
+        watcher.waiting(what)

@@ -1,0 +1,87 @@
+"""A Ray of a run's own, on this machine: it starts with the run, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flwr.server import ServerAppComponents
+
+from fedhet import data
+from fedhet.config.resolve import Config, absolute
+from fedhet.data.shared_cache import write_decoded
+from fedhet.devices import find_device
+from fedhet.engines.ray.connection import leave, start
+from fedhet.engines.ray.machines import places, running_machines, taking_clients
+from fedhet.engines.ray.pool import Pool
+from fedhet.engines.ray.ray_clients import Workers, actor_of
+
+
+class OwnRay:
+    """A Ray that starts beside what else there is to do before the first round."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        notice: Callable[[str], None],
+        beside: ThreadPoolExecutor,
+    ) -> None:
+        self._config, self._decoded = config, directory / "decoded"
+        self._started = beside.submit(self._start, directory / "state", notice)
+
+    def workers(self) -> Workers:
+        """Wait until it has started. Raises FedhetError if it cannot, or has too few processors."""
+        return self._started.result()
+
+    def run(self, parts: ServerAppComponents) -> None:
+        """Run the federation on data that all workers map from one copy. Raises FedhetError."""
+        try:
+            write_decoded(data.DataSpec.of(self._config.run), self._decoded)
+            self.workers().run(parts)
+        finally:
+            shutil.rmtree(self._decoded, ignore_errors=True)
+
+    def end(self) -> None:
+        """End its workers, and Ray."""
+        with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
+            self.workers().pool.close()
+            leave()
+
+    def _start(self, states: Path, notice: Callable[[str], None]) -> Workers:
+        start()
+        try:
+            return self._workers(states, notice)
+        except BaseException:
+            leave()
+            raise
+
+    def _workers(self, states: Path, notice: Callable[[str], None]) -> Workers:
+        import ray
+
+        engine = self._config.run.engine
+        on_gpu = find_device(engine.device).type == "cuda"
+        machines = taking_clients(running_machines(), engine)
+        actor, settings = actor_of(engine, on_gpu=on_gpu), ray.put(absolute(self._config))
+        dealt = places(machines, engine, self._config.run.clients, on_gpu=on_gpu)
+        pool = Pool(dealt, lambda _: actor.remote(settings, str(states), self._decoded), notice)
+        return Workers(self._config, pool)
+
+
+@contextlib.contextmanager
+def own_ray(config: Config, directory: Path, notice: Callable[[str], None]) -> Iterator[OwnRay]:
+    """Start a Ray, and let it start while the block goes on; end it in the end.
+
+    `notice` is told of workers that are lost. `config` says what `auto` means here, since the
+    workers get it at once.
+    """
+    # Ray's processes end with the thread that has started them: it lives as long as the block.
+    with ThreadPoolExecutor(1) as beside:
+        ray = OwnRay(config, directory, notice, beside)
+        try:
+            yield ray
+        finally:
+            ray.end()

@@ -1,0 +1,49 @@
+"""One of Ray's workers, and what it returns of a client that failed."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
+from fedhet.config.resolve import Config
+from fedhet.data import DataSpec
+from fedhet.data.shared_cache import use_decoded
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client's error. It travels in words: not every exception can be unpickled again."""
+
+    reason: str
+    trace: str
+
+
+class Worker:
+    """Runs any client of a run, one at a time; Ray makes an actor of it.
+
+    `decoded` is the folder from which it maps the run's data, if there is one on its machine; it
+    may be written after the worker has started.
+    """
+
+    def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
+        self._config, self._state_dir = config, state_dir
+        if decoded is not None:
+            use_decoded(DataSpec.of(config.run), decoded)
+
+    def call(self, partition: int, name: str, instruction: Any) -> Any:
+        """Call the method `name` of a client; return its result, or `Failed`."""
+        node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
+        try:
+            node = read_node(node_config, self._config.run, self._state_dir)
+            client = open_client(self._config, node).to_client()
+            return getattr(client, name)(instruction)
+        except Exception as error:
+            return Failed(str(error), traceback.format_exc())
+
+    def is_ready(self) -> bool:
+        """Return True: the process has started, and has imported what it needs."""
+        return True

@@ -1,0 +1,177 @@
+"""A client as a run left it: its models, and what they predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.record import ClientRecord, read_record
+from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import read_toml
+from fedhet.data import client_name
+from fedhet.errors import DataError, StateError, nearest
+from fedhet.inference.folders import best_round_of, find_store
+from fedhet.models import Refitted
+from fedhet.runs.records import MOST_ROUNDS
+from fedhet.storage import ClientStore
+from fedhet.training import evaluate, logits_of
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What a model predicts for N samples."""
+
+    labels: NDArray[np.int64]
+    """The number [N] of each sample's most probable class."""
+    probabilities: NDArray[np.float32]
+    """The probability [N, C] of each class; 0 for a class outside the client's label space."""
+    classes: tuple[str, ...]
+    """The names of the classes."""
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.labels)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the name of each sample's most probable class."""
+        return [self.classes[label] for label in self.labels]
+
+    def to_frame(self, index: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return a row a sample: its class, that class's probability, and those of all classes."""
+        top = self.probabilities[np.arange(len(self)), self.labels]
+        first = pd.DataFrame({"class": self.names, "probability": top}, index=index)
+        every = pd.DataFrame(self.probabilities, columns=list(self.classes), index=first.index)
+        return pd.concat([first, every], axis=1)
+
+    def _repr_html_(self) -> str:
+        return str(self.to_frame().to_html(max_rows=20, float_format="{:.4f}".format))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedClient:
+    """A client of a run, its models restored."""
+
+    record: ClientRecord
+    config: Config
+    round: int
+    """The round whose state was restored."""
+    participations: int
+    """The number of rounds in which the client has trained."""
+    _half: Any
+    """The client half of the run's method."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of model that the client keeps: `private`, with some methods also others."""
+        return tuple(self._half.models)
+
+    def model(self, kind: str = "private") -> nn.Module:
+        """Return a model in evaluation mode: x [N, *shape], scaled, to logits [N, C].
+
+        The logits of classes outside the client's label space are minus infinity. Raises StateError
+        for a kind that the client does not keep.
+        """
+        if kind not in self.kinds:
+            raise StateError(
+                f"{self.record.client} keeps no model of kind '{kind}', but "
+                f"{', '.join(self.kinds) or 'none'}{nearest(kind, self.kinds)}; models that all "
+                "clients share are the server's"
+            )
+        model: nn.Module = self._half.models[kind]
+        if not isinstance(model, Refitted):
+            model = self._half.samples.within_space(model)
+        return model.eval()
+
+    def network(self, kind: str = "private") -> nn.Module:
+        """Return a network as it was trained, without the restriction to the label space."""
+        self.model(kind)
+        network: nn.Module = self._half.models[kind]
+        return network
+
+    def predict(self, x: Tensor, kind: str = "private") -> Predictions:
+        """Predict samples x [N, *shape], scaled as in training (`samples_for` scales them)."""
+        model, compute = self.model(kind), self._half.compute
+        with torch.no_grad():
+            if isinstance(model, Refitted):
+                found = model.probabilities(x)
+                labels = model.predict(x)
+            else:
+                found = logits_of(model, x, compute).softmax(1)
+                labels = found.argmax(1)
+        names = tuple(self.record.classes)
+        return Predictions(labels.cpu().numpy(), found.cpu().numpy(), names)
+
+    def accuracy(self, kind: str = "private") -> dict[str, float]:
+        """Return the model's accuracy on the client's own test split and the common test set.
+
+        It is measured on the data that the run names. Raises DataError if that is not there.
+        """
+        node = self.record.node(self.config, self._half.node.state_dir)
+        tested = self._half.config.method.client(self.config, node)
+        if tuple(tested.info.shape) != tuple(self.record.shape):
+            raise DataError(f"{self.record.client}: its data is no longer what it was trained on")
+        model = self.model(kind)
+        return {
+            protocol: evaluate(model, split.x, split.y, self._half.compute).accuracy
+            for protocol, split in tested.tests.items()
+        }
+
+
+def open_client(directory: Path | str, client: str, *, best: bool = False) -> TrainedClient:
+    """Restore a client's models from a run's directory, or from a site's state folder.
+
+    `best`: as they were after the best round, which takes a run's directory. A network takes no
+    data. A model without gradients is never stored: it is fitted again on what it was fitted on,
+    which must still be there. Raises StateError or DataError.
+    """
+    root = Path(directory)
+    store = find_store(root, client)
+    record = read_record(store.folder) or _record_of(root, store)
+    if (record.run, record.client) != (store.run, store.client):
+        raise StateError(f"{store.folder} holds the record of {record.client} of {record.run}")
+    config = record.config()
+    node = record.node(config, store.root)
+    half = config.method.client(config, node, samples=record.without_data(config))
+    round = best_round_of(root) if best else MOST_ROUNDS
+    half.state.restore(store.run, before=round + 1)
+    if any(isinstance(model, Refitted) for model in half.models.values()):
+        half = config.method.client(config, node)
+        half.state.restore(store.run, before=round + 1)
+    if best and not half.state.round:
+        raise StateError(
+            f"{store.folder} no longer has the models of round {round}, the best one: a run keeps "
+            "them with --set keep-best=true"
+        )
+    return TrainedClient(record, config, half.state.round, half.state.participations, half)
+
+
+def _record_of(directory: Path, store: ClientStore) -> ClientRecord:
+    """Return the record of a client of a run that left none, from the run's settings and data.
+
+    Raises StateError outside a run's directory.
+    """
+    if not (directory / "config.toml").exists():
+        raise StateError(
+            f"{store.folder} has no record of the client, as runs of older versions: name the "
+            "run's directory instead"
+        )
+    config = resolve(read_toml(directory / "config.toml"))
+    clients = config.run.clients
+    names = [client_name(index, clients) for index in range(clients)]
+    if store.client not in names:
+        raise StateError(f"{directory / 'config.toml'} names no client '{store.client}'")
+    place = {"partition-id": names.index(store.client), "num-partitions": clients}
+    node = read_node({**place, "device": "cpu"}, config.run, str(store.root))
+    half = config.method.client(config, node)
+    record: ClientRecord = half.recorder.record(store.run)
+    return record

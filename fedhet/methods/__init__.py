@@ -1,0 +1,1 @@
+"""The methods: how one declares itself, and finding them by name."""

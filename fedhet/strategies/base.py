@@ -1,0 +1,350 @@
+"""The server half of every method: a Flower strategy that calls the hooks a method implements.
+
+A round is, in this file's order: `select`, `instruct`, then for each reply the exchange, the attack
+if there is one and `accept`, then `aggregate`, then evaluation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from torch import nn
+
+from fedhet.arrays import Array
+from fedhet.config.resolve import Config
+from fedhet.data import DataSpec, Split, common_test, public_set
+from fedhet.devices import compute_for
+from fedhet.errors import DataError, StateError
+from fedhet.methods.registry import MethodSpec
+from fedhet.models.evaluation import judge
+from fedhet.runs.log import RunLog
+from fedhet.runs.measures import Measured, mean_figures
+from fedhet.seeding import numpy_rng
+from fedhet.server.admission import rules_of
+from fedhet.server.attacks import attack_of
+from fedhet.server.client_health import Standing
+from fedhet.server.exchange import Exchange, Reply, in_proportion
+from fedhet.server.members import Member, Members
+from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_sizes
+from fedhet.server.reply_spool import Inbox
+from fedhet.server.round import RoundState, Selection, learning
+from fedhet.settings.run import RunSettings
+from fedhet.storage import Checkpoint
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+__all__ = ["HetStrategy", "Reply", "Selection"]
+
+NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
+
+
+class HetStrategy(Strategy):
+    """Base class of a method's server half: set `spec` and `sends`, implement the hooks."""
+
+    spec: ClassVar[MethodSpec]
+    sends: ClassVar[Contract] = Contract()
+    """The contract of the instructions that `instruct` returns."""
+
+    def __init__(self, config: Config, log: RunLog) -> None:
+        # Of training settings that are dealt to the clients, the server has the first.
+        self.run = config.run.model_copy(update={"training": config.run.training.first()})
+        self.settings, self.log = config.own, log
+        self.members: dict[str, Member] = {}
+        receives: Contract = config.method.client.sends
+        engine = self.run.engine
+        told, heard = (_holds_weights(each) for each in (self.sends, receives))
+        pool = self.run.models.names if told or heard else None
+        self._members = Members(
+            engine.join_timeout, pool, log.notice, rules_of(config), engine.samples_cap
+        )
+        standing = Standing(engine.refusals, engine.silences, log.notice)
+        self.state = RoundState(log.workers, log.notice, standing)
+        limit = int(engine.max_payload_mb * 1e6)
+        self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
+        self._attack = attack_of(self.run.attack, receives, self.run.seed)
+        self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
+        self._inbox = Inbox(log.directory / "inbox", limit)
+        self._stores = self.spec.large_messages or heard
+
+    # The hooks: what a method implements.
+
+    def init(self) -> None:
+        """Initialise the server's state; `self.members` is already set."""
+
+    def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
+        """Select the round's clients: by default a random share `fraction`, at least one."""
+        names = sorted(member.name for member in members)
+        count = max(1, int(self.run.fraction * len(names) + 0.5))
+        order = numpy_rng(self.run.seed, "sample", round).permutation(len(names))
+        return Selection(tuple(sorted(names[index] for index in order[:count])))
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Return the instruction for `client`; an object shared by several clients is encoded once.
+
+        With `spec.large_messages`, another thread calls this just before the client is sent it.
+        """
+        raise NotImplementedError
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the part of a reply that `aggregate` needs; store large parts elsewhere.
+
+        Weights lie on disk until `aggregate` returns, and are read each time they are used: a
+        method that keeps some copies them, by `numpy.array`. Raises KnowledgeError to refuse a
+        reply although it satisfies the contract.
+        """
+        return reply
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Aggregate the replies, sorted by client; return the method's own metrics of the round.
+
+        Raises DivergedError if the server's own training diverged, with its models as they were.
+        """
+        raise NotImplementedError
+
+    def forget(self, client: str) -> None:
+        """Drop what a client has contributed: it left, fails again and again, or is set aside."""
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Return the instruction that `client` needs to evaluate its models after `round`.
+
+        None: only clients whose models have changed are asked, with an empty instruction.
+        """
+        return None
+
+    def eval_models(self) -> Mapping[str, nn.Module]:
+        """Return the server's own models to evaluate, by kind."""
+        return {}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the state that the method keeps across rounds, by name, for the checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned at the end of a round; `init` has been called."""
+
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return the sizes that the fields of the client's replies must have."""
+        return self.spec.sizes(self.settings, client)
+
+    # Helpers for methods.
+
+    @property
+    def task(self) -> ClientInfo:
+        """Return the client that defines the task (shape and classes): the first by name."""
+        return next(iter(self.members.values())).info
+
+    def public_set(self, *, labelled: bool) -> Split:
+        """Return the public set, scaled; set `labelled` if the method uses its labels."""
+        classes = self.task.classes if labelled else None
+        return public_set(DataSpec.of(self.run), self.task.shape, classes)
+
+    def common_test(self) -> Split | None:
+        """Return the common test set, scaled, or None if there is none for the clients' task."""
+        try:
+            common = common_test(DataSpec.of(self.run))
+        except DataError:  # the sites' own data; the server lacks 'dataset'
+            return None
+        fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape
+        return common if fits else None
+
+    # Flower's interface, in the order of a round.
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Wait for the clients, collect their descriptions, and initialise the method."""
+        self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
+        self._inbox.clear()
+        self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
+        self.log.begin(member.info for member in self.members.values())
+        self.state.changed(self.members)
+        self.init()
+        if self.log.resumed:
+            self._resume(self.log.resumed)
+        return NOTHING
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Select clients and return an instruction for each."""
+        self.state.start(server_round)
+        self.run = self.log.ending(self.run)
+        self.members = self._members.present(client_manager) or self.members
+        self.log.joined(member.info for member in self.members.values())
+        eligible = self.state.standing.eligible(server_round, self.members)
+        selection = self.select(server_round, [self.members[name].info for name in eligible])
+        self.state.ask(selection)
+        self.log.round_started(server_round, selection.names)
+        evaluated = selection.training if self._evaluates(server_round) else ()
+        instructions: list[tuple[ClientProxy, FitIns]] = [
+            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **self.log.kept_too}))
+            for proxy, payload in self._instructions(server_round, selection)
+        ]
+        self.state.wait()
+        return instructions
+
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> tuple[Parameters, dict[str, Scalar]]:
+        """Check the replies, record missing clients, and let the method aggregate."""
+        self.state.go_on()
+        with self._inbox.read():
+            self.state.changed(self.state.selection.training)
+            sent, accepted = self._replies(results, failures), []
+            replies = self._attack(
+                server_round, sent, state=self.state, check=self._exchange.check, sizes=self.sizes
+            )
+            factor = self.run.engine.outlier_factor
+            for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
+                with self.state.dropping(reply.client.name):
+                    accepted.append(self.accept(server_round, reply))
+                    self.state.measured(reply.client.name, reply.measured)
+            if self.state.settle([reply.client.name for reply in accepted]):
+                self._go_back()
+            elif accepted:
+                with learning(self.state, self.run):
+                    self.state.figures(self.aggregate(server_round, accepted))
+                    self.state.figures(mean_figures([r.measured.figures for r in accepted]))
+        return NOTHING, dict(self.state.record.method)
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> None:
+        """Do nothing: the server's own models are evaluated when the round closes."""
+        return
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Ask clients to evaluate if their models have changed since their last evaluation."""
+        due = self._evaluates(server_round)
+        instructions = self._eval_instructions(server_round) if due else {}
+        if not instructions:
+            self._close_round()
+            return []
+        payloads = self._exchange.encode_all(server_round, instructions)
+        self.state.wait()
+        return [(self._proxy(name), EvaluateIns(part, {})) for name, part in payloads.items()]
+
+    def aggregate_evaluate(
+        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Record the accuracies and close the round."""
+        self.state.go_on()
+        for name, reason in sorted(reasons(failures).items()):
+            self.state.not_evaluated(name, reason, "silent")
+        answers = {name_of(proxy): result for proxy, result in results}
+        for name, result in sorted(answers.items()):
+            with self.state.not_evaluating(name):
+                info = self.members[name].info
+                self.state.measured(name, self._exchange.read_evaluation(info, result))
+        self._close_round()
+        return None, {}
+
+    # The steps of these methods.
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Resume after the last complete round. Raises StateError."""
+        try:
+            self.state.load_json(str(checkpoint.facts["state"]))
+            self.load_state_dict(checkpoint.tensors)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise StateError(
+                f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
+                f"the method {self.run.method}: {error!r}"
+            ) from error
+
+    def _go_back(self) -> None:
+        """Restore the last state whose instructions the clients could use."""
+        good = self.state.good
+        kept = self.log.state_after(good) if good else {}
+        self.init()
+        if good:
+            self.load_state_dict(kept)
+        self.state.went_back()
+
+    def _instructions(
+        self, round: int, selection: Selection
+    ) -> Iterator[tuple[NamedProxy, Parameters]]:
+        """Yield each selected client's proxy and payload; large payloads are made when sent."""
+        if self.spec.large_messages:
+            for name in selection.names:
+                proxy = self._proxy(name)
+                proxy.instruction = partial(self._payload, round, name)
+                proxy.turn = self._turns
+                yield proxy, NOTHING
+            return
+        made = {name: self.instruct(round, self.members[name].info) for name in selection.names}
+        for name, payload in self._exchange.encode_all(round, made).items():
+            yield self._proxy(name), payload
+
+    def _payload(self, round: int, name: str) -> Parameters:
+        return self._exchange.encode(round, self.instruct(round, self.members[name].info))
+
+    def _proxy(self, name: str) -> NamedProxy:
+        inbox = self._inbox if self._stores else None
+        return NamedProxy(self.members[name], self.log.client_answered, inbox)
+
+    def _replies(
+        self, results: Sequence[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> Iterator[Reply]:
+        """Yield the replies that satisfy the contract, by client, as they are read."""
+        answers = {name_of(proxy): result for proxy, result in results}
+        why = reasons(failures)
+        for name in self.state.record.asked:
+            if name not in answers:
+                self.state.absent(name, why.get(name, "did not answer in time"))
+                continue
+            client, number = self.members[name].info, self.state.record.round
+            with self.state.dropping(name):
+                yield self._exchange.read(number, client, answers[name], self.sizes(client))
+
+    def _evaluates(self, round: int) -> bool:
+        return round % self.run.evaluate_every == 0 or round == self.run.rounds
+
+    def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
+        """Return the instructions to evaluate, for clients that are due and have not failed."""
+        found: dict[str, Knowledge] = {}
+        for name in self.state.present(self.members):
+            knowledge = self.eval_instruction(round, self.members[name].info)
+            if knowledge is not None or self.state.to_evaluate(name):
+                found[name] = knowledge or Knowledge()
+        return found
+
+    def _close_round(self) -> None:
+        evaluated = self._evaluates(self.state.record.round)
+        models = self.eval_models() if evaluated else {}
+        if models and (common := self.common_test()) is not None:
+            self.state.measured(SERVER, measured_on(common, models, self.run))
+        for name in self.state.enter_standing(self.members):
+            self.forget(name)
+        record = self.state.close(evaluated=evaluated)
+        self.log.round_finished(record)
+        facts = {"state": self.state.to_json()}
+        self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
+
+
+def _holds_weights(contract: Contract) -> bool:
+    return any(isinstance(field, WeightsField) for field in contract.fields)
+
+
+def measured_on(common: Split, models: Mapping[str, nn.Module], run: RunSettings) -> Measured:
+    """Return what the server's own models score, by kind, on the common test set."""
+    compute = compute_for(run.engine)
+    scores = {kind: judge(model, common, compute, run.measured) for kind, model in models.items()}
+    return Measured(
+        {("common", kind): score.accuracy for kind, score in scores.items()},
+        None,
+        0.0,
+        0.0,
+        0.0,
+        metrics={
+            (name, "common", kind): value
+            for kind, score in scores.items()
+            for name, value in score.metrics.items()
+        },
+    )

@@ -1,0 +1,112 @@
+"""FedAvg, server half: Algorithm 1, and the round of all methods that average weights.
+
+Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
+Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from fedhet.algorithms.averaging import average_weights
+from fedhet.arrays import Array, group, grouped
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import HetModel, build
+from fedhet.models.parts import Part, arrays_of, shapes_of
+from fedhet.settings.schema import MethodSettings
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedAvgSettings(MethodSettings):
+    """Settings of FedAvg; a method that averages less than the whole model says so here."""
+
+    part: ClassVar[Part] = "all"
+    """The part of the model that travels."""
+
+    @property
+    def width(self) -> int | None:
+        """Return the width of the features before the head; None: the model's own."""
+        return None
+
+
+def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the shapes of the part that travels."""
+    part = shapes_of(settings.part, client.model, client.shape, client.classes, settings.width)
+    return Sizes({"C": client.classes}, {"weights": part})
+
+
+class FedAvgStrategy(HetStrategy):
+    """Averages the clients' tensors by samples; sends all clients the same."""
+
+    spec = MethodSpec(
+        title="one model, averaged by samples",
+        paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
+        headline="common",
+        settings=FedAvgSettings,
+        sizes=part_sizes,
+        kinds=("private", "global"),
+        one_model=True,
+        default_model="cnn2",
+        table_model="mlp",
+    )
+    settings: FedAvgSettings
+    sends = Contract((WeightsField("weights", "the averaged tensors, from which clients start"),))
+
+    def init(self) -> None:
+        """Start from a new model."""
+        task, own = self.task, self.settings
+        model = build(
+            task.model, task.shape, task.classes, seed=self.run.seed, feature_dim=own.width
+        )
+        self._instruct_all({"weights": arrays_of(model, own.part), **self.beside_weights(model)})
+
+    def beside_weights(self, model: HetModel) -> dict[str, dict[str, Array]]:
+        """Return other groups of tensors that are sent and averaged, as they are at the start."""
+        return {}
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the averages."""
+        return self._instruction
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        return self._instruction if round == self.run.rounds else None
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Average each group of tensors, weighted by samples (w <- sum of n_k / n w_k)."""
+        averaged = {
+            name: self.mixed(before, average_of(replies, name))
+            for name, before in self.averaged.items()
+        }
+        self._instruct_all(averaged)
+        return {}
+
+    def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
+        """Return what the server has after a round that began with `before`."""
+        return average
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the averages, as they are sent."""
+        return dict(self._instruction.tensors)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self._instruct_all({name: group(state, name) for name in self.averaged})
+
+    def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
+        """Build the one instruction that all clients share."""
+        self.averaged = averaged
+        """The averages by group; the group "weights" is the model's, or a part of it."""
+        tensors: dict[str, Array] = {}
+        for name, values in averaged.items():
+            tensors |= grouped(name, values)
+        self._instruction = Knowledge(tensors)
+
+
+def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
+    """Return the average of a group of the replies' tensors, weighted by samples."""
+    return average_weights([(reply.knowledge.group(group), reply.samples) for reply in replies])

@@ -1,0 +1,194 @@
+"""FedDF, server half: weights averaged per architecture, then taught by the clients' ensemble.
+
+Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
+Fusion in Federated Learning, NeurIPS 2020: Algorithm 1, and its form for several architectures in
+the appendix. Adam, cosine annealing over the steps of a round and a new optimiser in each round are
+those of the authors' published code; they also stop early on labelled validation data, which this
+server does not have (ours).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from fedhet.algorithms.averaging import RunningAverage
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.arrays import Array, Arrays, grouped, groups
+from fedhet.data import refuse_overlap
+from fedhet.devices import compute_for
+from fedhet.errors import DivergedError, KnowledgeError
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.seeding import seeded, torch_generator
+from fedhet.settings.schema import Count, CountOrNone, Positive
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.fedavg import FedAvgSettings, part_sizes
+from fedhet.training import all_finite, batches, logits_of, optimization, train_epochs
+from fedhet.wire.contract import MAX_MAGNITUDE, Contract, WeightsField
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedDfSettings(FedAvgSettings):
+    """Settings of FedDF; the whole model travels."""
+
+    epochs: CountOrNone = Field(
+        5,
+        description="the server's epochs of distillation over the public data a round; 0 = none, "
+        "and each architecture's average stands",
+    )
+    lr: Positive = Field(1e-3, description="learning rate of the distillation, which Adam does")
+    batch_size: Count = Field(128, description="public samples a minibatch of the distillation")
+
+
+class FedDfStrategy(HetStrategy):
+    """Fuses the clients' models into one model of each architecture that answered in the round.
+
+    A model starts from the average of its architecture, and learns the softmax of the mean logits
+    of all clients. An architecture without a reply keeps its model (ours).
+    """
+
+    spec = MethodSpec(
+        title="averages of each architecture, taught by all clients' ensemble on public data",
+        paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
+        headline="common",
+        settings=FedDfSettings,
+        sizes=part_sizes,
+        kinds=("private", "global"),
+        needs_public=True,
+        large_messages=True,
+    )
+    settings: FedDfSettings
+    sends = Contract(
+        (WeightsField("weights", "the fused model of the client's architecture", required=False),)
+    )
+
+    def init(self) -> None:
+        """Start without models: in the first round, clients start from their own new ones."""
+        # The thread count affects floating-point sums: fix it, as on the clients.
+        torch.set_num_threads(self.run.engine.threads)
+        self.compute = compute_for(self.run.engine)
+        public = self.public_set(labelled=False)
+        if self.run.data.public_dataset and (common := self.common_test()):
+            refuse_overlap(public, common, "the common test set")
+        self.x = self.compute.held(public.x)
+        self._keep({})
+        self._networks: dict[str, HetModel] = {}
+        """A network of each architecture, in which models are run and trained."""
+        self._listen()
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the fused model of the client's architecture, if there is one."""
+        return self._instruction_of.get(client.model, Knowledge())
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's models; earlier, clients evaluate those they started from."""
+        last = round == self.run.rounds and client.model in self.models
+        return self.instruct(round, client) if last else None
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Add a client's weights and logits to the round's averages; keep neither.
+
+        Raises KnowledgeError if its logits on the public data are not finite, or too large.
+        """
+        client, weights = reply.client, reply.knowledge.group("weights")
+        logits = self._logits(client.model, weights)
+        if not (np.abs(logits) <= MAX_MAGNITUDE).all():  # False for NaN
+            fault = "its logits on the public data are too large, or not finite"
+            raise KnowledgeError(client.name, "weights", fault)
+        self._averages[client.model].add(weights, reply.samples)
+        self._ensemble.add({"logits": logits}, 1)
+        return reply.saying(Knowledge())
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Distil the mean of all clients' logits into the average of each architecture.
+
+        Raises DivergedError.
+        """
+        averages = {name: found.mean() for name, found in sorted(self._averages.items())}
+        teacher = torch.tensor(self._ensemble.mean()["logits"], device=self.compute.device)
+        self._listen()
+        if not self.settings.epochs:
+            self._keep(self.models | averages)
+            return {}
+        losses = []
+        for name, average in averages.items():
+            with seeded(self.run.seed, SERVER, round, name, device=self.compute.device):
+                averages[name], loss = self._distil(round, name, average, teacher)
+            losses.append(loss)
+        self._keep(self.models | averages)
+        return {"distillation_loss": float(np.mean(losses))}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the fused models."""
+        kept: dict[str, Array] = {}
+        for name, weights in self.models.items():
+            kept |= grouped(f"models/{name}", weights)
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self._keep(groups(state, "models"))
+
+    def _keep(self, models: dict[str, dict[str, Array]]) -> None:
+        """Keep the fused models, and build the one instruction of each architecture."""
+        self.models = models
+        """The fused models' tensors, by architecture."""
+        self._instruction_of = {
+            name: Knowledge(grouped("weights", weights)) for name, weights in models.items()
+        }
+
+    def _listen(self) -> None:
+        """Start a round's averages: of weights by architecture, and of all clients' logits."""
+        self._averages: dict[str, RunningAverage] = defaultdict(RunningAverage)
+        self._ensemble = RunningAverage()
+
+    def _network(self, name: str, weights: Arrays) -> HetModel:
+        """Return the network of an architecture with these weights."""
+        if name not in self._networks:
+            task = self.task
+            self._networks[name] = build(name, task.shape, task.classes, seed=self.run.seed)
+            self.compute.place(self._networks[name])
+        load_weights(self._networks[name], weights)
+        return self._networks[name]
+
+    def _logits(self, name: str, weights: Arrays) -> Array:
+        """Return a model's logits [N, C] on the public samples."""
+        return logits_of(self._network(name, weights), self.x, self.compute).cpu().numpy()
+
+    def _distil(
+        self, round: int, name: str, average: Arrays, teacher: Tensor
+    ) -> tuple[dict[str, Array], float]:
+        """Train an architecture's average on the teacher's logits [N, C]; return it, and its loss.
+
+        Raises DivergedError.
+        """
+        own, student = self.settings, self._network(name, average).train()
+        adam = {"optimizer": "adam", "lr": own.lr, "weight_decay": 0.0}
+        training = self.run.training.model_copy(update=adam)
+        optimizing = optimization(student.parameters(), training, self.compute)
+        rows = torch.arange(len(self.x), device=self.compute.device)
+        steps = own.epochs * len(batches(len(rows), own.batch_size, torch.Generator()))
+        annealing = CosineAnnealingLR(optimizing.optimizer, steps)
+        loss = train_epochs(
+            self.x,
+            rows,
+            lambda x, rows: distillation_loss(teacher[rows], student(x)),
+            optimizing,
+            epochs=own.epochs,
+            batch_size=own.batch_size,
+            generator=torch_generator(self.run.seed, SERVER, round, name),
+            compute=self.compute,
+            stepped=annealing.step,
+        )
+        if not (math.isfinite(loss) and all_finite(student)):
+            raise DivergedError(f"of the model {name} the loss is {loss:.3g}")
+        return {name: array.copy() for name, array in to_arrays(student).items()}, loss

@@ -1,0 +1,319 @@
+"""FedGEMS, server half: Algorithm 1, "ServerExecute".
+
+Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
+Server Models via Selective Knowledge Fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from fedhet.algorithms.selective import (
+    Targets,
+    correct,
+    fuse,
+    fuse_all,
+    split,
+    targets_of,
+    taught_loss,
+)
+from fedhet.arrays import Array, group, grouped
+from fedhet.data import refuse_overlap
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import ModelName, build
+from fedhet.server.learner import Learner
+from fedhet.settings.schema import Count, MethodSettings, kebab
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.training import LossOfBatch
+from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedGemsSettings(MethodSettings):
+    """Settings of FedGEMS."""
+
+    server_model: ModelName = Field("gems-resnet56", description="the server's own model")
+    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
+    )
+    selective: bool = Field(
+        True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
+    )
+    split: Literal["round", "batch"] = Field(
+        "round",
+        description="when public samples are split into S1, S2 and S3: by the self-evaluation "
+        "before each round, or anew for each minibatch by its predictions in training",
+    )
+    self_training: bool = Field(
+        True,
+        description="learn samples that are predicted correctly from their labels alone; false: as "
+        "the others (Table 5)",
+    )
+    self_distillation: bool = Field(
+        True,
+        description="learn samples that are wrong now, but were right once, from the logits of "
+        "then; false: from the clients' (Table 5)",
+    )
+    ensemble: Literal["weighted", "mean", "none"] = Field(
+        "weighted",
+        description="what clients teach: the logits of those that are right, weighted by Eq. 4; "
+        "the mean of all; or nothing, and the labels alone do (Table 5)",
+    )
+    server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
+    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
+
+    @model_validator(mode="after")
+    def _fedgem_selects_nothing(self) -> FedGemsSettings:
+        for name in ("split", "self_training", "self_distillation", "ensemble"):
+            default, value = type(self).model_fields[name].default, getattr(self, name)
+            if not self.selective and value != default:
+                raise ValueError(
+                    f"setting 'fedgems.{kebab(name)}' = {value!r} is not allowed: it takes "
+                    f"{default!r} where 'fedgems.selective' = False, which splits nothing"
+                )
+        return self
+
+    @property
+    def teachers(self) -> Literal["weighted", "mean", "none"]:
+        """Return `ensemble`, which in FedGEM is the mean."""
+        return self.ensemble if self.selective else "mean"
+
+
+class FedGemsStrategy(HetStrategy):
+    """Trains its own model on the public set, and asks clients for logits where it is wrong."""
+
+    spec = MethodSpec(
+        title="a larger server model, selective distillation on labelled public data",
+        paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
+        headline="common",
+        settings=FedGemsSettings,
+        needs_public=True,
+        table_settings={"server_model": "mlp3"},
+        text_settings={"server_model": "text-transformer"},
+        signal_settings={"server_model": "signal-resnet"},
+    )
+    settings: FedGemsSettings
+    sends = Contract(
+        (
+            TensorField(
+                "logits",
+                "float32",
+                ("R", "C"),
+                "the server's logits on public samples",
+                required=False,
+            ),
+            TensorField(
+                "changed",
+                "uint8",
+                ("B",),
+                "a bit a public sample: whose logits these are; absent: all have theirs here",
+                required=False,
+                needs=("logits",),
+            ),
+            TensorField(
+                "wanted",
+                "uint8",
+                ("B",),
+                "a bit a public sample: are its logits asked for? absent: all are",
+                required=False,
+            ),
+        )
+    )
+
+    def init(self) -> None:
+        """Build the server's model; the pool of global logits starts empty."""
+        public, task = self.public_set(labelled=True), self.task
+        if self.run.data.public_dataset and (common := self.common_test()):
+            refuse_overlap(public, common, "the common test set")
+        model = build(self.settings.server_model, task.shape, task.classes, seed=self.run.seed)
+        self.learner = Learner(model, self.run)
+        compute = self.learner.compute
+        self.x, self.y = compute.held(public.x), public.y.to(compute.device)
+        self.pool = Targets.none(len(self.y), task.classes, compute.device)
+        """L_Global: each sample's logits from when it was last predicted correctly."""
+        self.logits = self.learner.predict(self.x)
+        """L_s, [N, C]: those of the self-evaluation before each round."""
+        self.changed = np.zeros(len(self.y), np.int64)
+        """The round after which each sample's logits last changed; 0: never sent."""
+        self.held: dict[str, int] = {}
+        """The round whose logits each client holds."""
+        self._prepare()
+
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return the axes C, and Q, the number of samples asked for."""
+        rows = self.wanted.nonzero()[0]
+        return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
+
+    def eval_models(self) -> dict[str, nn.Module]:
+        """Return the server's model."""
+        return {"server": self.learner.model}
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send L_s (line 17), or only its changes, and the samples to answer (line 11)."""
+        held = self.held.pop(client.name, 0)  # a client that fails to answer may lack the logits
+        if held not in self._instructions_by_version:
+            self._instructions_by_version[held] = Knowledge(self._logits_since(held))
+        return self._instructions_by_version[held]
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Train on the clients' logits (lines 4 to 15). Raises DivergedError."""
+        version = int(self.changed.max())
+        if version:
+            self.held |= {reply.client.name: version for reply in replies}
+        answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
+        fused = self._fused(torch.tensor(answers))
+        before = self.logits
+        counts, self.logits = self._train(round, fused)
+        self.changed[(before != self.logits).any(1) | (version == 0)] = round
+        figures = self._figures(counts, fused)
+        self._prepare()
+        return figures
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the model, the pool, its logits, and which round's logits each client holds."""
+        pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
+        held = {client: np.array(round) for client, round in self.held.items()}
+        return {
+            **self.learner.state_dict(),
+            **grouped("pool", pool),
+            **grouped("held", held),
+            "logits": self.logits,
+            "changed": self.changed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self.learner.load_state_dict(state)
+        pool = {k: torch.tensor(v) for k, v in group(state, "pool").items()}
+        self.pool = Targets(**{k: v.to(self.x.device) for k, v in pool.items()})
+        self.held = {client: int(round) for client, round in group(state, "held").items()}
+        self.logits, self.changed = state["logits"], state["changed"].copy()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Split the samples by the self-evaluation; choose those to ask clients about, S3."""
+        self.right = correct(torch.tensor(self.logits, device=self.x.device), self.y)
+        """The samples that the server predicts correctly, bool [N]."""
+        self.parts = self._split(self.right, self.pool.known)
+        """S1, S2 and S3, bool [N] each."""
+        self.wanted = self.parts[2].cpu().numpy() & (self.settings.teachers != "none")
+        self._instructions_by_version: dict[int, Knowledge] = {}
+        """The instruction for clients that hold the logits of a given round."""
+
+    def _split(self, right: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return S1, S2 and S3 as the settings have it; in FedGEM all samples are in S3."""
+        own = self.settings
+        return split(
+            right,
+            pooled,
+            self_training=own.selective and own.self_training,
+            self_distillation=own.selective and own.self_distillation,
+        )
+
+    def _logits_since(self, held: int) -> dict[str, Array]:
+        """Return the logits for a client that holds those of round `held`; 0: none.
+
+        Sends all logits, or only the changed ones if that takes fewer bytes. A server that has not
+        trained yet sends none (ours).
+        """
+        sent: dict[str, Array] = {}
+        if self.settings.selective:
+            sent["wanted"] = np.packbits(self.wanted)
+        if self.changed.any():
+            sent["logits"] = self.logits
+            new = self.changed > held
+            bits = np.packbits(new)
+            if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
+                sent |= {"logits": self.logits[new], "changed": bits}
+        return sent
+
+    def _fused(self, answers: Tensor) -> Targets:
+        """Return the targets of all samples from clients' logits [K, Q, C] on the wanted ones."""
+        rows = torch.tensor(self.wanted.nonzero()[0])
+        weighted = self.settings.teachers == "weighted"
+        fused = fuse(answers, self.y.cpu()[rows]) if weighted else fuse_all(answers)
+        found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
+        found.keep(rows, fused.logits, fused.known)
+        return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
+
+    def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
+        """Train the server's epochs; return the sizes of S1, S2, S3 in the last one, and new L_s.
+
+        Raises DivergedError with the model, the pool and the optimiser's state as they were.
+        """
+        pool = self.pool.copy()
+        counts = torch.zeros(3, device=self.x.device)
+        by_batch = self.settings.split == "batch"
+        lesson = self._lesson_by_batch if by_batch else self._lesson_by_round
+        logits = self.learner.train(
+            round,
+            self.x,
+            torch.arange(len(self.y), device=self.x.device),
+            lesson(fused, pool, counts),
+            epochs=self.settings.server_epochs,
+            before_epoch=(lambda _: counts.zero_()) if by_batch else None,
+            error_of=self._error,
+        )
+        self.pool = pool
+        return counts.tolist(), logits
+
+    def _error(self, logits: Array) -> float:
+        """Return the share of the public samples on which logits [N, C] are wrong."""
+        return float((logits.argmax(1) != self.y.cpu().numpy()).mean())
+
+    def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+        """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
+
+        `counts` becomes the sizes of S1, S2 and S3.
+        """
+        counts.copy_(torch.stack([part.sum() for part in self.parts]))
+        taught = targets_of(self.parts, self.pool, fused)
+        logits = torch.tensor(self.logits, device=self.x.device)
+        pool.keep(torch.arange(len(self.y), device=self.x.device), logits, self.right)
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            teacher, known = taught.logits[rows], taught.known[rows]
+            return taught_loss(
+                self.learner.model(x), self.y[rows], teacher, known, self.settings.epsilon
+            )
+
+        return loss_of
+
+    def _lesson_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+        """Return the loss by a split of each minibatch, whose right logits enter `pool`.
+
+        The split is by the predictions of the training step itself (lines 5 to 12). To `counts` are
+        added the sizes of S1, S2 and S3.
+        """
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            logits, labels = self.learner.model(x).float(), self.y[rows]
+            right = correct(logits, labels)
+            recalled = Targets(pool.logits[rows], pool.known[rows])
+            parts = self._split(right, recalled.known)
+            counts.add_(torch.stack([part.sum() for part in parts]))
+            helped = Targets(fused.logits[rows], fused.known[rows])
+            taught = targets_of(parts, recalled, helped)
+            pool.keep(rows, logits.detach(), right)
+            return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
+
+        return loss_of
+
+    def _figures(self, counts: Sequence[float], fused: Targets) -> dict[str, float]:
+        """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""
+        asked = float(self.wanted.sum())
+        return {
+            "s1": counts[0],
+            "s2": counts[1],
+            "s3": counts[2],
+            "asked": asked,
+            "nobody_right": asked - float(fused.known.sum()),
+            "upload_ratio": asked / len(self.y),
+        }

@@ -1,0 +1,159 @@
+"""FedGKT, server half: a large model trained on the features that edge models extract.
+
+Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
+Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, "ServerExecute". Features are vectors of one
+width, which every edge model has (ours): the paper's are feature maps of one architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedhet.algorithms.distillation import distillation_loss
+from fedhet.arrays import Array, group, grouped
+from fedhet.errors import KnowledgeError
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import ModelName, build, shapes, to_arrays
+from fedhet.server.learner import Learner
+from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+LEAST_SAMPLES = 2
+"""Samples in a reply: training needs as many."""
+
+
+class FedGktSettings(MethodSettings):
+    """Settings of FedGKT."""
+
+    feature_dim: Count = Field(64, description="width of the features that travel, D")
+    server_model: ModelName = Field(
+        "mlp3", description="the server's model, of feature vectors: an mlp, or your own"
+    )
+    server_epochs: Count = Field(
+        10, description="the server's epochs over all clients' features, a round"
+    )
+    temperature: Positive = Field(
+        3.0, description="T of the divergences between the logits of edge and server"
+    )
+    alpha: NonNegative = Field(
+        1.0, description="weight of the divergence beside cross-entropy, on either side"
+    )
+
+
+def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
+    """Return the axes C and D (feature width), and the shapes of the server's model."""
+    width = settings.feature_dim
+    model = shapes(settings.server_model, (width,), client.classes)
+    return Sizes({"C": client.classes, "D": width}, {"server": model})
+
+
+class FedGktStrategy(HetStrategy):
+    """Trains its model on the clients' features, and sends each client the logits of its samples.
+
+    The model of use in the end is an edge extractor with the server's model. So the server sends
+    its model after the last round, and each client judges it behind its own extractor: the kind
+    `server`.
+    """
+
+    spec = MethodSpec(
+        title="a large server model on the features of small edge models; labels travel too",
+        paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
+        headline="common",
+        settings=FedGktSettings,
+        sizes=gkt_sizes,
+        kinds=("private", "server"),
+        large_messages=True,
+        semi=False,
+    )
+    settings: FedGktSettings
+    sends = Contract(
+        (
+            TensorField(
+                "logits",
+                "float32",
+                ("N", "C"),
+                "the server's, of the client's training samples",
+                required=False,
+            ),
+            WeightsField("server", "the server's model, after the last round", required=False),
+        )
+    )
+
+    def init(self) -> None:
+        """Build the server's model; no client has sent anything yet."""
+        name, width = self.settings.server_model, self.settings.feature_dim
+        model = build(name, (width,), self.task.classes, seed=self.run.seed)
+        self.learner = Learner(model, self.run)
+        self.logits: dict[str, Array] = {}
+        """The server's logits of each client's samples, as of its last round."""
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send a client the server's logits of its samples."""
+        known = self.logits.get(client.name)
+        return Knowledge({} if known is None else {"logits": known})
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the server's model after the last round."""
+        if round < self.run.rounds:
+            return None
+        return Knowledge(grouped("server", to_arrays(self.learner.model)))
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply. Raises KnowledgeError if it has too few samples, or too many.
+
+        Too many are more than the client counts with ('engine.samples-cap'): nobody can send the
+        server more to train on than others may.
+        """
+        samples, most = len(reply.knowledge.tensors["labels"]), reply.samples
+        if LEAST_SAMPLES <= samples <= most:
+            return reply
+        fault = f"of {samples} samples, must be of {LEAST_SAMPLES} at least"
+        if samples > most:
+            fault = f"of {samples} samples, the client counts with {most}"
+        raise KnowledgeError(reply.client.name, "labels", fault)
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Train on the round's features, logits and labels. Raises DivergedError."""
+        told = [reply.knowledge.tensors for reply in replies]
+        features, edge, labels = (
+            self._placed(np.concatenate([tensors[name] for tensors in told]))
+            for name in ("features", "logits", "labels")
+        )
+        own, labels = self.settings, labels.long()
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            logits = self.learner.model(x).float()
+            divergence = distillation_loss(edge[rows], logits, own.temperature)
+            return F.cross_entropy(logits, labels[rows]) + own.alpha * divergence
+
+        numbers = torch.arange(len(labels), device=labels.device)
+        logits = self.learner.train(round, features, numbers, loss_of, epochs=own.server_epochs)
+        ends = np.cumsum([len(tensors["labels"]) for tensors in told])
+        parts = np.split(logits, ends[:-1])
+        self.logits |= {r.client.name: part for r, part in zip(replies, parts, strict=True)}
+        return {"server_accuracy": float((logits.argmax(1) == labels.cpu().numpy()).mean())}
+
+    def forget(self, client: str) -> None:
+        """Drop the logits of a client's samples; what the model has learned stays."""
+        self.logits.pop(client, None)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the server's model, and its logits of each client's samples."""
+        return self.learner.state_dict() | grouped("logits", self.logits)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self.learner.load_state_dict(state)
+        self.logits = group(state, "logits")
+
+    def _placed(self, values: Array) -> Tensor:
+        return torch.from_numpy(values).to(self.learner.compute.device)

@@ -1,0 +1,117 @@
+"""FedHe, server half: the mean of the clients' latest class logits.
+
+Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
+Learning, MSN 2021, arXiv:2110.09910.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedhet.algorithms.classwise import class_average
+from fedhet.arrays import Array, grouped, groups
+from fedhet.methods.registry import MethodSpec
+from fedhet.settings.schema import MethodSettings, NonNegative
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedHeSettings(MethodSettings):
+    """Settings of FedHe."""
+
+    loss: Literal["mse", "kl"] = Field(
+        "mse",
+        description="distance to the server's logits: their mean squared error, as in the authors' "
+        "code, or the divergence of the probabilities",
+    )
+    alpha: NonNegative = Field(0.5, description="weight of the distance to the server's logits")
+
+
+class FedHeStrategy(HetStrategy):
+    """Averages the logits of each class over the clients that have it; sends all clients the same.
+
+    The mean is over each client's latest reply, of whatever round: the paper's clients train
+    asynchronously.
+    """
+
+    spec = MethodSpec(
+        title="class-wise logits alone, averaged over the clients' latest",
+        paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
+        headline="common",
+        settings=FedHeSettings,
+    )
+    sends = Contract(
+        (
+            TensorField(
+                "classes",
+                "int64",
+                ("P",),
+                "the classes with an entry",
+                required=False,
+                ids="C",
+                needs=("logits",),
+            ),
+            TensorField(
+                "logits",
+                "float32",
+                ("P", "C"),
+                "average logits of each",
+                required=False,
+                needs=("classes",),
+            ),
+        )
+    )
+    vectors: ClassVar[str] = "logits"
+    """The field that is averaged."""
+
+    def init(self) -> None:
+        """Start without knowledge: in the first round, clients train on their own data only."""
+        self.latest: dict[str, dict[str, Array]] = {}
+        """The tensors of each client's latest reply."""
+        self._instruct_all()
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send every class's average."""
+        return self._instruction
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Store the clients' class means; return the number of classes that any client has."""
+        self.latest |= {reply.client.name: dict(reply.knowledge.tensors) for reply in replies}
+        self._instruct_all()
+        return {"classes_covered": float(len(self._instruction.tensors["classes"]))}
+
+    def forget(self, client: str) -> None:
+        """Drop a client's class means."""
+        self.latest.pop(client, None)
+        self._instruct_all()
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the clients' latest class means."""
+        kept: dict[str, Array] = {}
+        for client, tensors in self.latest.items():
+            kept |= grouped(f"latest/{client}", tensors)
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self.latest = groups(state, "latest")
+        self._instruct_all()
+
+    def weights(self, tensors: Mapping[str, Array]) -> Array:
+        """Return a client's weight [P] in the mean of each class that it has."""
+        return np.ones(len(tensors["classes"]))
+
+    def _instruct_all(self) -> None:
+        """Build the one instruction that all clients share; it is empty before any reply."""
+        heard = [self.latest[name] for name in sorted(self.latest)]
+        self._instruction = Knowledge()
+        if heard:
+            parts = [(each["classes"], each[self.vectors], self.weights(each)) for each in heard]
+            classes, means = class_average(parts)
+            self._instruction = Knowledge({"classes": classes, self.vectors: means})

@@ -1,0 +1,31 @@
+"""FedProx, server half: FedAvg's.
+
+Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
+Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field
+
+from fedhet.settings.schema import NonNegative
+from fedhet.strategies.fedavg import FedAvgSettings, FedAvgStrategy
+
+
+class FedProxSettings(FedAvgSettings):
+    """Settings of FedProx."""
+
+    mu: NonNegative = Field(0.01, description="weight of the proximal term of Eq. 2")
+
+
+class FedProxStrategy(FedAvgStrategy):
+    """Averages by samples; what differs from FedAvg is the clients' loss."""
+
+    spec = replace(
+        FedAvgStrategy.spec,
+        title="FedAvg with a proximal term in the clients' loss",
+        paper="Li et al., Federated Optimization in Heterogeneous Networks",
+        settings=FedProxSettings,
+    )

@@ -1,0 +1,193 @@
+"""Felo, server half: Algorithm 1, "Server process".
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.classwise import ClassMeans, FeatureNorm, Terms, average
+from fedhet.arrays import Array, Arrays, grouped, groups
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import shapes
+from fedhet.settings.schema import Count, MethodSettings, NonNegative
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FeloSettings(MethodSettings):
+    """Settings of Felo."""
+
+    weighting: Literal["clients", "samples"] = Field(
+        "clients", description="does a client count once in a class's mean, or by its samples?"
+    )
+    feature_dim: Count = Field(64, description="width of the features that travel, D")
+    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
+    feature_weight: NonNegative = Field(
+        0.1,
+        description="times alpha: the weight of Eq. 1's feature term alone; 1 as printed, 0 leaves "
+        "it out",
+    )
+    logit_weight: NonNegative = Field(
+        1.0, description="times alpha: the weight of Eq. 1's logit term alone; 0 leaves it out"
+    )
+    feature_norm: FeatureNorm = Field(
+        "none",
+        description="scale of Eq. 1's feature term: as printed, in units of the server's features "
+        "(rms), or every vector at length 1 in root mean square (unit)",
+    )
+    share_weights: bool = Field(
+        True, description="send the weights too, to be averaged within an architecture"
+    )
+
+    def terms(self) -> Terms:
+        """Return how the terms of Eq. 1 are weighed and measured."""
+        return Terms(self.alpha, self.feature_weight, self.logit_weight, self.feature_norm)
+
+
+def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
+    """Return the axes C and D (feature width), and the shapes of the client's architecture."""
+    own = shapes(client.model, client.shape, client.classes, settings.feature_dim)
+    return Sizes({"C": client.classes, "D": settings.feature_dim}, {"weights": own})
+
+
+class FeloStrategy(HetStrategy):
+    """Averages features and logits per class over all clients, and weights per architecture."""
+
+    spec = MethodSpec(
+        title="class-wise features and logits, and weights within an architecture",
+        paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
+        headline="common",
+        settings=FeloSettings,
+        sizes=felo_sizes,
+        kinds=("private", "global"),
+    )
+    settings: FeloSettings
+    sends = Contract(
+        (
+            TensorField(
+                "classes",
+                "int64",
+                ("P",),
+                "the classes with an entry",
+                required=False,
+                ids="C",
+                needs=("features", "logits"),
+            ),
+            TensorField(
+                "features",
+                "float32",
+                ("P", "D"),
+                "average features of each",
+                required=False,
+                needs=("classes",),
+            ),
+            TensorField(
+                "logits",
+                "float32",
+                ("P", "C"),
+                "average logits of each",
+                required=False,
+                needs=("classes",),
+            ),
+            WeightsField("weights", "averaged weights of the architecture", required=False),
+        )
+    )
+
+    def init(self) -> None:
+        """Start without knowledge: in the first round, clients train on their own data only."""
+        self.means: dict[str, ClassMeans] = {}
+        """The server dataset: each client's latest class means."""
+        self.weights: dict[str, dict[str, Array]] = {}
+        """Averaged weights by architecture."""
+        self._instructions_by_model: dict[str, Knowledge] = {}
+        """This round's instruction for each architecture."""
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send every class's averages, and the weights of the client's architecture (line 6)."""
+        if client.model not in self._instructions_by_model:
+            self._instructions_by_model[client.model] = self._instruction_for(client.model)
+        return self._instructions_by_model[client.model]
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        last = round == self.run.rounds and client.model in self.weights
+        return self.instruct(round, client) if last else None
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply, with counts that sum to no more samples than its client counts with."""
+        return reply.with_counts_capped()
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""
+        for reply in replies:
+            self.means[reply.client.name] = read_means(reply.knowledge)
+        self.weights |= average_by_architecture(replies)
+        self._instructions_by_model = {}
+        return {"classes_covered": float(len(self.average().classes))}
+
+    def forget(self, client: str) -> None:
+        """Drop a client's class means, and the average of weights that it may have spoilt.
+
+        Clients of its architecture go on from their own weights until the next average.
+        """
+        self.means.pop(client, None)
+        self.weights.pop(self.log.models.get(client, ""), None)
+        self._instructions_by_model = {}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the server dataset and each architecture's weights."""
+        kept: dict[str, Array] = {}
+        for client, means in self.means.items():
+            kept |= grouped(f"means/{client}", dict(vars(means)))
+        for model, weights in self.weights.items():
+            kept |= grouped(f"weights/{model}", weights)
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
+        self.weights = groups(state, "weights")
+
+    def average(self) -> ClassMeans:
+        """Return the averages over all clients that have replied so far."""
+        heard = [self.means[name] for name in sorted(self.means)]
+        return average(heard, by_samples=self.settings.weighting == "samples")
+
+    def entries(self) -> dict[str, Array]:
+        """Return the classes that have an average, with the features and logits of each.
+
+        Called only once a client has replied. Velo overrides it with synthetic features.
+        """
+        mean = self.average()
+        return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
+
+    def _instruction_for(self, model: str) -> Knowledge:
+        weights = grouped("weights", self.weights.get(model, {}))
+        return Knowledge(weights | (self.entries() if self.means else {}))
+
+
+def read_means(knowledge: Knowledge) -> ClassMeans:
+    """Return the class means of a client's reply."""
+    parts = knowledge.tensors
+    return ClassMeans(parts["classes"], parts["features"], parts["logits"], parts["counts"])
+
+
+def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Array]]:
+    """Return the average weights per architecture, weighted by samples (line 5).
+
+    Weights of different architectures are never mixed.
+    """
+    groups: dict[str, list[tuple[Arrays, float]]] = {}
+    for reply in replies:
+        if weights := reply.knowledge.group("weights"):
+            groups.setdefault(reply.client.model, []).append((weights, reply.samples))
+    return {model: average_weights(group) for model, group in groups.items()}

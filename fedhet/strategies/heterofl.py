@@ -1,0 +1,153 @@
+"""HeteroFL, server half: sub-models cut from one global model, averaged where they overlap.
+
+Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
+Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, with the scaler, the static batch norm
+and the masked cross-entropy of Section 3. What the text leaves open follows the authors' published
+code: widths are rounded up, clients count equally in an average, the rows of the head are averaged
+over the clients that have samples of the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits
+from fedhet.arrays import Array, group, grouped
+from fedhet.errors import KnowledgeError
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import build, is_registered, narrow_name
+from fedhet.models.parts import Part, arrays_of
+from fedhet.settings.schema import refused
+from fedhet.strategies.base import HetStrategy, Reply, Selection
+from fedhet.strategies.fedavg import FedAvgSettings, part_sizes
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+WIDTHS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
+"""The share of each layer's channels that a sub-model has, by the paper's name of its level."""
+
+
+def _are_levels(text: str) -> str:
+    if not all(level.strip() in WIDTHS for level in text.split(",")):
+        raise ValueError(f"it takes some of {', '.join(WIDTHS)}, comma-separated")
+    return text
+
+
+class HeteroFlSettings(FedAvgSettings):
+    """Settings of HeteroFL."""
+
+    part: ClassVar[Part] = "trained"
+
+    levels: Annotated[str, AfterValidator(_are_levels)] = Field(
+        "a,b,c",
+        description="the clients' levels, dealt in turn: a has all channels of the model, b 1/2, "
+        "c 1/4, d 1/8, e 1/16; a level that stands there twice has twice as many clients",
+    )
+    weighting: Literal["clients", "samples"] = Field(
+        "clients", description="does a client count once in a mean, or by its samples?"
+    )
+    scaler: bool = Field(
+        True, description="divide the features of narrow models by their width while they train"
+    )
+    masked: bool = Field(
+        True,
+        description="cross-entropy with 0 for the outputs of classes that a client has no samples "
+        "of; only those who have some average their rows of the head, and tell the server so",
+    )
+
+    @property
+    def widths(self) -> list[float]:
+        """Return the width of each level, in turn."""
+        return [WIDTHS[level.strip()] for level in self.levels.split(",")]
+
+    def width_of(self, client: int) -> float:
+        """Return the width of client number `client`; the first one's for a site without number."""
+        return self.widths[max(client, 0) % len(self.widths)]
+
+
+class HeteroFlStrategy(HetStrategy):
+    """Sends each client its part of the global model, which has the widest level's width."""
+
+    spec = MethodSpec(
+        title="sub-models of several widths, averaged where they overlap",
+        paper="Diao et al., HeteroFL: Federated Learning for Heterogeneous Clients",
+        headline="common",
+        settings=HeteroFlSettings,
+        sizes=part_sizes,
+        kinds=("private", "global"),
+        semi=False,  # its batch norms have no statistics to predict with until training is over
+        default_model="cnn2",
+        table_model="mlp",
+        text_model="text-cnn",
+        signal_model="signal-cnn2",
+    )
+    settings: HeteroFlSettings
+    sends = Contract((WeightsField("weights", "the client's part of the global weights"),))
+
+    def init(self) -> None:
+        """Start from a new model. Raises SettingsError unless there is one, of any width."""
+        (name, *others), task = self.run.models.names, self.task
+        self.model = narrow_name(name, max(self.settings.widths))
+        """The name of the global model."""
+        if others or not is_registered(narrow_name(name, WIDTHS["e"])):
+            rule = "one model, which must come in several widths: mlp, cnn2, text-cnn or their like"
+            raise refused("models.pool", self.run.models.pool, rule)
+        model = build(self.model, task.shape, task.classes, seed=self.run.seed)
+        self._keep(arrays_of(model, self.settings.part))
+
+    def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
+        """Select among those whose model is a part of the global one."""
+        return super().select(round, [member for member in members if self._is_part(member)])
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the client's part of the global weights; its size follows from its model's name."""
+        if client.model not in self._parts:
+            shapes = self.sizes(client).models["weights"]
+            self._parts[client.model] = Knowledge(grouped("weights", cut(self.weights, shapes)))
+        return self._parts[client.model]
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the last round's weights; earlier, clients evaluate those they started from."""
+        last = round == self.run.rounds and self._is_part(client)
+        return self.instruct(round, client) if last else None
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply. Raises KnowledgeError if it does not say which classes it has."""
+        if self.settings.masked and not len(reply.knowledge.tensors.get("labels", ())):
+            raise KnowledgeError(reply.client.name, "labels", "missing, or none")
+        return reply
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Average each element over the clients that hold it; the others stay as they are."""
+        self._keep(average_overlaps(self.weights, [self._submodel(reply) for reply in replies]))
+        return {}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the global weights."""
+        return grouped("weights", self.weights)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self._keep(group(state, "weights"))
+
+    def _keep(self, weights: dict[str, Array]) -> None:
+        self.weights = weights
+        """The trained tensors of the global model."""
+        self._parts: dict[str, Knowledge] = {}
+        """The instruction for each sub-model."""
+
+    def _is_part(self, client: ClientInfo) -> bool:
+        """Tell whether a client's model is a part of the global one."""
+        whole = self.sizes(replace(client, model=self.model)).models["weights"]
+        return fits(self.sizes(client).models["weights"], whole)
+
+    def _submodel(self, reply: Reply) -> SubModel:
+        own, said = self.settings, reply.knowledge
+        labels = said.tensors["labels"] if own.masked else None
+        weight = reply.samples if own.weighting == "samples" else 1
+        return SubModel(said.group("weights"), weight, labels)

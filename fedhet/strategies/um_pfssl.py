@@ -1,0 +1,313 @@
+"""UM-pFSSL, server half: the model pool, and which models each client is sent (Algorithms 1 to 3).
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from fedhet.algorithms.helpers import (
+    Helper,
+    Key,
+    Plan,
+    from_arrays,
+    refreshable,
+    replaceable,
+    to_arrays,
+)
+from fedhet.algorithms.uncertainty import Divergence, RelationKind, has_dropout
+from fedhet.arrays import Array, group, grouped, groups
+from fedhet.errors import KnowledgeError
+from fedhet.methods.registry import MethodSpec
+from fedhet.models import build, shapes
+from fedhet.runs.measures import mean_figures
+from fedhet.seeding import numpy_rng
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
+from fedhet.storage import ModelStore
+from fedhet.strategies.base import HetStrategy, Reply, Selection
+from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+KEPT_VERSIONS = 3
+"""Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
+
+
+class UmPfsslSettings(MethodSettings):
+    """Settings of UM-pFSSL."""
+
+    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
+    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
+    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
+    refresh: str | int = Field(
+        "auto",
+        description="rounds between updates of the helpers, nu; auto is those between two rounds "
+        "of a client, 1 / fraction, as in the paper",
+    )
+    warm_up: CountOrNone = Field(
+        20, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+    warm_up_steps: CountOrNone = Field(
+        0, description="least optimiser steps of the warm-up, whatever the number of labels"
+    )
+    passes: Count = Field(8, description="dropout masks of a prediction, T")
+    relation: RelationKind = Field(
+        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
+    )
+    divergence: Divergence = Field(
+        "forward",
+        description="Eq. 5 as KL(pseudo-label || own), distillation, or as printed, reversed",
+    )
+    pseudo_labels: bool = Field(
+        True, description="do clients learn from pseudo-labels? false: from labels alone"
+    )
+
+    @field_validator("refresh", mode="before")
+    @classmethod
+    def _refresh_is_counted(cls, value: object) -> object:
+        if value == "auto" or (type(value) is int and 1 <= value <= 1_000_000):
+            return value
+        raise ValueError("it takes auto, or an integer from 1 to 1000000")
+
+    def refresh_rounds(self, fraction: float) -> int:
+        """Return nu where so large a share of the clients is sampled each round."""
+        return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
+
+
+def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the shapes of the architecture, for one model and for several."""
+    own = shapes(client.model, client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"weights": own, "models": own})
+
+
+class UmPfsslStrategy(HetStrategy):
+    """Keeps every client's latest model on disk and sends clients the ones that may help them.
+
+    The first round is the warm-up of all clients; Algorithm 1's t is the round minus one. Later, a
+    client is not asked if it is neither sampled nor has helpers to search or update.
+    """
+
+    spec = MethodSpec(
+        title="personalised semi-supervised learning with helpers chosen by their uncertainty",
+        paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
+        headline="personal",
+        settings=UmPfsslSettings,
+        sizes=model_sizes,
+        needs_unlabelled=True,
+        semi=False,
+        one_model=True,
+        default_model="cnn2-dropout",
+        table_model="mlp-dropout",
+        text_model="text-cnn-dropout",
+        signal_model="signal-cnn2-dropout",
+        large_messages=True,
+    )
+    settings: UmPfsslSettings
+    sends = Contract(
+        (
+            ScalarField("own", int, "the client's own number in the pool", low=0),
+            ScalarField("train", bool, "is the client sampled, or does it only search?"),
+            ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
+            TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
+            TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
+            TensorField(
+                "roles",
+                "int64",
+                ("N",),
+                "0 to compare, 1 to fill the list, 2 a newer version of a helper",
+                required=False,
+                low=0,
+                needs=("versions",),
+            ),
+            WeightsField("models", "the models sent", required=False, stacked="N"),
+        )
+    )
+
+    def init(self) -> None:
+        """Start with an empty pool. Raises SettingsError for models without dropout."""
+        task = self.task
+        if not has_dropout(build(task.model, task.shape, task.classes, seed=self.run.seed)):
+            rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
+            raise refused("models.pool", task.model, rule)
+        self.pool = ModelStore(self.log.directory / "pool")
+        self.numbers: dict[str, int] = {}
+        """The number of each client's model, by client name."""
+        self.versions: dict[int, int] = {}
+        """The round in which each model of the pool was last uploaded."""
+        self.lists: dict[str, list[Helper]] = {}
+        """Each client's helper list, as last reported, including the client itself."""
+        self.sent: dict[str, dict[int, int]] = {}
+        """The last version of each model that a client was sent and has confirmed."""
+        self.refreshes: dict[str, int] = {}
+        """How many periodic updates each client has completed."""
+        self.plans: dict[str, Plan] = {}
+        """The plan for each client in this round, made by `select`."""
+        self._number(self.members)
+
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return C, the architecture's tensor shapes, and K, the number of models in the pool."""
+        sizes = super().sizes(client)
+        return replace(sizes, axes={**sizes.axes, "K": len(self.numbers)})
+
+    def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
+        """Plan the round: sampled clients train, others only search for or update their helpers.
+
+        A client that does not train keeps its model.
+        """
+        names = [member.name for member in members]
+        self._number(names)
+        sampled = super().select(round, members).training if self.step(round) > 0 else ()
+        self.plans = {name: self._plan(round, name, name in sampled) for name in names}
+        for name, plan in self.plans.items():
+            if not plan.refresh:
+                self.refreshes[name] = max(self._due(round), 0)
+        asked = {name: plan for name, plan in self.plans.items() if not plan.idle}
+        training = tuple(name for name, plan in asked.items() if plan.train or plan.warm_up)
+        return Selection(training, tuple(sorted(asked.keys() - set(training))))
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send a client its plan, with the models read from the pool."""
+        plan, own = self.plans[client.name], self.numbers[client.name]
+        scalars = {"own": own, "train": plan.train, "held": self.versions.get(own, 0)}
+        if not plan.models:
+            return Knowledge(scalars=scalars)
+        models = [self.pool.get(key) for key in plan.models]
+        numbers, versions = np.array(plan.models, np.int64).T
+        tensors = {"numbers": numbers, "versions": versions, "roles": np.array(plan.roles)}
+        names = self.sizes(client).models["models"]
+        stacked = {name: np.stack([model[name] for model in models]) for name in names}
+        return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Store an uploaded model in the pool, as the version of this round."""
+        weights = reply.knowledge.group("weights")
+        if not weights:
+            return reply
+        number = self.numbers[reply.client.name]
+        self.pool.put((number, round), weights)
+        self.pool.trim(number, KEPT_VERSIONS)
+        self.versions[number] = round
+        lists = {k: v for k, v in reply.knowledge.tensors.items() if "/" not in k}
+        return reply.saying(Knowledge(lists, reply.knowledge.scalars))
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Store the helper lists; the server averages nothing."""
+        for reply in replies:
+            name = reply.client.name
+            try:
+                self.lists[name] = self._read_list(reply)
+            except KnowledgeError as error:
+                self.log.notice(f"client {name}'s helper list stays as it was: {error}")
+            self.sent.setdefault(name, {}).update(self.plans[name].models)
+            self.refreshes[name] = self._due(round)
+        scalars = [reply.knowledge.scalars for reply in replies]
+        sent = sum(len(self.plans[reply.client.name].models) for reply in replies)
+        found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
+        return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
+
+    def forget(self, client: str) -> None:
+        """Send a client's model to nobody, until it uploads one again."""
+        self.versions.pop(self.numbers.get(client, -1), None)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the pool's index and the helper lists; the models are in the run's directory."""
+        kept = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})
+        kept["versions"] = _pairs(self.versions)
+        kept |= grouped("sent", {name: _pairs(sent) for name, sent in self.sent.items()})
+        kept |= grouped("refreshes", {n: np.array(count) for n, count in self.refreshes.items()})
+        for name, helpers in self.lists.items():
+            kept |= grouped(f"list/{name}", to_arrays(helpers))
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        self.numbers = {name: int(n) for name, n in group(state, "number").items()}
+        self.versions = dict(state["versions"].tolist())
+        self.sent = {name: dict(pairs.tolist()) for name, pairs in group(state, "sent").items()}
+        self.refreshes = {name: int(n) for name, n in group(state, "refreshes").items()}
+        self.lists = {name: from_arrays(kept) for name, kept in groups(state, "list").items()}
+
+    def step(self, round: int) -> int:
+        """Return Algorithm 1's t for a round of the run; 0 is the warm-up."""
+        return round - (1 if self.settings.warm_up else 0)
+
+    def _number(self, names: Sequence[str] | Mapping[str, object]) -> None:
+        for name in sorted(set(names) - self.numbers.keys()):
+            self.numbers[name] = len(self.numbers)
+
+    def _due(self, round: int) -> int:
+        """Return the number of periodic updates that are due up to a round."""
+        return self.step(round) // self.settings.refresh_rounds(self.run.fraction)
+
+    def _plan(self, round: int, name: str, train: bool) -> Plan:
+        """Return the plan for a client in a round."""
+        chosen, own, step = self.settings, self.numbers[name], self.step(round)
+        warm_up = bool(chosen.warm_up) and own not in self.versions
+        helpers = self.lists.get(name, [])
+        new = self._unseen(round, name)
+        searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
+        candidates = new[: chosen.replace] if searching else []
+        room = chosen.helpers - max(1, len(helpers)) if train else 0
+        fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]
+        refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
+        return Plan(train, warm_up, candidates, fill, refresh)
+
+    def _unseen(self, round: int, name: str) -> list[Key]:
+        """Return the models outside the client's list, in random order (Algorithm 3, line 7).
+
+        Models that it was sent in their current version, and rejected, are left out.
+        """
+        sent = self.sent.get(name, {})
+        others = [key for key in self._outside(name) if sent.get(key[0]) != key[1]]
+        order = numpy_rng(self.run.seed, "candidates", round, name).permutation(len(others))
+        return [others[place] for place in order]
+
+    def _seen(self, round: int, name: str) -> list[Key]:
+        """Return the models outside the client's list that it was already sent, in random order.
+
+        They fill a list for which no new models are left (Algorithm 1, line 16): if models were
+        lost, or candidates were compared before the list was full.
+        """
+        sent = self.sent.get(name, {})
+        others = [key for key in self._outside(name) if sent.get(key[0]) == key[1]]
+        order = numpy_rng(self.run.seed, "fill", round, name).permutation(len(others))
+        return [others[place] for place in order]
+
+    def _outside(self, name: str) -> list[Key]:
+        """Return the models of the pool outside a client's list, by number."""
+        known = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
+        return [key for key in sorted(self.versions.items()) if key[0] not in known]
+
+    def _newer(self, name: str) -> list[Key]:
+        """Return the helpers to update (Algorithm 2): changed since, and not the least related.
+
+        Ranks are those at the end of the client's last round, where section IV-B sorts the list.
+        """
+        helpers = self.lists.get(name, [])
+        found = refreshable(helpers, self.numbers[name], self.settings.replace)
+        return [
+            (h.number, self.versions[h.number])
+            for h in found
+            if self.versions.get(h.number, 0) > h.version
+        ]
+
+    def _read_list(self, reply: Reply) -> list[Helper]:
+        """Return a client's helper list. Raises KnowledgeError if it is not valid."""
+        helpers = from_arrays(reply.knowledge.tensors)
+        name, most = reply.client.name, self.settings.helpers
+        if self.numbers[name] not in {helper.number for helper in helpers}:
+            raise KnowledgeError(name, "numbers", "the client itself is missing")
+        if len(helpers) > most:
+            raise KnowledgeError(name, "numbers", f"has {len(helpers)} helpers, {most} are allowed")
+        return helpers
+
+
+def _pairs(table: Mapping[int, int]) -> Array:
+    """Return an integer table as an array [entries, 2]."""
+    return np.array(sorted(table.items()), np.int64).reshape(-1, 2)

@@ -1,0 +1,195 @@
+"""Velo, server half: Algorithm 2, "Server process". Felo with synthetic features instead of means.
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fedhet.algorithms.classwise import newest
+from fedhet.algorithms.cvae import Cvae, separation, synthesise, train_cvae
+from fedhet.arrays import Array, group, grouped
+from fedhet.models import load_weights, to_arrays
+from fedhet.seeding import numpy_rng, seeded, torch_generator
+from fedhet.settings.schema import Count, Positive
+from fedhet.strategies.base import Reply
+from fedhet.strategies.felo import FeloSettings, FeloStrategy, felo_sizes
+from fedhet.training import all_finite
+from fedhet.wire.contract import Sizes, TensorField
+from fedhet.wire.identity import SERVER, ClientInfo
+
+DRAWS = 100
+"""Synthetic features of each class on which the separation is measured, whatever number is sent: of
+ten classes, its standard error is below two points."""
+KEPT = ("features", "labels", "learned", "synthetic", "separation")
+"""The strategy's own state across rounds, beside Felo's and the CVAE."""
+
+
+class VeloSettings(FeloSettings):
+    """Settings of Velo."""
+
+    interval: Count = Field(1, description="rounds between trainings of the CVAE")
+    samples_per_class: Count = Field(
+        1, description="synthetic features of each class that are sent a round, S"
+    )
+    least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.9,
+        description="means are sent while a smaller share of the CVAE's features is nearest to the "
+        "mean of its own class; 0: until the CVAE has been trained once, as printed",
+    )
+    memory: Count = Field(
+        20, description="features of each class that the server keeps, oldest out first"
+    )
+    latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
+    hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
+    deviation: Positive = Field(
+        1.0,
+        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
+        "features",
+    )
+    epochs: Count = Field(50, description="epochs of the CVAE a training")
+    cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
+    cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
+
+
+def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
+    """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
+    felo = felo_sizes(settings, client)
+    return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
+
+
+class VeloStrategy(FeloStrategy):
+    """Trains a CVAE on the clients' features and sends synthetic features; otherwise as Felo."""
+
+    spec = replace(
+        FeloStrategy.spec,
+        title="Felo with synthetic features, from a conditional VAE on the server",
+        settings=VeloSettings,
+        sizes=velo_sizes,
+    )
+    settings: VeloSettings
+    sends = FeloStrategy.sends.replacing(
+        TensorField(
+            "features",
+            "float32",
+            ("P", "S", "D"),
+            "synthetic features of each, or its average S times",
+            required=False,
+            needs=("classes",),
+        )
+    )
+
+    def init(self) -> None:
+        """Start from a new, untrained CVAE and an empty feature dataset."""
+        super().init()
+        sizes = self.settings
+        with seeded(self.run.seed, SERVER, "cvae"):
+            self.cvae = Cvae(
+                sizes.feature_dim, self.task.classes, sizes.latent_dim, sizes.hidden_dim
+            )
+        self.features = np.zeros((0, sizes.feature_dim), np.float32)
+        """The server feature dataset [N, D], in order of arrival."""
+        self.labels = np.zeros(0, np.int64)
+        """The classes of `features`, [N]."""
+        self.learned = np.zeros(0, np.int64)
+        """The classes [P] that the CVAE has been trained on."""
+        self.synthetic = np.zeros((0, sizes.samples_per_class, sizes.feature_dim), np.float32)
+        """This round's features of the classes in `learned`, [P, S, D]."""
+        self.separation = 0.0
+        """The share of synthetic features that are nearest to their own class's mean."""
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
+        # As on clients: results must not depend on the server's default number of threads.
+        torch.set_num_threads(self.run.engine.threads)
+        figures = dict(super().aggregate(round, replies))
+        self._keep(round, replies)
+        figures["features_kept"] = float(len(self.labels))
+        if round % self.settings.interval == 0 and len(self.labels) > 1:
+            figures |= self._train(round)
+        if len(self.learned):
+            self._synthesise(round)
+            figures |= self._measure(round)
+        return figures
+
+    def entries(self) -> dict[str, Array]:
+        """Return Felo's entries, with synthetic features for classes the CVAE has learned.
+
+        They keep the means where the CVAE does not tell the classes apart.
+        """
+        entries = super().entries()
+        features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
+        if self.separation >= self.settings.least_separation:
+            _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
+            features[rows] = self.synthetic[found]
+        return entries | {"features": features}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return Felo's state, the feature dataset, the CVAE and the latest synthetic features."""
+        weights = {name: value.copy() for name, value in to_arrays(self.cvae).items()}
+        own = {name: np.asarray(getattr(self, name)) for name in KEPT}
+        return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state)
+        for name, value in group(state, "velo").items():
+            setattr(self, name, value if value.ndim else float(value))
+        load_weights(self.cvae, group(state, "cvae"))
+
+    def _keep(self, round: int, replies: Sequence[Reply]) -> None:
+        """Add the replies' features to the dataset (line 4), and drop the oldest."""
+        features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
+        labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
+        # Features of one round are equally old: a random order, not the names, decides which stay.
+        order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
+        features = np.concatenate([self.features, features[order]])
+        labels = np.concatenate([self.labels, labels[order]])
+        rows = newest(labels, self.settings.memory)
+        self.features, self.labels = features[rows], labels[rows]
+
+    def _train(self, round: int) -> dict[str, float]:
+        """Continue training the CVAE (line 5); return its loss, or nothing if it diverged."""
+        before = copy.deepcopy(self.cvae)
+        loss = train_cvae(
+            self.cvae,
+            torch.tensor(self.features),
+            torch.tensor(self.labels),
+            epochs=self.settings.epochs,
+            batch_size=self.settings.cvae_batch_size,
+            lr=self.settings.cvae_lr,
+            deviation=self.settings.deviation,
+            generator=torch_generator(self.run.seed, SERVER, round, "cvae"),
+        )
+        if not all_finite(self.cvae):
+            self.cvae = before
+            self.log.notice(f"the CVAE diverged in round {round}: the one of before stands")
+            return {}
+        self.learned = np.union1d(self.learned, self.labels)
+        return {"cvae_loss": loss}
+
+    def _synthesise(self, round: int) -> None:
+        """Decode this round's features of every class that the CVAE has learned (line 7)."""
+        generator = torch_generator(self.run.seed, SERVER, round, "synthetic")
+        count = self.settings.samples_per_class
+        self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()
+
+    def _measure(self, round: int) -> dict[str, float]:
+        """Measure how well the CVAE tells classes apart; return it, or nothing without a mean."""
+        means = self.average()
+        classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
+        if not len(classes):  # all clients that had them have left
+            return {}
+        generator = torch_generator(self.run.seed, SERVER, round, "separation")
+        drawn = synthesise(self.cvae, torch.tensor(classes), DRAWS, generator)
+        self.separation = separation(drawn, torch.tensor(rows), torch.tensor(means.features))
+        return {"separation": self.separation}

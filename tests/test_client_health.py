@@ -1,0 +1,119 @@
+"""Who is asked: clients that are refused, silent or gone, round after round."""
+
+import json
+
+import pytest
+
+from fedhet.errors import FedhetError
+from fedhet.server.client_health import Standing
+
+NAMES = ["a", "b", "c"]
+
+
+def standing(refusals=3, silences=2):
+    notices = []
+    found = Standing(refusals, silences, notices.append)
+    return found, notices
+
+
+def play(found, outcomes, rounds=range(1, 40), members=NAMES):
+    """Ask whoever may be asked, each answering as `outcomes` says; return who was asked when."""
+    asked, forgotten = {}, []
+    for round in rounds:
+        asked[round] = found.eligible(round, members)
+        told = {name: outcomes.get(name) for name in asked[round]}
+        forgotten += [(round, name) for name in found.enter(round, told, members)]
+    return asked, forgotten
+
+
+def test_who_answers_is_always_asked():
+    found, notices = standing()
+    asked, forgotten = play(found, {})
+    assert all(names == NAMES for names in asked.values())
+    assert (forgotten, notices) == ([], [])
+
+
+def test_a_client_whose_replies_are_refused_is_set_aside_by_name():
+    found, notices = standing()
+    asked, forgotten = play(found, {"b": "refused"})
+    assert [round for round, names in asked.items() if "b" in names] == [1, 2, 3]
+    assert forgotten == [(3, "b")]
+    assert len(notices) == 1
+    assert notices[0].startswith("client b is set aside: its replies were refused 3 rounds running")
+
+
+def test_one_good_reply_clears_a_client():
+    found, _ = standing()
+    for round, outcome in enumerate(["refused", "refused", None] * 5, start=1):
+        assert found.eligible(round, NAMES) == NAMES
+        found.enter(round, {"b": outcome}, NAMES)
+
+
+def test_silence_between_refusals_clears_nothing():
+    found, _ = standing(silences=0)
+    for round, outcome in enumerate(["refused", "silent", "refused", "error", "refused"], start=1):
+        found.enter(round, {"b": outcome}, NAMES)
+    assert found.eligible(6, NAMES) == ["a", "c"]
+
+
+@pytest.mark.parametrize("outcome", ["silent", "error"])
+def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
+    found, notices = standing()
+    asked, forgotten = play(found, {"b": outcome}, range(1, 61))
+    rounds = [round for round, names in asked.items() if "b" in names]
+    assert rounds == [1, 2, 4, 8, 16, 32, 48], "after 2, 4, 8 rounds, at most 16"
+    assert forgotten == [(2, "b")]
+    assert "client b has not answered 2 rounds running" in notices[0]
+
+
+def test_who_answers_again_is_asked_as_before():
+    found, _ = standing()
+    play(found, {"b": "silent"}, range(1, 5))
+    found.enter(5, {"b": None}, NAMES)
+    assert found.eligible(6, NAMES) == NAMES
+    found.enter(6, {"b": "silent"}, NAMES)
+    assert found.eligible(7, NAMES) == NAMES
+
+
+def test_zero_switches_either_off():
+    found, _ = standing(refusals=0, silences=0)
+    asked, forgotten = play(found, {"a": "refused", "b": "silent"})
+    assert all(names == NAMES for names in asked.values())
+    assert forgotten == []
+
+
+def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
+    found, notices = standing()
+    found.enter(1, {"b": "silent"}, NAMES)
+    assert found.enter(2, {}, ["a", "c"]) == []
+    assert found.enter(3, {}, ["a", "c"]) == ["b"]
+    assert notices == ["client b has left; what it contributed before is dropped"]
+    assert found.enter(4, {}, ["a", "c"]) == [], "once"
+    assert found.eligible(5, NAMES) == NAMES
+    found.enter(5, {"b": "silent"}, NAMES)
+    assert found.eligible(6, NAMES) == NAMES, "its silence of before it left does not count"
+
+
+def test_if_all_rest_all_are_asked():
+    found, _ = standing()
+    asked, _ = play(found, dict.fromkeys(NAMES, "silent"), range(1, 6))
+    assert all(names == NAMES for names in asked.values())
+
+
+def test_if_all_are_set_aside_the_run_ends():
+    found, _ = standing()
+    with pytest.raises(FedhetError, match=r"round 4 has nobody to ask: .* all 3 clients"):
+        play(found, dict.fromkeys(NAMES, "refused"))
+
+
+def test_what_is_saved_decides_as_what_was():
+    """As a checkpoint: through JSON; in the middle of a rest, of refusals and of an absence."""
+    outcomes = {"a": "refused", "b": "silent"}
+    for cut in range(1, 12):
+        whole, _ = standing()
+        play(whole, outcomes, range(1, cut + 1), [*NAMES, "d"])
+        other, _ = standing()
+        other.load_dict(json.loads(json.dumps(whole.to_dict())))
+        assert play(other, outcomes, range(cut + 1, 40)) == play(
+            whole, outcomes, range(cut + 1, 40)
+        )

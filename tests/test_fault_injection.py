@@ -1,0 +1,82 @@
+"""Clients of a simulation that drop out of a round, or take longer for it."""
+
+import time
+
+import numpy as np
+import pytest
+from federation import records, run, small, without_times
+from test_permissions import PARTITION, SHIPPED
+
+from fedhet.client_runtime.fault_injection import drops_out, mishaps, straggles
+from fedhet.client_runtime.permissions import permitted
+from fedhet.config.resolve import check_deployable
+from fedhet.errors import SettingsError
+
+ROUNDS = range(1, 1001)
+
+
+@pytest.mark.parametrize(("fate", "setting"), [(drops_out, "drop_outs"), (straggles, "stragglers")])
+def test_the_share_is_met_and_each_draw_is_its_own(fate, setting):
+    settings = small(**{setting: 0.2}).run
+    hit = {n: np.array([fate(settings, n, t) for t in ROUNDS]) for n in ("client-0", "client-1")}
+    for found in hit.values():
+        assert abs(found.mean() - 0.2) < 0.04  # three standard deviations
+    both = (hit["client-0"] & hit["client-1"]).mean()
+    assert abs(both - 0.04) < 0.015
+    after = (hit["client-0"][1:] & hit["client-0"][:-1]).mean()
+    assert abs(after - 0.04) < 0.015
+    again = small(**{setting: 0.2}, seed=1).run
+    assert [fate(again, "client-0", t) for t in ROUNDS] != hit["client-0"].tolist()
+    assert not any(fate(small().run, "client-0", t) for t in ROUNDS)
+
+
+def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
+    config = small("felo", rounds=3, drop_outs=0.4, silences=0)
+    run(config, tmp_path / "run")
+    lost = 0
+    for record in records(tmp_path / "run"):
+        fails = {n for n in record["asked"] if drops_out(config.run, n, record["round"])}
+        assert set(record["failed"]) == fails
+        assert set(record["answered"]) == set(record["asked"]) - fails
+        assert all("'engine.drop-outs'" in reason for reason in record["failed"].values())
+        lost += len(fails)
+    assert lost > 0
+
+
+def test_a_straggler_takes_longer_and_computes_the_same(tmp_path):
+    plain = run(small("local", rounds=1, clients=2), tmp_path / "plain")
+    slow = run(small("local", rounds=1, clients=2, stragglers=1.0, slowdown=2.0), tmp_path / "slow")
+    assert without_times(slow) == without_times(plain)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 0.15), (0.0, 0.05)])
+def test_a_straggler_takes_that_many_times_as_long(share, expected):
+    settings = small(stragglers=share, slowdown=3.0).run
+    started = time.perf_counter()
+    with mishaps(settings, "client-0", 1):
+        time.sleep(0.05)
+    taken = time.perf_counter() - started
+    assert taken >= expected
+    assert share or taken < 0.14
+
+
+@pytest.mark.parametrize("setting", ["drop_outs", "stragglers"])
+def test_in_a_deployment_sites_fail_by_themselves(setting):
+    with pytest.raises(SettingsError, match="0 in a deployment, whose sites fail by themselves"):
+        check_deployable(small(**{setting: 0.5}))
+
+
+def test_a_site_does_not_follow_them():
+    asked = {**SHIPPED, "engine.drop-outs": 0.9, "engine.stragglers": 1.0, "engine.slowdown": 1e3}
+    taken = permitted(PARTITION, asked)
+    assert not {name for name in taken if name.startswith("engine.")}
+
+
+@pytest.mark.slow
+def test_ray_gives_the_numbers_of_inline(tmp_path):
+    changes = {"rounds": 2, "drop_outs": 0.4, "silences": 0}
+    inline = run(small("felo", **changes), tmp_path / "inline")
+    on_ray = run(small("felo", backend="ray", **changes), tmp_path / "ray")
+    assert without_times(inline) == without_times(on_ray)
+    for one, other in zip(records(tmp_path / "inline"), records(tmp_path / "ray"), strict=True):
+        assert one["failed"] == other["failed"]

@@ -1,0 +1,139 @@
+"""Runs on a Ray of their own: its start, its end, and workers that are lost. With a real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from federation import run, small, without_times
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.engines.ray import connection
+from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.runs.log import Watcher
+
+
+class Assassin(Watcher):
+    """Kills one of Ray's workers at the end of the first round."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+        self.said: list[str] = []
+
+    def round_finished(self, record) -> None:
+        if not self.killed:
+            ours = psutil.Process().children(recursive=True)
+            worker = next(p for p in ours if p.name().startswith("ray::Worker"))
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait(30)
+            self.killed.append(worker.pid)
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_worker_that_is_killed_costs_no_client_and_no_number(tmp_path):
+    assassin = Assassin()
+    on_ray = run(small(backend="ray", clients=6, rounds=3), tmp_path / "ray", [assassin])
+    assert assassin.killed
+    (lost,) = [line for line in assassin.said if "is lost" in line]
+    assert "asked again on another" in lost
+    inline = run(small(clients=6, rounds=3), tmp_path / "inline")
+    assert without_times(on_ray) == without_times(inline)
+    assert not psutil.pid_exists(assassin.killed[0])
+
+
+def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
+    import ray
+
+    with pytest.raises(DataError, match="nowhere"):
+        run(small(backend="ray", dataset=f"imagefolder:{tmp_path}/nowhere"), tmp_path / "run")
+    assert not ray.is_initialized()
+    assert not [p for p in psutil.Process().children() if "gcs_server" in p.name()]
+    with pytest.raises(SettingsError, match=r"'engine.cpus-per-client' = 5000.* is not allowed"):
+        run(small(backend="ray", cpus_per_client=5000.0), tmp_path / "run")
+    assert not ray.is_initialized()
+    assert not (tmp_path / "run").exists()
+
+
+def test_ray_that_does_not_start_costs_one_line(tmp_path, monkeypatch):
+    def fails(**_):
+        raise RuntimeError("no room\nin /dev/shm")
+
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(FedhetError) as error:
+        run(small(backend="ray"), tmp_path / "run")
+    assert str(error.value).startswith("cannot start Ray on this machine (")
+    assert "no room" in str(error.value)
+    assert "--backend inline" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("before", [None, "/of/the/user"])
+def test_what_ray_is_started_with_is_taken_back(monkeypatch, tmp_path, before):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = {}
+
+    def starts(**given):
+        seen.update(given, path=os.environ["PYTHONPATH"].split(os.pathsep))
+
+    monkeypatch.setattr("ray.init", starts)
+    connection.start()
+    assert seen["address"] == "local"  # though there may be a cluster, or RAY_ADDRESS
+    assert seen["path"][0] == str(tmp_path)
+    assert os.environ.get("PYTHONPATH") == before
+
+
+def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
+    with pytest.raises(FedhetError, match=r"call ray.shutdown\(\) before a run"):
+        run(small(backend="ray"), tmp_path / "run")
+    assert not ended
+
+
+def test_a_ray_that_was_begun_is_waited_for_or_ended(monkeypatch):
+    done = []
+    monkeypatch.setattr("ray.init", lambda **_: done.append("started"))
+    monkeypatch.setattr("ray.shutdown", lambda: done.append("ended"))
+    with connection.begun():
+        connection.start()
+        assert done == ["started"]
+    assert done == ["started"], "who waited for it ends it"
+    with pytest.raises(SettingsError), connection.begun():
+        raise SettingsError("before anything waited for it")
+    assert done == ["started", "started", "ended"]
+    connection.start()
+    assert done[3:] == ["started"]
+
+
+def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatch):
+    def fails(**_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(FedhetError, match="cannot start Ray"), connection.begun():
+        connection.start()
+    with connection.begun():
+        pass  # nobody waits: there is nobody to tell
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [((), 1), (("--backend", "inline"), 0), (("--set", "engine.ray-address=auto"), 0)],
+)
+def test_which_runs_begin_a_ray_at_once(monkeypatch, tmp_path, words, begins):
+    seen = []
+    monkeypatch.setattr(connection, "_start", lambda: seen.append("begun"))
+    monkeypatch.setattr(connection, "leave", lambda: seen.append("ended"))
+    monkeypatch.setattr("fedhet.cli.training.train_one", lambda values: None)
+    result = CliRunner().invoke(app, ["run", "local", "--out", str(tmp_path / "run"), *words])
+    assert result.exit_code == 0, result.output
+    assert seen == ["begun", "ended"] * begins

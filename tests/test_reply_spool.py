@@ -1,0 +1,215 @@
+"""Replies on disk: what is read from there, how much of it is in memory, and when it is gone."""
+
+import mmap
+import resource
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from federation import Server, small
+from flwr.common import FitRes, ndarrays_to_parameters, parameters_to_ndarrays
+from torch import nn
+
+from fedhet.algorithms import averaging
+from fedhet.algorithms.averaging import RunningAverage, average_weights
+from fedhet.arrays import OnDemand
+from fedhet.engines.inline import InlineProxy
+from fedhet.errors import KnowledgeError, StateError
+from fedhet.server import reply_spool
+from fedhet.server.reply_spool import Inbox
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+
+SENT = Contract(
+    (WeightsField("weights", "w"), TensorField("counts", "int64", ("C",), "samples of a class"))
+)
+LIMIT = 10**8
+
+
+def payload(tensors, sender="a"):
+    """Return a message as it arrives."""
+    return ndarrays_to_parameters(encode(Envelope("run", "m", 1, sender), Knowledge(tensors)))
+
+
+def models(count, seed=0):
+    """Return models with an odd number of elements, a scalar, an empty and a transposed tensor."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        weights = {
+            "w": rng.normal(size=(37, 5)).astype(np.float32),
+            "turned": rng.normal(size=(4, 9)).astype(np.float32).T,
+            "steps": np.asarray(rng.integers(0, 99), np.int64),
+            "none": np.zeros((0, 3), np.float32),
+            "half": rng.normal(size=11).astype(np.float16),
+        }
+        yield weights, int(rng.integers(1, 999))
+
+
+def literal_mean(parts, total):
+    """The weighted mean of whole tensors, as a formula says it."""
+    mean = np.zeros(parts[0][0].shape, dtype=np.float64)
+    for value, weight in parts:
+        mean += value.astype(np.float64) * (weight / total)
+    dtype = parts[0][0].dtype
+    return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
+
+
+def on_disk(inbox, weights, name):
+    message = payload({f"weights/{k}": v for k, v in weights.items()}, name)
+    return inbox.put(name, message).read(name, SENT)[1].group("weights")
+
+
+@pytest.mark.parametrize("part", [1, 7, 185, 10**6])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_an_average_from_disk_is_that_of_whole_tensors_to_the_last_bit(
+    tmp_path, monkeypatch, part, count
+):
+    monkeypatch.setattr(averaging, "PART", part)
+    inbox, given = Inbox(tmp_path, LIMIT), list(models(count))
+    stored_models = [(on_disk(inbox, w, f"c{k}"), n) for k, (w, n) in enumerate(given)]
+    found = average_weights(stored_models)
+    total = sum(n for _, n in given)
+    assert list(found) == list(given[0][0])
+    for name, value in found.items():
+        expected = literal_mean([(w[name], n) for w, n in given], total)
+        assert value.dtype == expected.dtype
+        assert value.shape == expected.shape
+        assert value.tobytes() == expected.tobytes()
+    running = RunningAverage()
+    for weights, n in stored_models:
+        running.add(weights, n)
+    for name, value in running.mean().items():
+        sums = sum(w[name].astype(np.float64) * n for w, n in given) / total
+        sums = np.rint(sums) if name == "steps" else sums
+        assert value.tobytes() == np.asarray(sums, value.dtype).tobytes()
+
+
+def test_a_sum_of_negative_zeros_keeps_its_sign():
+    running = RunningAverage()
+    running.add({"w": np.array([-0.0], np.float32)}, 2)
+    assert np.signbit(running.mean()["w"]).all()
+
+
+def test_only_weights_stay_on_disk(tmp_path):
+    inbox = Inbox(tmp_path, LIMIT)
+    with inbox.read():
+        message = payload({"weights/w": np.arange(6.0), "counts": np.array([1, 2])})
+        envelope, knowledge = inbox.put("a", message).read("a", SENT)
+        assert envelope.sender == "a"
+        assert list(knowledge.tensors) == ["weights/w", "counts"]
+        kept = knowledge.tensors["weights/w"]
+        changed = knowledge.replacing({"counts": np.array([3, 4])})
+        assert isinstance(changed.tensors, OnDemand)
+        assert list(changed.tensors) == ["weights/w", "counts"]
+    assert knowledge.tensors["counts"].tolist() == [1, 2]
+    assert changed.tensors["counts"].tolist() == [3, 4]
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(StateError, match=r"cannot read the reply of a: .* must copy"):
+        knowledge.group("weights")["w"]
+
+
+def test_a_reply_that_is_too_large_is_not_written(tmp_path):
+    message = payload({"weights/w": np.zeros(1000)})
+    reply = Inbox(tmp_path, 2000).put("a", message)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KnowledgeError, match=r"a: payload: is 0\.0 MB, the most allowed"):
+        reply.read("a", SENT)
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path):
+    reply = Inbox(tmp_path, LIMIT).put("a", payload({"weights/w": np.zeros(1000)}))
+    with (tmp_path / "a").open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(KnowledgeError, match="claims float64"):
+        reply.read("a", SENT)
+
+
+def test_a_full_disk_leaves_no_file(tmp_path):
+    """A limit on the size of files stands for it: the write fails in its midst."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Inbox(tmp_path, LIMIT).put("a", payload({"weights/w": np.zeros(10_000)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_server_left_is_removed_and_so_is_what_a_failed_round_leaves(tmp_path):
+    left = tmp_path / "run" / "inbox" / "client-9"
+    server = Server(small("fedavg", clients=2), tmp_path / "run")
+    left.parent.mkdir()
+    left.write_bytes(b"half a reply")
+    server.strategy.initialize_parameters(server.manager)
+    assert not left.exists()
+    answers = server.answers(server.ask(1))
+    assert {path.name for path in left.parent.iterdir()} == {"client-0", "client-1"}
+    server.strategy.aggregate = lambda round, replies: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        server.strategy.aggregate_fit(1, answers, [])
+    assert not list(left.parent.iterdir())
+
+
+# The server's memory
+
+
+class Counted(mmap.mmap):
+    """A mapping that counts those that are alive."""
+
+    alive = most = 0
+
+    def __init__(self, *_, **__):
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+
+    def __del__(self):
+        Counted.alive -= 1
+
+
+def wide(shape, classes):
+    """Return a model of a megabyte, in two tensors for the most part."""
+    layers = [nn.Linear(shape[1] * shape[2], 2000), nn.ReLU(), nn.Linear(2000, 64)]
+    return nn.Sequential(nn.Flatten(), *layers), nn.Linear(64, classes)
+
+
+def memory_of_a_round(method, clients, directory):
+    """Return what the server allocates in a round at most, over the payload, and its mappings.
+
+    All clients answer what the first one has.
+    """
+    own = {"fedtype.proxy": "test_stored:wide"} if method == "fedtype" else {}
+    few = {"max_samples": 1000, "min_samples": 1, "max_test_samples": 20}
+    config = small(method, clients=clients, models="test_stored:wide", **few, **own)
+    server = Server(config, directory)
+    asked = server.ask(1)
+    given = asked[0][0]._proxy.fit(asked[0][1], None, 0)
+    envelope, knowledge = decode(parameters_to_ndarrays(given.parameters), "x")
+
+    def repeated(self, ins, timeout, group_id):
+        signed = encode(replace(envelope, sender=self.cid), knowledge)
+        return FitRes(given.status, ndarrays_to_parameters(signed), 1, dict(given.metrics))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InlineProxy, "fit", repeated)
+        patch.setattr(reply_spool.mmap, "mmap", Counted)
+        patch.setattr(averaging, "PART", 1000)
+        Counted.alive = Counted.most = 0
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+        server.strategy.aggregate_fit(1, answers, [])
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+    assert len(server.strategy.state.record.answered) == clients
+    return peak / sum(map(len, given.parameters.tensors)), Counted.most
+
+
+@pytest.mark.parametrize("method", ["fedavg", "felo", "fedtype"])
+def test_the_servers_memory_does_not_grow_with_the_clients(tmp_path, method):
+    few, mapped = memory_of_a_round(method, 3, tmp_path / "few")
+    many, mapped_of_many = memory_of_a_round(method, 12, tmp_path / "many")
+    assert many < few + 0.3, (few, many)
+    assert many < 2, many  # beside what is sent: an answer as it arrives, or the new average
+    assert mapped == mapped_of_many <= 3

@@ -1,0 +1,312 @@
+"""Images as bytes, scaled batch by batch; and datasets that several processes map into memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedhet.data import (
+    DataSpec,
+    Split,
+    client_data,
+    client_shards,
+    datasets,
+    load,
+    public,
+    public_set,
+    site,
+)
+from fedhet.data.public import refuse_overlap
+from fedhet.data.shared_cache import read_dataset, use_decoded, write_decoded
+from fedhet.data.spec import concatenated
+from fedhet.devices import Compute
+from fedhet.errors import DataError, StateError
+from fedhet.models.classical import Refitted
+from fedhet.settings.run import TrainingSettings
+from fedhet.training import cross_entropy_of, evaluate, logits_of, optimization, train_epochs
+
+partition = sys.modules["fedhet.data.partition"]
+rows_of = partition.partition
+RNG = np.random.default_rng(0)
+BYTES = torch.from_numpy(RNG.integers(0, 256, (60, 1, 8, 8), dtype=np.uint8))
+FLOATS = torch.from_numpy(BYTES.numpy().astype(np.float32) / np.float32(127.5) - np.float32(1))
+LABELS = torch.arange(60) % 3
+
+
+# --- bytes ----------------------------------------------------------------------------------
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bytes_are_learned_and_judged_as_the_numbers_that_they_become(channels_last):
+    found = []
+    for x in (BYTES, FLOATS):
+        model, seen = network(), []
+        compute = Compute(torch.device("cpu"), channels_last=channels_last, eval_batch=16)
+        compute.place(model)
+
+        def noted(images, seen=seen):
+            seen.append((images.dtype, images.min().item(), images.max().item()))
+            return images + 0.25
+
+        train_epochs(
+            compute.held(x),
+            LABELS,
+            cross_entropy_of(model),
+            optimization(model.parameters(), TrainingSettings(), compute),
+            epochs=2,
+            batch_size=16,
+            generator=torch.Generator().manual_seed(1),
+            compute=compute,
+            augment=noted,
+        )
+        score = evaluate(model, x, LABELS, compute)
+        found.append((model.state_dict(), logits_of(model, x, compute), score, seen))
+    (state, logits, score, seen), (wanted, wanted_logits, wanted_score, wanted_seen) = found
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert torch.equal(logits, wanted_logits)
+    assert score == wanted_score
+    assert seen == wanted_seen
+    assert {kind for kind, _, _ in seen} == {torch.float32}
+    assert min(low for _, low, _ in seen) == -1.0
+    assert max(high for _, _, high in seen) == 1.0
+
+
+def test_a_classifier_without_gradients_sees_scaled_rows():
+    seen = []
+
+    class Noting:
+        def fit(self, x, y):
+            seen.append(x)
+
+        def predict(self, x):
+            seen.append(x)
+            return np.zeros(len(x), np.int64)
+
+    model = Refitted("noting", Noting, 3, 0)
+    model.fit(BYTES, LABELS)
+    model(BYTES[:5])
+    np.testing.assert_array_equal(seen[0], FLOATS.flatten(1).numpy())
+    np.testing.assert_array_equal(seen[1], FLOATS[:5].flatten(1).numpy())
+
+
+def test_samples_that_are_stored_differently_are_scaled_before_they_are_joined():
+    assert concatenated(BYTES, BYTES[:3]).dtype == torch.uint8
+    mixed = concatenated(BYTES[:4], FLOATS[4:6])
+    assert torch.equal(mixed, FLOATS[:6])
+
+
+def test_an_overlap_is_found_however_the_samples_are_stored():
+    own = Split(FLOATS[:10], LABELS[:10])
+    with pytest.raises(DataError, match="4 of 10 samples of north"):
+        refuse_overlap(Split(BYTES[6:20], LABELS[6:20]), own, "north")
+    refuse_overlap(Split(BYTES[10:20], LABELS[10:20]), own, "north")
+
+
+# --- shared ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let this process forget what it has read, before and after."""
+    monkeypatch.setattr(datasets, "_taken", {})
+    monkeypatch.setattr(partition, "_taken", {})
+    monkeypatch.setattr(client_shards, "_taken", {})
+    caches = (
+        datasets._load, partition._partition, public._public, site.client_data,
+        client_shards._mapped, client_shards._starts,
+    )  # fmt: skip
+
+    def forget():
+        for cache in caches:
+            cache.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def clients_of(folder: Path) -> str:
+    for part in ("train", "test"):
+        (folder / part).mkdir(parents=True)
+        for client in range(2):
+            x = RNG.integers(0, 256, (12, 8, 8), dtype=np.uint8)
+            np.savez(folder / part / f"{client}.npz", x=x, y=np.arange(12) % 3)
+    return f"npz:{folder}"
+
+
+def texts_of(folder: Path) -> str:
+    folder.mkdir()
+    rows = ["text,label,who", *(f"word{n % 7} word{n},{'ab'[n % 2]},p{n % 4}" for n in range(40))]
+    (folder / "train.csv").write_text("\n".join(rows))
+    (folder / "test.csv").write_text("\n".join(rows[:9]))
+    return f"text:{folder}"
+
+
+def specs(folder: Path):
+    joined = "0+1+2,3+4+5+6,7+8+9"
+    return {
+        "share": DataSpec(dataset="digits", clients=2, public_fraction=0.2, superclasses=joined),
+        "unused": DataSpec(dataset="digits", clients=2, max_samples=300, public_dataset="unused"),
+        "clients": DataSpec(dataset=clients_of(folder / "npz"), clients=2),
+        "other": DataSpec(
+            dataset="digits", clients=2, public_dataset=f"npz:{folder / 'npz'}", public_samples=9
+        ),
+        "persons": DataSpec(dataset=texts_of(folder / "csv"), clients=2, by="who", min_samples=2),
+    }  # fmt: skip
+
+
+def described(spec: DataSpec) -> list[object]:
+    """Return all that a run's clients get of the data, as plain values."""
+    data = load(spec)
+    rows: list[object] = [
+        data.name, data.classes, data.parts, data.columns, data.vocabulary, data.scaled_images,
+        None if data.subclasses is None else data.subclasses.tolist(),
+        None if data.groups is None else data.groups.tolist(),
+    ]  # fmt: skip
+    splits = [data.train, data.test, data.public]
+    for index in range(2):
+        own = client_data(spec, index)
+        rows += [own.name, own.space, own.stored, own.vocabulary]
+        splits += [own.train, own.test, own.common]
+    if spec.public_dataset or spec.public_fraction:
+        splits.append(public_set(spec, data.shape, None))
+    for split in splits:
+        rows.append(split and (str(split.x.dtype), split.x.tolist(), split.y.tolist()))
+    return rows
+
+
+@pytest.mark.parametrize("name", ["share", "unused", "clients", "other", "persons"])
+def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, alone, name):
+    spec = specs(tmp_path)[name]
+    wanted = described(spec)
+    write_decoded(spec, tmp_path / "decoded")
+    alone()
+    use_decoded(spec, tmp_path / "decoded")
+
+    def unread(name):
+        raise AssertionError(f"{name} is read again")
+
+    monkeypatch.setattr(datasets, "_reader", unread)
+    monkeypatch.setattr(partition, "_partitioner", unread)
+    assert described(spec) == wanted
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "decoded" / "0.safetensors") in mapped
+    assert str(tmp_path / "decoded" / "samples.npy") in mapped
+
+
+def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path, alone):
+    spec = DataSpec(dataset="digits", clients=3, test_fraction=0.25)
+    write_decoded(spec, tmp_path)
+    alone()
+    use_decoded(spec, tmp_path)
+    parts = [split.x for index in range(3) for own in [client_data(spec, index)]
+             for split in (own.train, own.test)]  # fmt: skip
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    first = parts[0].data_ptr()
+    assert [part.data_ptr() - first for part in parts] == [
+        sum(part.nbytes for part in parts[:number]) for number in range(6)
+    ]
+
+
+def test_a_client_that_changes_its_samples_changes_no_others(tmp_path, alone):
+    spec = DataSpec(dataset="digits", clients=2)
+    write_decoded(spec, tmp_path)
+    written = (tmp_path / "samples.npy").read_bytes()
+    alone()
+    use_decoded(spec, tmp_path)
+    client_data(spec, 0).train.x.zero_()
+    assert (tmp_path / "samples.npy").read_bytes() == written
+
+
+@pytest.mark.parametrize("damage", [b"", b"no array", None])
+def test_a_broken_file_of_samples_is_one_line(tmp_path, alone, damage):
+    spec = DataSpec(dataset="digits", clients=2)
+    write_decoded(spec, tmp_path)
+    path = tmp_path / "samples.npy"
+    path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
+    alone()
+    use_decoded(spec, tmp_path)
+    with pytest.raises(StateError, match=r"cannot read the clients' samples in .*samples\.npy"):
+        client_data(spec, 0)
+
+
+def test_other_settings_of_the_partition_map_the_same_file(tmp_path, monkeypatch, alone):
+    spec = DataSpec(dataset="digits", clients=2)
+    write_decoded(spec, tmp_path)
+    alone()
+    use_decoded(spec, tmp_path)
+    (tmp_path / "0.safetensors").unlink()
+    with pytest.raises(StateError, match=r"cannot read the decoded data in .*0\.safetensors"):
+        client_data(spec.but(alpha=9.0), 0)
+    assert len(load(spec.but(max_samples=100)).train) == 100  # other rows: read for themselves
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08" + b"\x00" * 7 + b"{}      ", b"x" * 100])
+def test_a_broken_file_is_one_line(tmp_path, content):
+    path = tmp_path / "0.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(StateError, match="cannot read the decoded data") as caught:
+        read_dataset(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "classes"])
+def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, alone, kind):
+    spec = DataSpec(dataset="digits", clients=4, partition=kind, min_samples=2)
+    wanted = [rows.tolist() for rows in rows_of(spec)]
+    write_decoded(spec, tmp_path)
+    alone()
+    use_decoded(spec, tmp_path)
+
+    def drawn(spec, seed):
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(partition, "_partitioner", drawn)
+    assert [rows.tolist() for rows in rows_of(spec)] == wanted
+    with pytest.raises(AssertionError, match="drawn again"):
+        rows_of(spec.but(seed=5))
+    alone()
+    (tmp_path / "partition.safetensors").write_bytes(b"x")
+    with pytest.raises(StateError, match="cannot read the clients' rows"):
+        rows_of(spec)
+
+
+def test_drawing_a_partition_imports_nothing_that_draws_figures():
+    code = """
+import sys
+from fedhet.data import DataSpec, partition
+partition(DataSpec(dataset="digits", clients=2))
+assert "flwr_datasets" in sys.modules and "seaborn" not in sys.modules
+from flwr_datasets import visualization
+assert callable(visualization.plot_label_distributions)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_on_ray_leaves_no_copy_of_the_data(tmp_path):
+    """Its numbers are those of a run in one process, whose data is never written."""
+    import fedhet
+
+    scores = {}
+    for backend in ("inline", "ray"):
+        result = fedhet.run(
+            "local", clients=2, rounds=1, models="mlp", dataset=clients_of(tmp_path / backend),
+            backend=backend, settings={"local-epochs": 1}, out=tmp_path / f"run-{backend}",
+            progress=False,
+        )  # fmt: skip
+        assert not (result.directory / "decoded").exists()
+        partition = json.loads((result.directory / "partition.json").read_text())
+        scores[backend] = (partition["counts"], len(result.history))
+    assert scores["ray"] == scores["inline"]
