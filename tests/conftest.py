@@ -13,7 +13,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for t
 PROCESSES = {
     "test_cli",
     "test_cluster_hosts",
-    "test_decoded",
+    "test_shared_cache",
     "test_deploy",
     "test_faults",
     "test_hosts",

@@ -179,9 +179,9 @@ def memory_of_a_round(method, clients, directory):
 
     All clients answer what the first one has.
     """
-    own = {"fedtype.proxy": "test_stored:wide"} if method == "fedtype" else {}
+    own = {"fedtype.proxy": "test_reply_spool:wide"} if method == "fedtype" else {}
     few = {"max_samples": 1000, "min_samples": 1, "max_test_samples": 20}
-    config = small(method, clients=clients, models="test_stored:wide", **few, **own)
+    config = small(method, clients=clients, models="test_reply_spool:wide", **few, **own)
     server = Server(config, directory)
     asked = server.ask(1)
     given = asked[0][0]._proxy.fit(asked[0][1], None, 0)
