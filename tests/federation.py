@@ -121,6 +121,13 @@ class Server:
             results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in asked]
             self.strategy.aggregate_evaluate(round, results, [])
 
+    def play(self, round: int):
+        """Run a round without its evaluation; return the instructions and the replies."""
+        asked = self.ask(round)
+        answers = self.answers(asked)
+        self.strategy.aggregate_fit(round, answers, [])
+        return asked, answers
+
     def answers(self, asked) -> list[tuple[object, FitRes]]:
         """Let every client train; a reply on disk can be read here after the round, too."""
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]

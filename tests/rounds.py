@@ -1,13 +1,14 @@
-"""A round of a method by hand: what is told and said, and clients opened from their disk."""
+"""A round of a method by hand: instructions, replies, and clients opened from their disk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from federation import Server, client_of
-from flwr.common import parameters_to_ndarrays
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
 from fedhet.arrays import Array, Arrays
 from fedhet.client_runtime.node import read_node
@@ -26,28 +27,40 @@ PLAIN = {
 """Gradient descent on all data: what a round computes does not depend on any draw."""
 SPACES = {
     "partition": "superclasses",
-    "samples-per-class": 10,
+    "data.samples-per-class": 10,
     "superclasses": "0+1,2+3,4+5,6+7+8+9",
     "label-space": "2-2",
 }
 """Every client has two classes of four."""
 
 
-def told(asked) -> Knowledge:
-    """Return the knowledge of a round's first instruction."""
-    return decode(parameters_to_ndarrays(asked[0][1].parameters), "test")[1]
+def instruction_of(asked) -> Knowledge:
+    """Return the knowledge of a client's instruction; `asked`: its proxy and its `FitIns`."""
+    proxy, ins = asked
+    make = getattr(proxy, "instruction", None)  # of a large message, which is made when sent
+    return decode(parameters_to_ndarrays(make() if make else ins.parameters), "test")[1]
 
 
-def said(result) -> Knowledge:
-    """Return the knowledge of a client's answer."""
+def reply_of(result) -> Knowledge:
+    """Return the knowledge of a client's reply."""
     return decode(parameters_to_ndarrays(result.parameters), "test")[1]
+
+
+def altered(result, change: Callable[[dict[str, Array]], None]):
+    """Return a reply whose tensors `change` has changed in place."""
+    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
+    tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
+    change(tensors)
+    result = copy.copy(result)
+    message = encode(envelope, Knowledge(tensors, knowledge.scalars))
+    result.parameters = ndarrays_to_parameters(message)
+    return result
 
 
 def learn(server: Server, number: int) -> dict[str, Arrays]:
     """Run a round; return the replies' tensors by client."""
-    answers = server.answers(server.ask(number))
-    server.strategy.aggregate_fit(number, answers, [])
-    return {proxy.name: said(result).tensors for proxy, result in answers}
+    _, answers = server.play(number)
+    return {proxy.name: reply_of(result).tensors for proxy, result in answers}
 
 
 def clients(server: Server) -> dict[str, HetClient]:
@@ -74,29 +87,8 @@ def opened(config: Config, directory: Path, before: int = 1, partition: int = 1)
 
 
 def fitted(client: HetClient, number: int, knowledge: Knowledge) -> Arrays:
-    """Return the tensors of a client's answer in a round of the run `run`."""
+    """Return the tensors of a client's reply in a round of the run `run`."""
     envelope = Envelope("run", client.run.method, number, "server")
     arrays, _, metrics = client.fit(encode(envelope, knowledge), {})
     assert "error" not in metrics, metrics
     return decode(arrays, "test")[1].tensors
-
-
-def restored_server_says_the_same(config: Config, directory: Path) -> None:
-    """Check that a new server with the state of another one says the same, and forgets alike."""
-    server, other = (Server(config, directory / name) for name in ("one", "two"))
-    learn(server, 1)
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    assert same(told(other.ask(2)).tensors, told(server.ask(2)).tensors)
-    for each in (server, other):
-        each.strategy.forget("client-1")
-    assert same(told(other.ask(3)).tensors, told(server.ask(3)).tensors)
-
-
-def reopened_client_goes_on(config: Config, directory: Path, *told_it: Knowledge) -> None:
-    """Check that a client opened again before its last round ends that round as it did before."""
-    client = opened(config, directory)
-    for number, knowledge in enumerate(told_it, 1):
-        learned = fitted(client, number, knowledge)
-    again = opened(config, directory, before=len(told_it))
-    assert same(fitted(again, len(told_it), told_it[-1]), learned)
-    assert same(state_of(again.network), state_of(client.network))

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.server import attacks
-from fedhet.server.attacks import (
-    Attack,
-    Benign,
-    far_vector,
-    lie,
-    ofom,
-    paf,
-    z_max,
-)
+from fedhet.server.attacks import Attack, Benign, far_vector, lie, ofom, paf, z_max
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField, poisonable
 from fedhet.wire.knowledge import Knowledge, decode
 
@@ -318,8 +310,7 @@ def played(tmp_path, **changes):
         return aggregate(round, replies)
 
     server.strategy.aggregate = watched
-    answers = server.answers(server.ask(1))
-    server.strategy.aggregate_fit(1, answers, [])
+    _, answers = server.play(1)
     told = {p.name: decode(parameters_to_ndarrays(r.parameters), "x")[1] for p, r in answers}
     return server.strategy, told, {reply.client.name: reply.knowledge for reply in seen}
 
@@ -389,7 +380,7 @@ def gem_under(tmp_path, seed, **changes):
     )  # fmt: skip
     server = Server(config, tmp_path / f"{seed}-{len(changes)}")
     for number in range(1, 6):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
     x, y = server.strategy.common_test().x, server.strategy.common_test().y
     with torch.no_grad():
         return (server.strategy.learner.model.eval()(x).argmax(1) == y).float().mean().item()
@@ -417,7 +408,7 @@ def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Attack, "poison", watched)
     for number in range(1, 6):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
     assert any(uploads < asked for _, uploads, asked in struck)
     assert all(len(victims) == 1 and victims <= uploads for victims, uploads, _ in struck)
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from flwr.common import Context, RecordDict, parameters_to_ndarrays
+from flwr.common import Context, RecordDict
 from interruption import cut_and_resumed
+from rounds import SPACES, instruction_of, reply_of
 from torch.nn import functional as F
 
 from fedhet import server_app
@@ -18,27 +19,12 @@ from fedhet.errors import DataError, SettingsError
 from fedhet.models import build
 from fedhet.storage import load
 from fedhet.strategies.central import trainer
-from fedhet.wire.knowledge import decode
 
 PUBLIC = {"data.public-fraction": 0.3}
-OWN_SPACES = {
-    "partition": "superclasses",
-    "samples-per-class": 10,
-    "superclasses": "0+1,2+3,4+5,6+7+8+9",
-    "label-space": "2-2",
-}
 
 
 def federation(**changes):
     return small("central", **{"clients": 3, "models": "mlp", **changes})
-
-
-def said(result):
-    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
-
-
-def told(asked):
-    return decode(parameters_to_ndarrays(asked[0][1].parameters), "test")[1]
 
 
 def trainer_of(server):
@@ -66,7 +52,7 @@ RECIPES = {
         "models": "cnn2-dropout",
     },
     "semi": {"training.semi": "fixmatch", "training.semi-threshold": 0.3, "models": "cnn2"},
-    "space": {**OWN_SPACES, "max-samples": 0},
+    "space": {**SPACES, "max-samples": 0},
 }
 
 
@@ -163,8 +149,8 @@ def test_only_the_trainer_is_asked_and_is_told_nothing(tmp_path):
         asked = server.ask(round)
         assert [proxy.name for proxy, _ in asked] == ["client-0"]
         assert not asked[0][1].config["evaluate"]
-        assert not told(asked).tensors
-        assert not told(asked).scalars
+        assert not instruction_of(asked[0]).tensors
+        assert not instruction_of(asked[0]).scalars
         server.strategy.aggregate_fit(round, server.answers(asked), [])
         server.close(round)
 
@@ -186,7 +172,7 @@ def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= 0.05 * gradient
-    found = said(result).group("weights")
+    found = reply_of(result).group("weights")
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6)
@@ -194,22 +180,23 @@ def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
 
 def test_what_is_evaluated_is_the_trainers_model(tmp_path):
     server = Server(federation(), tmp_path)
-    answers = server.answers(server.ask(1))
-    server.strategy.aggregate_fit(1, answers, [])
-    trained = said(answers[0][1]).group("weights")
+    _, answers = server.play(1)
+    trained = reply_of(answers[0][1]).group("weights")
     asked = server.strategy.configure_evaluate(1, None, server.manager)
     assert len(asked) == 3
-    assert all(np.array_equal(v, trained[n]) for n, v in told(asked).group("weights").items())
+    assert all(
+        np.array_equal(v, trained[n]) for n, v in instruction_of(asked[0]).group("weights").items()
+    )
     own = server.strategy.eval_models()["server"].state_dict()
     assert all(np.array_equal(value, trained[name]) for name, value in own.items())
     for client in clients_of(server).values():
-        (judged,) = client.eval_models(told(asked)).values()
+        (judged,) = client.eval_models(instruction_of(asked[0])).values()
         assert all(np.array_equal(v, trained[n]) for n, v in judged.state_dict().items())
 
 
 def test_a_label_space_of_its_own(tmp_path):
     """The trainer learns all clients' classes; each client is judged among its own."""
-    chosen = {**OWN_SPACES, "clients": 2, "max-samples": 0}
+    chosen = {**SPACES, "clients": 2, "max-samples": 0}
     server = Server(federation(**chosen), tmp_path)
     asked = server.ask(1)
     client = client_of(asked[0][0])
@@ -217,7 +204,7 @@ def test_a_label_space_of_its_own(tmp_path):
     assert client.space.tolist() == everyone
     start = build("mlp", client.info.shape, 4, seed=0).state_dict()["classifier.weight"]
     ((_, result),) = server.answers(asked)
-    moved = np.abs(said(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
+    moved = np.abs(reply_of(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
     assert [k for k in range(4) if moved[k] > 0] == everyone
     server.strategy.aggregate_fit(1, [(asked[0][0], result)], [])
     instruction = server.strategy.eval_instruction(1, client.info)
@@ -231,7 +218,7 @@ def test_a_label_space_of_its_own(tmp_path):
 
 def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
     server = Server(federation(models="cnn2,mlp"), tmp_path / "first")
-    wide = said(server.answers(server.ask(1))[0][1]).group("weights")
+    wide = reply_of(server.answers(server.ask(1))[0][1]).group("weights")
     assert wide["classifier.weight"].shape == (10, 64)
     server = Server(federation(models="cnn2,mlp", **{"central.model": "mlp3"}), tmp_path / "named")
     assert server.strategy.model.feature_dim == 64
@@ -257,21 +244,6 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
     cut_and_resumed(config, tmp_path)
     first, second = last_model(tmp_path / "whole"), last_model(tmp_path / "cut")
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_restored_server_has_the_model(tmp_path):
-    server = Server(federation(), tmp_path / "one")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
-    other = Server(federation(), tmp_path / "two")
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    pairs = zip(
-        server.strategy.eval_models()["server"].state_dict().values(),
-        other.strategy.eval_models()["server"].state_dict().values(),
-        strict=True,
-    )
-    assert all(torch.equal(one, two) for one, two in pairs)
-    sent = [s.strategy.eval_instruction(1, s.strategy.task).tensors for s in (server, other)]
-    assert all(np.array_equal(sent[0][name], sent[1][name]) for name in sent[0])
 
 
 def test_a_deployment_refuses_it_and_says_why():

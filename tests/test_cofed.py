@@ -56,8 +56,7 @@ def said(parameters):
 
 def first_round(config, directory):
     server = Server(config, directory)
-    answers = server.answers(server.ask(1))
-    server.strategy.aggregate_fit(1, answers, [])
+    _, answers = server.play(1)
     server.close(1)
     return server, answers
 
@@ -478,7 +477,7 @@ def test_who_comes_late_trains_alone_first(tmp_path):
     told = {proxy.name: said(ins.parameters) for proxy, ins in server.ask(2)}
     assert not told[late].tensors
     assert all(told[name].tensors for name in told if name != late)
-    server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+    server.play(2)
     server.close(2)
     record = records(tmp_path / "run")[-1]
     scores = record["accuracy"]["common"]
@@ -545,7 +544,7 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
     config = cofed(**{"cofed.iterations": 2, "cofed.credibility": "samples"})
     server, _ = first_round(config, tmp_path / "run")
     if at == 2:
-        server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+        server.play(2)
         server.close(2)
     saved = {name: value.copy() for name, value in server.strategy.state_dict().items()}
     expected = {p.name: said(ins.parameters) for p, ins in server.ask(at + 1)}
@@ -566,7 +565,7 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
     config = small(method, **{**TASKS, "rounds": 2, "models": model})
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
         server.close(number)
     accuracy = records(tmp_path / "run")[-1]["accuracy"]["common"]
     client = opened(config, tmp_path / "run" / "state")

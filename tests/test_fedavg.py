@@ -8,40 +8,21 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, settings, small
-from flwr.common import parameters_to_ndarrays
+from rounds import PLAIN, instruction_of, reply_of, same
 from torch.nn import functional as F
 
 from fedhet.errors import FedhetError
 from fedhet.models import build
 from fedhet.models.parts import arrays_of, names_of, shapes_of
-from fedhet.wire.knowledge import decode
 
 METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
 WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
 PARTS = {"fedbn": "all-but-norms", "fedper": "extractor", "lg-fedavg": "head"}
 MODELS = ("mlp", "cnn2", "cnn2-dropout", "resnet18", "gems-resnet11")
-PLAIN = {
-    "training.optimizer": "sgd",
-    "training.momentum": 0.0,
-    "training.lr": 0.05,
-    "training.batch-size": 1000,
-    "training.local-epochs": 3,
-    "engine.precision": "float32",
-}
-"""Gradient descent on all data: what a round computes does not depend on any draw."""
 
 
 def federation(method, **changes):
     return small(method, **{"clients": 3, **changes})
-
-
-def told(asked):
-    """Return the knowledge of a round's first instruction."""
-    return decode(parameters_to_ndarrays(asked[0][1].parameters), "test")[1]
-
-
-def said(result):
-    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
 
 
 # Which tensors travel
@@ -81,7 +62,7 @@ def test_nothing_but_the_part_travels(tmp_path, method):
     state = build(info.model, info.shape, info.classes, seed=0, feature_dim=64).state_dict()
     wanted = expected(state, PARTS.get(method, "all"))
     groups = {"weights", "scale"} if method == "pfedbayes" else {"weights"}
-    for knowledge in (told(asked), said(server.answers(asked)[0][1])):
+    for knowledge in (instruction_of(asked[0]), reply_of(server.answers(asked)[0][1])):
         assert set(knowledge.group("weights")) == wanted
         assert {name.split("/")[0] for name in knowledge.tensors} == groups
         assert not knowledge.scalars
@@ -99,9 +80,9 @@ def test_the_server_averages_by_samples(tmp_path, method):
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
     assert len(set(samples.values())) > 1
     server.strategy.aggregate_fit(1, answers, [])
-    after = told(server.ask(2)).tensors
+    after = instruction_of(server.ask(2)[0]).tensors
     for name, value in after.items():
-        parts = [(said(r).tensors[name].astype(float), samples[c.name]) for c, r in answers]
+        parts = [(reply_of(r).tensors[name].astype(float), samples[c.name]) for c, r in answers]
         mean = sum(part * count for part, count in parts) / sum(count for _, count in parts)
         mean = np.rint(mean) if "num_batches" in name else mean
         np.testing.assert_allclose(value, mean, rtol=1e-5, atol=1e-6)
@@ -111,27 +92,13 @@ def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path):
     """T. Dinh et al., Algorithm 1, line 12: w <- (1 - beta) w + beta sum of w_i / S."""
     server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": 0.25}), tmp_path)
     asked = server.ask(1)
-    before, answers = told(asked).tensors, server.answers(asked)
+    before, answers = instruction_of(asked[0]).tensors, server.answers(asked)
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
     server.strategy.aggregate_fit(1, answers, [])
     total = sum(samples.values())
-    for name, value in told(server.ask(2)).tensors.items():
-        mean = sum(said(r).tensors[name] * (samples[c.name] / total) for c, r in answers)
+    for name, value in instruction_of(server.ask(2)[0]).tensors.items():
+        mean = sum(reply_of(r).tensors[name] * (samples[c.name] / total) for c, r in answers)
         np.testing.assert_allclose(value, 0.75 * before[name] + 0.25 * mean, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_restored_server_says_the_same(tmp_path, method):
-    server = Server(federation(method), tmp_path / "one")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
-    other = Server(federation(method), tmp_path / "two")
-    assert not same(told(other.ask(1)).tensors, told(server.ask(2)).tensors)
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    assert same(told(other.ask(2)).tensors, told(server.ask(2)).tensors)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
 # The clients
@@ -193,13 +160,13 @@ def test_a_clients_round_is_its_algorithm(tmp_path, method):
     """The second round, in which what a client kept differs from what the server sends."""
     chosen, algorithm = ROUNDS[method]
     server = Server(federation(method, models="mlp", **PLAIN, **chosen), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     asked = server.ask(2)
     client = client_of(asked[0][0])
-    slow = Slow(client, told(asked).group("weights"))
+    slow = Slow(client, instruction_of(asked[0]).group("weights"))
     personal, sent = algorithm(slow)
     (_, result), *_ = server.answers(asked)
-    reply = said(result).group("weights")
+    reply = reply_of(result).group("weights")
     assert reply
     for name, value in reply.items():
         np.testing.assert_allclose(value, sent[name].numpy(), rtol=1e-4, atol=1e-6)
@@ -214,7 +181,7 @@ def test_pfedbayes_trains_means_and_scales_near_the_servers(tmp_path):
         chosen = {**PLAIN, "training.lr": 0.01, "pfedbayes.zeta": zeta}
         server = Server(federation("pfedbayes", models="mlp", **chosen), tmp_path / str(zeta))
         asked = server.ask(1)
-        before, after = told(asked), said(server.answers(asked)[0][1])
+        before, after = instruction_of(asked[0]), reply_of(server.answers(asked)[0][1])
         assert set(after.group("scale")) == set(before.group("scale"))
         moved[zeta] = {
             group: sum(
@@ -237,10 +204,10 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
         for values in server.strategy.averaged["scale"].values():
             values.fill(0.5)
         server.strategy._instruct_all(server.strategy.averaged)
-        replies.append(said(server.answers(server.ask(1))[0][1]).tensors)
+        replies.append(reply_of(server.answers(server.ask(1))[0][1]).tensors)
     assert same(*replies)
     server = Server(federation("fedavg", models="mlp", **chosen), tmp_path / "plain")
-    plain = said(server.answers(server.ask(1))[0][1]).tensors
+    plain = reply_of(server.answers(server.ask(1))[0][1]).tensors
     assert any(not np.allclose(plain[name], replies[0][name], atol=1e-4) for name in plain)
 
 
@@ -251,9 +218,9 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
 def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
     """At the start of a round, what travels is the server's, and the rest the client's own."""
     server = Server(federation(method, models="cnn2"), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     asked = server.ask(2)
-    sent = told(asked).group("weights")
+    sent = instruction_of(asked[0]).group("weights")
     for proxy, _ in asked:
         client = client_of(proxy)
         kept = {n: v.clone() for n, v in client.network.state_dict().items()}
@@ -271,9 +238,9 @@ def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_averages_are_judged_with_each_clients_own_rest(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     asked = server.ask(2)
-    knowledge = told(asked)
+    knowledge = instruction_of(asked[0])
     sent, client = knowledge.group("weights"), client_of(asked[0][0])
     own = {n: v.clone() for n, v in client.network.state_dict().items()}
     judged = client.eval_models(knowledge)
@@ -281,21 +248,6 @@ def test_the_averages_are_judged_with_each_clients_own_rest(tmp_path, method):
     for name, value in judged["global"].state_dict().items():
         np.testing.assert_array_equal(value, sent.get(name, own[name].numpy()))
     assert all(torch.equal(v, own[n]) for n, v in client.network.state_dict().items())
-
-
-def test_a_label_space_of_its_own(tmp_path):
-    """Outputs for classes that are not the client's get no gradient."""
-    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2"}
-    changes = {"partition": "superclasses", "samples-per-class": 10, "models": "mlp", **spaces}
-    server = Server(federation("fedavg", **changes), tmp_path)
-    asked = server.ask(1)
-    start = told(asked).group("weights")["classifier.weight"]
-    for (proxy, _), (_, result) in zip(asked, server.answers(asked), strict=True):
-        client = client_of(proxy)
-        moved = np.abs(said(result).group("weights")["classifier.weight"] - start).sum(1)
-        inside = np.isin(np.arange(len(moved)), client.space.numpy())
-        assert (moved[inside] > 0).all()
-        assert (moved[~inside] == 0).all()
 
 
 # Runs
@@ -327,7 +279,9 @@ def test_all_clients_must_have_one_model(tmp_path, method):
 def test_lg_fedavgs_heads_agree_whatever_the_extractors(tmp_path):
     server = Server(federation("lg-fedavg", models="mlp,cnn2,cnn3"), tmp_path)
     answers = server.answers(server.ask(1))
-    assert {said(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {(10, 64)}
+    assert {reply_of(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {
+        (10, 64)
+    }
 
 
 def test_settings_are_the_methods_own():

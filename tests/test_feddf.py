@@ -9,46 +9,19 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, small
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import cut_and_resumed
+from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.data import DataSpec, public_set
 from fedhet.errors import DivergedError, SettingsError
 from fedhet.models import build
-from fedhet.wire.knowledge import decode, encode
 
 
 def federation(**changes):
     few = {"clients": 4, "models": "mlp,cnn2", "max_samples": 200, "feddf.epochs": 2}
     return small("feddf", **{**few, **changes})
-
-
-def told(asked):
-    """Return what a client is sent: a large message, made when it is asked for."""
-    (proxy, _) = asked
-    return decode(parameters_to_ndarrays(proxy.instruction()), "test")[1]
-
-
-def said(result):
-    """Return a reply."""
-    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
-
-
-def changed(result, change):
-    """Return a reply whose weights `change` has changed in place."""
-    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
-    tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
-    change(tensors)
-    altered = type(knowledge)(tensors, knowledge.scalars)
-    result = copy.copy(result)
-    result.parameters = ndarrays_to_parameters(encode(envelope, altered))
-    return result
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
 class Slow:
@@ -103,10 +76,9 @@ class Slow:
 
 
 def one_round(server):
-    """Let all clients answer the first round; return their weights, as plain arrays."""
-    asked = server.ask(1)
-    answers = server.answers(asked)
-    return answers, [(proxy.name, said(result).group("weights")) for proxy, result in answers]
+    """Let all clients reply in the first round; return their weights, as plain arrays."""
+    answers = server.answers(server.ask(1))
+    return answers, [(proxy.name, reply_of(result).group("weights")) for proxy, result in answers]
 
 
 # The mathematics
@@ -184,7 +156,7 @@ def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
     models = copy.deepcopy(server.strategy.models)
     asked = server.ask(2)
     for name, _ in asked:
-        assert same(told((name, _)).group("weights"), models[name._proxy._node.model])
+        assert same(instruction_of((name, _)).group("weights"), models[name._proxy._node.model])
     answers = server.answers(asked)
     server.strategy.aggregate = lambda round, replies: {}
     server.strategy.aggregate_fit(2, answers, [])
@@ -194,9 +166,9 @@ def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
 def test_only_weights_travel_and_none_at_first(tmp_path):
     server = Server(federation(), tmp_path)
     asked = server.ask(1)
-    assert not any(told(each).tensors for each in asked)
+    assert not any(instruction_of(each).tensors for each in asked)
     for proxy, result in server.answers(asked):
-        knowledge = said(result)
+        knowledge = reply_of(result)
         state = client_of(proxy).network.state_dict()
         assert knowledge.tensors.keys() == {f"weights/{name}" for name in state}
         assert not knowledge.scalars
@@ -213,7 +185,7 @@ def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_pat
         answers, _ = one_round(server)
         if name == "with":
             (proxy, result), *others = answers
-            answers = [(proxy, changed(result, spoil)), *others]
+            answers = [(proxy, altered(result, spoil)), *others]
         else:
             answers = answers[1:]
         server.strategy.aggregate_fit(1, answers, [])
@@ -226,7 +198,7 @@ def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_pat
 
 def test_an_architecture_without_a_reply_keeps_its_model(tmp_path):
     server = Server(federation(), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     before = copy.deepcopy(server.strategy.models)
     answers = [a for a in server.answers(server.ask(2)) if a[0]._proxy._node.model == "mlp"]
     server.strategy.aggregate_fit(2, answers, [])
@@ -236,7 +208,7 @@ def test_an_architecture_without_a_reply_keeps_its_model(tmp_path):
 
 def test_a_distillation_that_diverges_leaves_the_models_as_they_were(tmp_path):
     server = Server(federation(), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     before = copy.deepcopy(server.strategy.models)
     server.strategy.settings = server.strategy.settings.model_copy(update={"lr": 1e30})
     aggregate, caught = server.strategy.aggregate, []
@@ -249,20 +221,9 @@ def test_a_distillation_that_diverges_leaves_the_models_as_they_were(tmp_path):
             raise
 
     server.strategy.aggregate = watched
-    server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+    server.play(2)
     assert caught
     assert all(same(server.strategy.models[name], before[name]) for name in before)
-
-
-def test_a_restored_server_says_the_same(tmp_path):
-    server = Server(federation(), tmp_path / "one")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
-    other = Server(federation(), tmp_path / "two")
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    pairs = zip(server.ask(2), other.ask(2), strict=True)
-    for one, two in pairs:
-        assert told(one).tensors
-        assert same(told(one).tensors, told(two).tensors)
 
 
 # The clients, and runs
@@ -271,25 +232,12 @@ def test_a_restored_server_says_the_same(tmp_path):
 def test_a_client_starts_from_the_fused_model(tmp_path):
     """One step at a rate of nearly nothing leaves it as it was sent."""
     server = Server(federation(models="mlp", **{"training.lr": 1e-12}), tmp_path)
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     asked = server.ask(2)
-    sent = told(asked[0]).group("weights")
+    sent = instruction_of(asked[0]).group("weights")
     (_, result), *_ = server.answers(asked)
-    for name, value in said(result).group("weights").items():
+    for name, value in reply_of(result).group("weights").items():
         np.testing.assert_allclose(value, sent[name], atol=1e-8)
-
-
-def test_a_label_space_of_its_own(tmp_path):
-    """A client's cross-entropy leaves the outputs of other classes as they were."""
-    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2", "max-samples": 0}
-    changes = {"partition": "superclasses", "samples-per-class": 10, "models": "mlp", **spaces}
-    server = Server(federation(**changes), tmp_path)
-    for proxy, result in server.answers(server.ask(1)):
-        client = client_of(proxy)
-        start = build("mlp", client.info.shape, client.info.classes, seed=0).state_dict()
-        row = said(result).tensors["weights/classifier.weight"]
-        moved = np.abs(row - start["classifier.weight"].numpy()).sum(1)
-        assert (moved > 0).nonzero()[0].tolist() == client.space.tolist()
 
 
 def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from federation import Server, client_of, records, run, small
 from interruption import cut_and_resumed
-from rounds import PLAIN, SPACES, fitted, opened, reopened_client_goes_on, same, state_of
+from rounds import PLAIN, SPACES, fitted, opened, same, state_of
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
@@ -36,7 +36,7 @@ def learn(server, number):
         return aggregate(round, replies)
 
     server.strategy.aggregate = noted
-    server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+    server.play(number)
     server.strategy.aggregate = aggregate
     assert server.strategy.state.record.failed == {}
     return found
@@ -306,13 +306,6 @@ def test_a_teacher_of_other_rows_is_refused_by_the_client(tmp_path):
 
 
 # State
-
-
-def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path):
-    config = gkt(**{"training.keep-optimizer": True})
-    samples = len(opened(config, tmp_path).y)
-    given = np.random.default_rng(0).normal(size=(samples, 10)).astype(np.float32)
-    reopened_client_goes_on(config, tmp_path, Knowledge(), Knowledge({"logits": given}))
 
 
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}

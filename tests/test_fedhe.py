@@ -11,14 +11,12 @@ from rounds import (
     SPACES,
     clients,
     fitted,
+    instruction_of,
     learn,
     opened,
-    reopened_client_goes_on,
-    restored_server_says_the_same,
-    said,
+    reply_of,
     same,
     state_of,
-    told,
 )
 
 from fedhet.errors import SettingsError
@@ -166,7 +164,7 @@ def test_a_label_space_of_its_own(tmp_path, loss):
     server = Server(config, tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
-    knowledge = told(server.ask(2))
+    knowledge = instruction_of(server.ask(2)[0])
     learn(server, 2)
     for name, client in clients(server).items():
         inside = np.isin(np.arange(client.info.classes), client.space.numpy())
@@ -210,7 +208,10 @@ def test_the_server_averages_the_clients_latest_logits(tmp_path):
         }
     assert len(latest) > 2
     assert len({tuple(reply["classes"]) for reply in latest.values()}) > 1
-    expected, sent = reference_average(list(latest.values())), told(server.ask(4)).tensors
+    expected, sent = (
+        reference_average(list(latest.values())),
+        instruction_of(server.ask(4)[0]).tensors,
+    )
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
         np.testing.assert_allclose(sent["logits"][row], expected[j], rtol=1e-4, atol=1e-6)
@@ -222,40 +223,32 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
     server.strategy.forget("client-1")
     server.strategy.forget("nobody")
     expected = reference_average([replies["client-0"], replies["client-2"]])
-    sent = told(server.ask(2)).tensors
+    sent = instruction_of(server.ask(2)[0]).tensors
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
         np.testing.assert_allclose(sent["logits"][row], expected[j], rtol=1e-4, atol=1e-6)
     for name in replies:
         server.strategy.forget(name)
-    assert not told(server.ask(3)).tensors
+    assert not instruction_of(server.ask(3)[0]).tensors
     assert not server.strategy.state_dict()
 
 
 def test_nothing_but_class_logits_travels(tmp_path):
     server = Server(fedhe(models="mlp,cnn2,cnn3"), tmp_path)
     asked = server.ask(1)
-    assert not told(asked).tensors
+    assert not instruction_of(asked[0]).tensors
     answers = server.answers(asked)
     for proxy, result in answers:
-        reply = said(result)
+        reply = reply_of(result)
         assert set(reply.tensors) == {"classes", "logits"}
         present = sorted(set(client_of(proxy).y.tolist()))
         assert reply.tensors["classes"].tolist() == present
         assert reply.tensors["logits"].shape == (len(present), 10)
         assert not reply.scalars
     server.strategy.aggregate_fit(1, answers, [])
-    sent = told(server.ask(2))
+    sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", "logits"}
     assert not sent.scalars
-
-
-def test_a_restored_server_says_the_same(tmp_path):
-    restored_server_says_the_same(fedhe(), tmp_path)
-
-
-def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path):
-    reopened_client_goes_on(fedhe(), tmp_path, drawn(0), drawn(0))
 
 
 # Settings and runs

@@ -11,14 +11,12 @@ from rounds import (
     SPACES,
     clients,
     fitted,
+    instruction_of,
     learn,
     opened,
-    reopened_client_goes_on,
-    restored_server_says_the_same,
-    said,
+    reply_of,
     same,
     state_of,
-    told,
 )
 from torch import nn
 
@@ -69,7 +67,7 @@ def test_the_server_averages_prototypes_over_the_clients_that_have_the_class(tmp
     assert len(latest) > 2
     assert len({tuple(reply["classes"]) for reply in latest.values()}) > 1
     expected = reference_prototypes(list(latest.values()), weighting == "samples")
-    sent = told(server.ask(4)).tensors
+    sent = instruction_of(server.ask(4)[0]).tensors
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
         np.testing.assert_allclose(sent["features"][row], expected[j], rtol=1e-4, atol=1e-6)
@@ -99,7 +97,9 @@ def test_a_client_counts_with_no_more_samples_than_it_has(tmp_path):
     other = accepted(server, *answer("client-1", [1], [counts[0]], 1.0))
     assert other.knowledge.tensors["counts"].tolist() == [counts[0]]
     server.strategy.aggregate(1, [one, other])
-    np.testing.assert_allclose(told(server.ask(2)).tensors["features"][:, 0], [3.0, 5.0])
+    np.testing.assert_allclose(
+        instruction_of(server.ask(2)[0]).tensors["features"][:, 0], [3.0, 5.0]
+    )
 
 
 def test_a_client_without_labels_has_no_prototypes(tmp_path):
@@ -107,10 +107,10 @@ def test_a_client_without_labels_has_no_prototypes(tmp_path):
     server = Server(fedproto(), tmp_path)
     none = accepted(server, *answer("client-0", [], []))
     assert server.strategy.aggregate(1, [none]) == {"classes_covered": 0.0}
-    assert told(server.ask(2)).tensors["features"].shape == (0, 64)
+    assert instruction_of(server.ask(2)[0]).tensors["features"].shape == (0, 64)
     some = accepted(server, *answer("client-1", [4], [2]))
     assert server.strategy.aggregate(2, [some]) == {"classes_covered": 1.0}
-    assert told(server.ask(3)).tensors["classes"].tolist() == [4]
+    assert instruction_of(server.ask(3)[0]).tensors["classes"].tolist() == [4]
 
 
 def test_what_a_client_contributed_is_forgotten(tmp_path):
@@ -121,12 +121,12 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
     ]
     assert server.strategy.aggregate(1, replies) == {"classes_covered": 2.0}
     server.strategy.forget("client-0")
-    sent = told(server.ask(2)).tensors
+    sent = instruction_of(server.ask(2)[0]).tensors
     assert sent["classes"].tolist() == [1]
     assert (sent["features"] == 1).all()
     server.strategy.forget("client-1")
     server.strategy.forget("client-2")
-    assert not told(server.ask(3)).tensors
+    assert not instruction_of(server.ask(3)[0]).tensors
 
 
 # The client (Eqs. 3 and 7)
@@ -275,7 +275,7 @@ def test_a_label_space_of_its_own(tmp_path):
     server = Server(fedproto(models="mlp", **SPACES), tmp_path)
     learn(server, 1)
     before = {name: state_of(client.network) for name, client in clients(server).items()}
-    knowledge = told(server.ask(2))
+    knowledge = instruction_of(server.ask(2)[0])
     learn(server, 2)
     for name, client in clients(server).items():
         inside = np.isin(np.arange(client.info.classes), client.space.numpy())
@@ -296,25 +296,17 @@ def test_a_label_space_of_its_own(tmp_path):
 def test_nothing_but_prototypes_travels(tmp_path):
     server = Server(fedproto(models="mlp,cnn2,cnn3", **{"fedproto.feature-dim": 32}), tmp_path)
     asked = server.ask(1)
-    assert not told(asked).tensors
+    assert not instruction_of(asked[0]).tensors
     answers = server.answers(asked)
     for _, result in answers:
-        reply = said(result)
+        reply = reply_of(result)
         assert set(reply.tensors) == {"classes", "features", "counts"}
         assert reply.tensors["features"].shape == (len(reply.tensors["classes"]), 32)
         assert not reply.scalars
     server.strategy.aggregate_fit(1, answers, [])
-    sent = told(server.ask(2))
+    sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", "features"}
     assert not sent.scalars
-
-
-def test_a_restored_server_says_the_same(tmp_path):
-    restored_server_says_the_same(fedproto(), tmp_path)
-
-
-def test_a_client_that_was_closed_goes_on_as_if_it_had_not_been(tmp_path):
-    reopened_client_goes_on(fedproto(), tmp_path, drawn(0), drawn(0))
 
 
 def test_settings():

@@ -336,26 +336,3 @@ def test_the_change_of_accuracy_goes_on_over_rounds(tmp_path):
     assert again.accuracy == client.accuracy
     again.state.facts["proxy_accuracy"] = 2.0  # more than it can be now
     assert reciprocity(again).imitation.penalty > 0.5
-
-
-def superclass(tmp_path):
-    """Return a client whose label space is two of four superclasses."""
-    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2"}
-    changes = {"partition": "superclasses", "samples-per-class": 10, **spaces}
-    return opened(fedtype(**changes), tmp_path)
-
-
-def test_a_private_model_in_a_label_space_of_its_own(tmp_path):
-    client = superclass(tmp_path)
-    assert len(client.space) == 2
-    assert client.info.classes == 4
-    head = client.models["private"].classifier.weight.detach().clone()
-    _, _, metrics = client.fit(encode(Envelope("run", "fedtype", 1, "server"), message(client)), {})
-    assert "error" not in metrics
-    outside = [k for k in range(4) if k not in client.space.tolist()]
-    now = client.models["private"].classifier.weight.detach()
-    assert torch.equal(now[outside], head[outside])
-    assert not torch.equal(now[client.space], head[client.space])
-    for model in client.eval_models(message(client)).values():
-        model.eval()
-        assert set(model(client.x).argmax(1).tolist()) <= set(client.space.tolist())

@@ -301,7 +301,7 @@ def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
     server = Server(small(method, **changes), tmp_path / "run")
     for _ in rounds_by_hand(server, 1):
         pass
-    server.strategy.aggregate_fit(2, server.answers(server.ask(2)), [])
+    server.play(2)
     assert not server.strategy.configure_evaluate(2, None, server.manager)
     for record in records(tmp_path / "run"):
         assert all(set(kinds) == {"private"} for kinds in record["accuracy"].values())

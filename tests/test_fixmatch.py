@@ -6,13 +6,7 @@ import torch
 from federation import Server, client_of, each, records, run, small
 from torch import nn
 
-from fedhet.algorithms.fixmatch import (
-    check_shape,
-    confident_labels,
-    strong,
-    unlabelled_loss,
-    weak,
-)
+from fedhet.algorithms.fixmatch import check_shape, confident_labels, strong, unlabelled_loss, weak
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.data import Split
 from fedhet.devices import CPU

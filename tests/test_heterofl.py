@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, small
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import cut_and_resumed
+from rounds import PLAIN, SPACES, altered, instruction_of, reply_of, same
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,7 +24,6 @@ from fedhet.devices import CPU
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays
 from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import decode, encode
 
 SHAPE = (3, 32, 32)
 MODELS = ("mlp2", "cnn2", "cnn3-dropout", "resnet18")
@@ -34,18 +33,6 @@ WIDTHS = (0.5, 0.0625)
 def federation(**changes):
     few = {"clients": 3, "models": "mlp", "max_samples": 200}
     return small("heterofl", **{**few, **changes})
-
-
-def told(asked):
-    return decode(parameters_to_ndarrays(asked[1].parameters), "test")[1]
-
-
-def said(result):
-    return decode(parameters_to_ndarrays(result.parameters), "test")[1]
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
 # Models by width
@@ -196,8 +183,8 @@ def test_at_full_width_it_is_fedavg_bit_for_bit(tmp_path):
         config = small(method, **{"clients": 3, "models": "mlp", "max_samples": 200, **own})
         server = Server(config, tmp_path / method)
         for round in (1, 2):
-            server.strategy.aggregate_fit(round, server.answers(server.ask(round)), [])
-        found.append(told(server.ask(3)[0]).tensors)
+            server.play(round)
+        found.append(instruction_of(server.ask(3)[0]).tensors)
     assert same(*found)
 
 
@@ -207,18 +194,18 @@ def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, w
     server = Server(config, tmp_path)
     before = {name: value.copy() for name, value in server.strategy.weights.items()}
     asked = server.ask(1)
-    units = [told(each).tensors["weights/classifier.weight"].shape[1] for each in asked]
+    units = [instruction_of(each).tensors["weights/classifier.weight"].shape[1] for each in asked]
     assert units == [128, 64, 32, 128]
     for each in asked:
-        for name, value in told(each).group("weights").items():
+        for name, value in instruction_of(each).group("weights").items():
             assert np.array_equal(value, before[name][tuple(slice(0, n) for n in value.shape)])
     answers, models = server.answers(asked), []
     for proxy, result in answers:
-        labels = said(result).tensors["labels"]
+        labels = reply_of(result).tensors["labels"]
         client = client_of(proxy)
         assert labels.tolist() == sorted({*client.y.tolist()})
         count = client.info.samples if weighting == "samples" else 1
-        models.append(SubModel(said(result).group("weights"), count, labels))
+        models.append(SubModel(reply_of(result).group("weights"), count, labels))
     server.strategy.aggregate_fit(1, answers, [])
     wanted = slowly(before, models)
     for name, value in server.strategy.weights.items():
@@ -227,13 +214,9 @@ def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, w
 
 def test_a_clients_round_is_descent_with_scaler_and_mask(tmp_path):
     """Level b, whose features are divided by 1/2: gradient descent on full batches, in float64."""
-    plain = {
-        "training.optimizer": "sgd", "training.momentum": 0.0, "training.lr": 0.05,
-        "training.batch-size": 1000, "training.local-epochs": 3, "alpha": 0.2,
-    }  # fmt: skip
-    server = Server(federation(**plain), tmp_path)
+    server = Server(federation(alpha=0.2, **PLAIN), tmp_path)
     asked = server.ask(1)
-    start = told(asked[1]).group("weights")
+    start = instruction_of(asked[1]).group("weights")
     names = [f"{layer}.{kind}" for layer in ("extractor.1", "classifier")
              for kind in ("weight", "bias")]  # fmt: skip
     w = [torch.tensor(start[name]).double().requires_grad_() for name in names]
@@ -247,8 +230,8 @@ def test_a_clients_round_is_descent_with_scaler_and_mask(tmp_path):
             logits[:, k] * 0 if k in absent else logits[:, k] for k in range(10)
         ], 1)  # fmt: skip
         gradients = torch.autograd.grad(F.cross_entropy(logits, y), w)
-        w = [(v - 0.05 * g).detach().requires_grad_() for v, g in zip(w, gradients, strict=True)]
-    reply = said(server.answers(asked)[1][1]).group("weights")
+        w = [(v - 0.1 * g).detach().requires_grad_() for v, g in zip(w, gradients, strict=True)]
+    reply = reply_of(server.answers(asked)[1][1]).group("weights")
     for name, value in zip(names, w, strict=True):
         np.testing.assert_allclose(reply[name], value.detach(), rtol=1e-4, atol=1e-6)
     assert np.array_equal(reply["classifier.weight"][absent], start["classifier.weight"][absent])
@@ -259,34 +242,34 @@ def test_statistics_of_batch_norms_are_the_clients_own_and_never_travel(tmp_path
     asked = server.ask(1)
     answers = server.answers(asked)
     for each, (_, result) in zip(asked, answers, strict=True):
-        for knowledge in (told(each), said(result)):
+        for knowledge in (instruction_of(each), reply_of(result)):
             assert not [name for name in knowledge.tensors if "running" in name or "num_" in name]
             assert len(knowledge.group("weights")) == 10
     (proxy, instruction), *_ = asked
     client = client_of(proxy)
-    judged = client.eval_models(told((proxy, instruction)))
+    judged = client.eval_models(instruction_of((proxy, instruction)))
     for model in judged.values():
         with torch.no_grad():
             out = model.extractor[0][0](client.x).transpose(0, 1).flatten(1)
         torch.testing.assert_close(model.extractor[0][1].running_mean, out.mean(1))
-    sent = told((proxy, instruction)).group("weights")
+    sent = instruction_of((proxy, instruction)).group("weights")
     assert all(np.array_equal(judged["global"].state_dict()[n], v) for n, v in sent.items())
-
-
-def altered(result, tensors):
-    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
-    changed = type(knowledge)(tensors(dict(knowledge.tensors)), knowledge.scalars)
-    result.parameters = ndarrays_to_parameters(encode(envelope, changed))
 
 
 def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
     server = Server(federation(clients=4), tmp_path)
     answers = server.answers(server.ask(1))
-    wide = dict(said(answers[0][1]).tensors)
-    altered(answers[1][1], lambda _: wide)
-    altered(answers[2][1], lambda found: {n: v for n, v in found.items() if n != "labels"})
-    altered(answers[3][1], lambda found: {**found, "labels": found["labels"][:0]})
-    server.strategy.aggregate_fit(1, answers, [])
+    changes = [
+        lambda found: None,
+        lambda found: found.update(reply_of(answers[0][1]).tensors),
+        lambda found: found.pop("labels"),
+        lambda found: found.update(labels=found["labels"][:0]),
+    ]
+    replies = [
+        (proxy, altered(result, change))
+        for (proxy, result), change in zip(answers, changes, strict=True)
+    ]
+    server.strategy.aggregate_fit(1, replies, [])
     failed = server.strategy.state.record.failed
     assert failed.keys() == {"client-1", "client-2", "client-3"}
     assert "must be float32" in failed["client-1"]
@@ -305,27 +288,16 @@ def test_a_client_with_a_model_that_is_no_part_is_not_asked(tmp_path):
     assert server.strategy.eval_instruction(2, members[0]) is not None
 
 
-def test_a_restored_server_says_the_same(tmp_path):
-    server = Server(federation(), tmp_path / "one")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
-    other = Server(federation(), tmp_path / "two")
-    other.ask(1)  # what it has built for the old weights does not stand
-    other.strategy.load_state_dict(server.strategy.state_dict())
-    for one, two in zip(server.ask(2), other.ask(2), strict=True):
-        assert same(told(one).tensors, told(two).tensors)
-
-
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_label_space_of_its_own(tmp_path, mask):
-    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2", "max-samples": 0}
-    changes = {"partition": "superclasses", "samples-per-class": 10, "heterofl.masked": mask}
-    server = Server(federation(**changes, **spaces), tmp_path)
+    changes = {"max-samples": 0, "heterofl.masked": mask}
+    server = Server(federation(**changes, **SPACES), tmp_path)
     asked = server.ask(1)
     for each, (proxy, result) in zip(asked, server.answers(asked), strict=True):
         client, name = client_of(proxy), "weights/classifier.weight"
-        moved = np.abs(said(result).tensors[name] - told(each).tensors[name]).sum(1)
+        moved = np.abs(reply_of(result).tensors[name] - instruction_of(each).tensors[name]).sum(1)
         assert (moved > 0).nonzero()[0].tolist() == client.space.tolist()
-        assert ("labels" in said(result).tensors) == mask
+        assert ("labels" in reply_of(result).tensors) == mask
 
 
 def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):

@@ -212,7 +212,7 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
     """Also where replies lie on disk and are read one at a time, as those of um-pfssl."""
     monkeypatch.setattr(inline, "InlineProxy", Huge)
     server = Server(five(method, rounds=2), tmp_path / "run")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     record = server.strategy.state.record
     assert record.failed.keys() == {HOSTILE}
     assert "its root mean square is" in record.failed[HOSTILE]
@@ -222,7 +222,7 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
 def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(inline, "InlineProxy", Huge)
     server = Server(five("felo", outlier_factor=0.0), tmp_path / "run")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     assert server.strategy.state.record.failed == {}
 
 
@@ -325,7 +325,7 @@ def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monk
 @pytest.mark.parametrize("method", ["felo", "cofed", "um-pfssl"])
 def test_what_a_client_contributed_is_not_kept_for_ever(method, tmp_path):
     server = Server(five(method, rounds=4), tmp_path / "run")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     server.close(1)
     before = kept_of(server.strategy, method)
     assert HOSTILE in before

@@ -208,7 +208,7 @@ def test_every_method_runs(name, kind, tmp_path):
     check(config)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
         server.close(number)
     record = records(tmp_path / "run")[-1]
     assert record["failed"] == {}
@@ -222,7 +222,7 @@ def test_fixmatch_learns_from_texts_and_refuses_signals(tmp_path):
     semi = {"method": "fedavg", "training.semi": "fixmatch"}
     config = resolve({**settings("text", tmp_path), **semi, "training.semi-threshold": 0.2})
     server = Server(config, tmp_path / "run")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     server.close(1)
     assert records(tmp_path / "run")[-1]["method"]["pseudo_labels"] > 0
     with pytest.raises(SettingsError, match=r"takes images or texts with 'training\.semi'"):

@@ -392,7 +392,7 @@ def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method,
     node = {"partition-id": 3, "num-partitions": 4, "model": "resnet9", "name": "aaa"}
     late = InlineProxy(config, read_node(node, config.run, str(tmp_path / "late")))
     for number in range(1, 4):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
         record = server.strategy.state.record
         assert record.answered == ["client-0", "client-1", "client-2"]
         assert record.failed == {}

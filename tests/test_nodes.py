@@ -5,14 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from flwr.app import Message, RecordDict
-from flwr.common import (
-    Code,
-    FitIns,
-    FitRes,
-    GetPropertiesRes,
-    Parameters,
-    Status,
-)
+from flwr.common import Code, FitIns, FitRes, GetPropertiesRes, Parameters, Status
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.supercore.task_identity import TaskIdentity

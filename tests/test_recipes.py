@@ -298,7 +298,7 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
 ):
     config = small("fedgems", augment="crop", **{"fedgems.server-model": "mlp"})
     server = Server(config, tmp_path / "run")
-    server.strategy.aggregate_fit(1, server.answers(server.ask(1)), [])
+    server.play(1)
     (proxy, ins), *_ = server.ask(2)
     client = client_of(proxy)
     seen = seen_by(client, monkeypatch)
@@ -439,7 +439,7 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path):
     server = Server(config, tmp_path / "run")
     factors = []
     for number in (1, 2, 3):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
         factors.append(server.strategy.learner.plateau.factor)
     assert factors == pytest.approx([1, 0.1, 0.01])
     state = server.strategy.state_dict()

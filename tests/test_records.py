@@ -7,13 +7,7 @@ import pytest
 
 from fedhet.errors import StateError
 from fedhet.runs.directory import read_run_name
-from fedhet.runs.files import (
-    read_partition,
-    read_records,
-    read_summary,
-    record_line,
-    summary_text,
-)
+from fedhet.runs.files import read_partition, read_records, read_summary, record_line, summary_text
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,

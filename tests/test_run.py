@@ -60,9 +60,7 @@ def test_the_last_round_is_the_headline(felo):
 
 def test_bytes_are_those_of_the_payloads(tmp_path):
     server = Server(small(), tmp_path / "run")
-    asked = server.ask(1)
-    answers = server.answers(asked)
-    server.strategy.aggregate_fit(1, answers, [])
+    asked, answers = server.play(1)
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["bytes_down"] == sum(len(t) for _, i in asked for t in i.parameters.tensors)

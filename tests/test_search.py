@@ -218,7 +218,7 @@ def test_what_was_found_is_kept_with_the_private_model(tmp_path):
     config = small("cofed", **{**TASKS, **GRID, "models": "mlp,sk-tree", "clients": 2})
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
-        server.strategy.aggregate_fit(number, server.answers(server.ask(number)), [])
+        server.play(number)
         server.close(number)
     found = []
     for index in (0, 1):

@@ -13,13 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve, resolve_items
-from fedhet.config.sources import (
-    all_settings,
-    parse_pairs,
-    preset_names,
-    read_preset,
-    read_toml,
-)
+from fedhet.config.sources import all_settings, parse_pairs, preset_names, read_preset, read_toml
 from fedhet.data import DataSpec
 from fedhet.errors import SettingsError, nearest
 from fedhet.methods.registry import find_method, method_names

@@ -1,0 +1,108 @@
+"""What every method must do: a server is restored, a client reopened, a label space respected."""
+
+import copy
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, client_of, small
+from flwr.common import parameters_to_ndarrays
+from rounds import SPACES, instruction_of, same, state_of
+
+from fedhet.methods.registry import method_names
+
+FAST = {
+    "fedgems": {"fedgems.server-model": "mlp"},
+    "fedtype": {"fedtype.proxy": "mlp3"},
+    "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
+}
+
+
+def quick(method, **changes):
+    """Return the settings of a federation of the method that trains in no time."""
+    usual = {"clients": 3, "max_samples": 240, "keep_optimizer": True, **FAST.get(method, {})}
+    return small(method, **{**usual, **changes})
+
+
+def sent(server, number):
+    """Return all that a round's instructions hold, by client and name."""
+    found = {}
+    for asked in server.ask(number):
+        knowledge = instruction_of(asked)
+        parts = {**knowledge.tensors, **knowledge.scalars}
+        found |= {f"{asked[0].name}: {name}": np.array(part) for name, part in parts.items()}
+    return found
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_restored_server_sends_the_same_and_forgets_alike(tmp_path, method):
+    """It goes back to a checkpoint, as it does when no client can use what it has sent."""
+    server, other = (Server(quick(method), tmp_path / name) for name in ("one", "two"))
+    server.play(1)
+    fresh = sent(other, 1)
+    other.strategy.init()
+    other.strategy.load_state_dict(copy.deepcopy(server.strategy.state_dict()))
+    if (pool := tmp_path / "one" / "pool").exists():  # models that a checkpoint leaves on disk
+        shutil.copytree(pool, tmp_path / "two" / "pool", dirs_exist_ok=True)
+    assert same(other.strategy.state_dict(), server.strategy.state_dict())
+    assert same(sent(other, 2), sent(server, 2))
+    assert same(fresh, sent(server, 2)) == (method in {"local", "central"})
+    for each in (server, other):
+        each.strategy.forget("client-1")
+        each.strategy.forget("nobody")
+    assert same(sent(other, 3), sent(server, 3))
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_client_opened_again_ends_its_last_round_as_before(tmp_path, method):
+    """From its state on disk, in a process that knows no more of it."""
+    config = quick(method)
+    server = Server(config, tmp_path)
+    server.play(1)
+    asked = server.ask(2)
+    ((proxy, ins), (_, result)) = asked[1 % len(asked)], server.answers(asked)[1 % len(asked)]
+    make = proxy.instruction
+    fresh = config.method.client(config, proxy._proxy._node)
+    fresh.state.restore(server.log.run_name, before=2)
+    message = make() if make else ins.parameters
+    arrays, _, metrics = fresh.fit(parameters_to_ndarrays(message), {})
+    assert "error" not in metrics
+    for one, other in zip(arrays, parameters_to_ndarrays(result.parameters), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for kind, model in client_of(proxy).models.items():
+        assert same(state_of(fresh.models[kind]), state_of(model))
+
+
+def heads(client):
+    """Return the weights of the output layer of each of a client's networks."""
+    models = client.models or client.setup()
+    return {kind: state_of(model)["classifier.weight"] for kind, model in models.items()}
+
+
+OTHERS_TOO = {"felo", "velo", "fedgems", "heterofl", "um-pfssl"}
+"""Their loss is over all classes, or they start from a part of the server's model."""
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_label_space_of_its_own(tmp_path, method):
+    """Own labels give no gradient to outputs for other classes, which are never predicted."""
+    own = {"fedmd.public-epochs": 0} if method == "fedmd" else {}
+    model = "mlp-dropout" if method == "um-pfssl" else "mlp"
+    changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
+    server = Server(quick(method, **changes), tmp_path)
+    asked = server.ask(1)
+    before = {proxy.name: heads(client_of(proxy)) for proxy, _ in asked}
+    server.answers(asked)
+    for each in asked:
+        client = client_of(each[0])
+        inside = np.isin(np.arange(client.info.classes), client.space.numpy())
+        assert 0 < inside.sum() < len(inside)
+        for kind, head in heads(client).items() if method not in OTHERS_TOO else ():
+            moved = np.abs(head - before[client.info.name][kind]).sum(1)
+            assert (moved[inside] > 0).all(), kind
+            assert (moved[~inside] == 0).all(), kind
+        for kind, model in client.eval_models(instruction_of(each)).items():
+            logits = model.eval()(client.x[:3])
+            assert torch.isinf(logits[:, torch.tensor(~inside)]).all(), kind
+            assert torch.isfinite(logits[:, torch.tensor(inside)]).all(), kind
