@@ -17,6 +17,7 @@ PROCESSES = {
     "test_deploy",
     "test_faults",
     "test_hosts",
+    "test_import_name",
     "test_outside",
     "test_run",
     "test_slow",

@@ -1,0 +1,63 @@
+"""Only `fedhet` is imported: a user's own `clients` and `strategies` do not get in its way."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedhet.methods.registry import shipped_names
+
+ROOT = Path(__file__).parent.parent
+OWN = "print('own', __name__)\n"
+PACKAGES = {f"{name}/__init__.py": OWN for name in ("clients", "strategies")}
+MODULES = {f"{name}.py": OWN for name in ("clients", "strategies")}
+COMMAND = ["-P", "-c", "from fedhet.cli import main; main()"]
+"""The installed command: unlike `python -m`, it does not search the working folder."""
+SCRIPT = """
+import clients, fedhet, strategies
+few = {"data.max-samples": 60, "data.min-samples": 4, "training.local-epochs": 1}
+fedhet.run("felo", clients=2, rounds=1, models="mlp", backend="inline", out="run", settings=few)
+"""
+
+
+def run(folder, *words, before):
+    """Run Python in a folder; `before` precedes fedhet on its path."""
+    path = os.pathsep.join([*map(str, before), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("before", [[], ["."], ["site"]], ids=str)
+@pytest.mark.parametrize("own", [PACKAGES, MODULES], ids=["packages", "modules"])
+@pytest.mark.parametrize("words", [COMMAND, ["-m", "fedhet"]], ids=["fedhet", "python-m"])
+def test_all_methods_are_listed(tmp_path, words, own, before):
+    write(tmp_path, own)
+    write(tmp_path / "site", PACKAGES)  # as if others had installed theirs
+    said = run(tmp_path, *words, "methods", before=before)
+    assert {line.split(" ")[0] for line in said.splitlines()} >= {*shipped_names()}
+    assert "own clients" not in said
+
+
+@pytest.mark.parametrize("how", ["command", "script"])
+def test_a_run_among_folders_of_ones_own(tmp_path, how):
+    """A script imports both, its own `clients` and fedhet."""
+    write(tmp_path, {**PACKAGES, "clients.py": OWN, "train.py": SCRIPT})
+    few = [f"--set={pair}" for pair in ("max-samples=60", "min-samples=4", "local-epochs=1")]
+    few += ["--clients", "2", "--rounds", "1", "--models", "mlp", "--backend", "inline"]
+    command = ["-m", "fedhet", "run", "felo", *few, "--out", "run"]
+    said = run(tmp_path, *(command if how == "command" else ["train.py"]), before=["."])
+    assert ("own clients" in said) == (how == "script")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["method"] == "felo"
