@@ -18,7 +18,7 @@ PROCESSES = {
     "test_faults",
     "test_hosts",
     "test_import_name",
-    "test_outside",
+    "test_external_methods",
     "test_run",
     "test_slow",
 }

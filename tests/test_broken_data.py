@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from pydantic import ValidationError
-from test_tables import write_adult
+from test_tabular import write_adult
 
 from fedhet.data import DataSpec, load, site_data, validate
 from fedhet.data.folder import decode

@@ -9,7 +9,7 @@ import pytest
 import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
-from test_helpers import ranks_lowest, replace_helper
+from test_helper_selection import ranks_lowest, replace_helper
 
 from benchmarks.model_pool import Pool, settings, traffic
 from fedhet import models
