@@ -117,11 +117,3 @@ def test_the_citation_names_this_version():
     assert citation["authors"] == [{"name": fields["author"]}]
     assert str(citation["date-released"].year) == fields["year"]
     assert {"cff-version", "message", "title", "authors"} <= {*citation}
-
-
-def test_it_says_first_what_it_is_for():
-    """Three sentences, then a picture, then the commands."""
-    first = README.split("\n\n")
-    assert len(re.findall(r"[.!?](?=\s|$)", first[1])) == 3
-    assert first[2].startswith("![")
-    assert "make demo" in README.split("## ")[1]
