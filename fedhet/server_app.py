@@ -14,6 +14,7 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
 from fedhet.config.resolve import Config, check_deployable, resolve
+from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.log import RunLog, Watcher
@@ -35,8 +36,10 @@ class _StoppedEarly(Exception):  # noqa: N818
 class FederationServer(Server):
     """Flower's server, extended to resume after the last complete round and to close the log."""
 
-    def __init__(self, config: Config, log: RunLog, manager: ClientManager) -> None:
-        strategy = config.method.strategy(config, log)
+    def __init__(
+        self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
+    ) -> None:
+        strategy = config.method.strategy(config, log, data)
         super().__init__(client_manager=manager, strategy=strategy)
         self.set_max_workers(min(config.run.clients, ASKED_A_WORKER * log.workers))
         self._log = log
@@ -74,15 +77,17 @@ def components(
     watchers: Iterable[Watcher],
     begun: float | None = None,
     manager: ClientManager | None = None,
+    data: RunData | None = None,
 ) -> ServerAppComponents:
     """Return the components of Flower's ServerApp.
 
-    `begun`: as of `RunLog`; `manager` has the clients, None: they will come.
+    `begun`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is the store of
+    the run's data in this process, None: a new one.
     """
     every = [*watchers, *trackers_of(config)]
     log = RunLog(config, directory, workers=workers, watchers=every, begun=begun)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
-    server = FederationServer(config, log, manager or SimpleClientManager())
+    server = FederationServer(config, log, manager or SimpleClientManager(), data)
     return ServerAppComponents(server=server, config=rounds)
 
 

@@ -9,13 +9,13 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhet import data
 from fedhet.config.resolve import Config, check
 from fedhet.config.sources import read_toml
+from fedhet.data import RunData
 from fedhet.devices import settled
 from fedhet.engines.choice import engine_of, ray_beside, tell
 from fedhet.runs.log import Watcher
@@ -42,10 +42,13 @@ def simulate(
     watchers = tuple(watchers)
     tell(watchers, f"reading {config.run.data.dataset}, and splitting it between the clients")
     config = settled_for(config, directory)
+    data = RunData.of(config.run)
     with contextlib.ExitStack() as ending:
-        own = ending.enter_context(ray_beside(config, directory, watchers))
-        check(config)
-        engine = ending.enter_context(engine_of(config, directory, watchers, own))
+        # Clients of this run may stay open in this process; its data does not.
+        ending.callback(data.forget)
+        own = ending.enter_context(ray_beside(config, data, directory, watchers))
+        check(config, data)
+        engine = ending.enter_context(engine_of(config, data, directory, watchers, own))
         parts = components(
             config,
             directory,
@@ -53,8 +56,9 @@ def simulate(
             watchers=watchers,
             begun=begun,
             manager=engine.manager,
+            data=data,
         )
-        _write_partition(config, directory)
+        _write_partition(data, directory)
         if engine.starting:
             tell(watchers, engine.starting)
         with _logging_to(directory / "flower.log"):
@@ -80,11 +84,9 @@ def settled_for(config: Config, directory: Path) -> Config:
     return config.replacing(engine=config.run.engine.model_copy(update=changes))
 
 
-def _write_partition(config: Config, directory: Path) -> None:
+def _write_partition(data: RunData, directory: Path) -> None:
     """Write the number of samples of each class at each client."""
-    spec = data.DataSpec.of(config.run)
-    counts: Mapping[str, list[int]] = data.label_counts(spec)
-    content = {"classes": list(data.load(spec).classes), "counts": dict(counts)}
+    content = {"classes": list(data.dataset.classes), "counts": data.label_counts()}
     with replacing(directory / "partition.json") as path:
         path.write_text(json.dumps(content), encoding="utf-8")
 

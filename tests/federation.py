@@ -106,7 +106,7 @@ class Server:
         self.manager = SimpleClientManager()
         for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
-            node = read_node(node_config, config.run, str(directory / "state"))
+            node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)
             self.manager.register(inline.InlineProxy(config, node))
         self.strategy.initialize_parameters(self.manager)
 

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 from test_tabular import write_adult
 
-from fedhet.data import DataSpec, load, site_data, validate
+from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.folder import decode
 from fedhet.errors import DataError
 
@@ -26,8 +26,6 @@ ROWS = {"x": np.ones((8, 3), np.float32), "y": np.arange(8) % 2}
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
-    load.__globals__["_load"].cache_clear()
-    site_data.cache_clear()
 
 
 def fault(call):
@@ -316,7 +314,7 @@ def test_links_to_folders_elsewhere_are_followed(tmp_path, part):
 def test_a_class_that_cannot_be_shown(tmp_path, name):
     root = tree(tmp_path / "tree")
     os.rename(os.fsencode(root / "cat"), os.fsencode(root) + b"/" + name)
-    message = fault(lambda: validate(folder(root)))
+    message = fault(lambda: RunData(folder(root)).validate())
     assert "a folder names its class, in printable characters of UTF-8" in message
 
 
@@ -326,7 +324,6 @@ def test_a_class_in_a_list_that_cannot_be_shown(tmp_path, name):
     (tmp_path / "classes.txt").write_text(f"{name}\ndog\n")
     assert "classes.txt: the name" in fault(lambda: site(tmp_path))
     (tmp_path / "classes.txt").write_text("chat épais\ndog\n")
-    site_data.cache_clear()
     assert site(tmp_path).classes == ("chat épais", "dog")
 
 
@@ -336,7 +333,6 @@ def test_a_file_name_that_is_not_utf_8(tmp_path):
     os.rename(root / "cat" / "0.png", odd)
     assert len(load(folder(root)).train) == 9
     Path(os.fsdecode(odd)).write_bytes(b"no image")
-    load.__globals__["_load"].cache_clear()
     assert r"caf\udce9.png: not a readable image" in fault(lambda: load(folder(root)))
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fedhet import server_app
 from fedhet.client_runtime.cache import open_client
-from fedhet.data import DataSpec, client_data, labelled_parts, public_set
+from fedhet.client_runtime.node import read_node
+from fedhet.data import RunData, labelled_parts
 from fedhet.deployment.flower_cli import submit
 from fedhet.errors import DataError, SettingsError
 from fedhet.models import build
@@ -83,9 +84,9 @@ def test_with_one_client_it_is_local_bit_for_bit(tmp_path, recipe):
 
 def by_hand(config):
     """Return the samples of all clients, one after the other."""
-    spec, parts = DataSpec.of(config.run), []
+    store, parts = RunData.of(config.run), []
     for k in range(config.run.clients):
-        data = client_data(spec, k)
+        data = store.client(k)
         parts.append(labelled_parts(data, config.run.data, config.run.seed, data.name)[0])
     return torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts])
 
@@ -97,7 +98,7 @@ def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
     x, y = by_hand(config)
-    public = public_set(DataSpec.of(config.run), client.info.shape, client.info.classes)
+    public = RunData.of(config.run).public_set(client.info.shape, client.info.classes)
     if data != "clients":
         kept = [public] if data == "public" else [None, public]
         x = torch.cat([x if part is None else part.x for part in kept])
@@ -111,9 +112,9 @@ def test_no_test_sample_is_trained_on(tmp_path):
     config = federation()
     server = Server(config, tmp_path)
     seen = {row.numpy().tobytes() for row in trainer_of(server).x}
-    spec = DataSpec.of(config.run)
+    store = RunData.of(config.run)
     for k in range(3):
-        test = client_data(spec, k).test
+        test = store.client(k).test
         fresh = [row.numpy().tobytes() not in seen for row in test.x]
         assert len(test) > 0
         assert all(fresh)
@@ -135,9 +136,10 @@ def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
     }
     assert fraction == {"clients": 0.0, "clients+public": 0.2, "public": 0.2}
     twice = {"central.trains-on": "clients+public", "data.public-dataset": "digits"}
-    client = clients_of(Server(federation(), tmp_path))["client-0"]
+    config = federation(**twice)
+    node = read_node({"partition-id": 0, "num-partitions": 3}, config.run, str(tmp_path))
     with pytest.raises(DataError, match=r"public data: .* samples of client-0"):
-        type(client)(federation(**twice), client.node)
+        config.method.client(config, node)
 
 
 # A round

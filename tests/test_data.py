@@ -22,19 +22,7 @@ import torchvision.datasets
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.data import (
-    DataSpec,
-    client_data,
-    client_name,
-    common_test,
-    dataset_names,
-    folder,
-    label_counts,
-    load,
-    partition,
-    site_data,
-    validate,
-)
+from fedhet.data import DataSpec, RunData, client_name, dataset_names, folder, load, site_data
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
@@ -58,7 +46,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fault(spec: DataSpec) -> str:
     """Return the one line that `validate` raises."""
     with pytest.raises(FedhetError) as caught:
-        validate(spec)
+        RunData(spec).validate()
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -75,7 +63,7 @@ def digest(parts: tuple[np.ndarray, ...]) -> str:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int) -> None:
     spec = DIGITS.but(partition=kind, seed=seed)
-    parts, rows = partition(spec), len(load(spec).train)
+    parts, rows = RunData(spec).partition(), len(load(spec).train)
     every = np.concatenate(parts)
     left_over = rows % (spec.clients * spec.shards) if kind == "shards" else 0
     assert len(parts) == spec.clients
@@ -87,7 +75,7 @@ def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int)
 
 def test_partitions_have_the_skew_that_their_names_say() -> None:
     counts = {
-        kind: np.array(list(label_counts(DIGITS.but(partition=kind)).values()))
+        kind: np.array(list(RunData(DIGITS.but(partition=kind)).label_counts().values()))
         for kind in PARTITIONS
     }
     assert (counts["iid"] > 0).all()
@@ -102,8 +90,8 @@ def test_partition_depends_on_the_seed_alone(kind: str) -> None:
     spec = DIGITS.but(partition=kind)
     again, other = spec.but(test_fraction=0.3), spec.but(seed=1)
     np.random.seed(7)
-    assert digest(partition(spec)) == digest(partition(again))
-    assert digest(partition(spec)) != digest(partition(other))
+    assert digest(RunData(spec).partition()) == digest(RunData(again).partition())
+    assert digest(RunData(spec).partition()) != digest(RunData(other).partition())
 
 
 PROBE = """
@@ -111,7 +99,7 @@ import random, socket
 import numpy as np
 import torch
 from tests.test_data import DIGITS, PARTITIONS, digest
-from fedhet.data import partition, client_data
+from fedhet.data import RunData
 
 def refuse(*_, **__):
     raise AssertionError("network")
@@ -120,8 +108,8 @@ socket.socket.connect = socket.getaddrinfo = refuse
 random.seed(5); np.random.seed(5); torch.manual_seed(5)
 before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 for kind in PARTITIONS:
-    print(digest(partition(DIGITS.but(partition=kind))))
-client_data(DIGITS, 0)
+    print(digest(RunData(DIGITS.but(partition=kind)).partition()))
+RunData(DIGITS).client(0)
 after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 assert before[0] == after[0], "random"
 assert before[1] == after[1], "numpy"
@@ -134,7 +122,7 @@ def test_a_fresh_process_draws_the_same_without_network_or_global_random_state()
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    here = [digest(partition(DIGITS.but(partition=kind))) for kind in PARTITIONS]
+    here = [digest(RunData(DIGITS.but(partition=kind)).partition()) for kind in PARTITIONS]
     assert done.stdout.split() == here
 
 
@@ -142,7 +130,7 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        partition(DIGITS.but(alpha=0.06, clients=12, seed=11))
+        RunData(DIGITS.but(alpha=0.06, clients=12, seed=11)).partition()
     after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
@@ -169,14 +157,14 @@ def test_impossible_partitions_say_what_to_change() -> None:
 
 def test_classes_that_no_client_can_hold_stay_out() -> None:
     spec = DIGITS.but(partition="classes", clients=2)
-    held = np.array(list(label_counts(spec).values())).sum(axis=0)
+    held = np.array(list(RunData(spec).label_counts().values())).sum(axis=0)
     assert (held > 0).sum() == 4
 
 
 def test_client_names_are_padded() -> None:
     assert client_name(7, 100) == "client-07"
     assert client_name(0, 10) == "client-0"
-    assert list(label_counts(DIGITS.but(clients=11)))[::10] == ["client-00", "client-10"]
+    assert list(RunData(DIGITS.but(clients=11)).label_counts())[::10] == ["client-00", "client-10"]
 
 
 # --- datasets and clients --------------------------------------------------------------------
@@ -203,7 +191,8 @@ def test_digits_have_one_common_test_set_whatever_the_seed() -> None:
 
 
 def test_client_data_is_the_clients_rows_split_once() -> None:
-    data, rows = client_data(DIGITS, 3), partition(DIGITS)[3]
+    store = RunData(DIGITS)
+    data, rows = store.client(3), store.partition()[3]
     assert data.name == "client-3"
     assert data.shape == (1, 8, 8)
     assert len(data.train) + len(data.test) == len(rows)
@@ -211,17 +200,16 @@ def test_client_data_is_the_clients_rows_split_once() -> None:
     whole = load(DIGITS).train.take(rows)
     assert as_set(data.train.x) | as_set(data.test.x) == as_set(whole.x)
     assert not as_set(data.train.x) & as_set(data.test.x)
-    assert client_data(DIGITS, 3) is data
-    assert data.common is common_test(DIGITS) is client_data(DIGITS, 4).common
-    other = client_data(DIGITS.but(test_fraction=0.5), 3)
+    assert data.common is store.common_test is store.client(4).common
+    other = RunData(DIGITS.but(test_fraction=0.5)).client(3)
     assert len(other.test) == round(0.5 * len(rows))
-    counts = label_counts(DIGITS)["client-3"]
+    counts = RunData(DIGITS).label_counts()["client-3"]
     assert counts == torch.cat([data.train.y, data.test.y]).bincount(minlength=10).tolist()
 
 
 def test_client_index_is_checked() -> None:
     with pytest.raises(SettingsError, match="client index 8: must be from 0 to 7"):
-        client_data(DIGITS, 8)
+        RunData(DIGITS).client(8)
 
 
 def test_max_samples_takes_a_stratified_subset() -> None:
@@ -301,7 +289,7 @@ def test_a_spec_is_its_values() -> None:
 
 
 def test_valid_data_validates() -> None:
-    validate(DIGITS)
+    RunData(DIGITS).validate()
     check(resolve({"clients": 8}))
 
 
@@ -337,7 +325,7 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     assert data.train.x.dtype == torch.uint8
     assert torch.equal(data.train.x[:, 0], torch.from_numpy(images[:40]))
     assert data.test.y.tolist() == [*range(10)] * 2
-    client = client_data(spec, 0)
+    client = RunData(spec).client(0)
     assert client.train.x.dtype == torch.uint8
     assert client.stored == "bytes"
 
@@ -372,8 +360,8 @@ def write_clients(root: Path, clients: int = 3, shape: tuple[int, ...] = (4,)) -
 def test_npz_clients_come_back_as_written(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     np.savez(tmp_path / "common.npz", x=np.zeros((5, 4)), y=np.array([0, 1, 2, 3, 4]))
-    validate(spec)
-    data = client_data(spec, 2)
+    RunData(spec).validate()
+    data = RunData(spec).client(2)
     with np.load(tmp_path / "train" / "2.npz") as train, np.load(tmp_path / "test/2.npz") as test:
         assert torch.equal(data.train.x, torch.from_numpy(train["x"].astype(np.float32)))
         assert torch.equal(data.test.x, torch.from_numpy(test["x"].astype(np.float32)))
@@ -381,14 +369,14 @@ def test_npz_clients_come_back_as_written(tmp_path: Path) -> None:
     assert data.classes == ("0", "1", "2", "3", "4")
     assert data.common is not None
     assert len(data.common) == 5
-    assert label_counts(spec)["client-0"] == [5, 4, 0, 0, 0]
-    assert sum(map(len, partition(spec))) == len(load(spec).train) == 33
+    assert RunData(spec).label_counts()["client-0"] == [5, 4, 0, 0, 0]
+    assert sum(map(len, RunData(spec).partition())) == len(load(spec).train) == 33
 
 
 def test_npz_images(tmp_path: Path) -> None:
     spec = write_clients(tmp_path, clients=1, shape=(5, 6))
-    assert client_data(spec, 0).shape == (1, 5, 6)
-    assert client_data(spec, 0).common is None
+    assert RunData(spec).client(0).shape == (1, 5, 6)
+    assert RunData(spec).client(0).common is None
 
 
 def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
@@ -480,15 +468,15 @@ def test_tree_is_decoded_in_the_order_of_class_names(tmp_path: Path) -> None:
     assert torch.equal(data.train.x[:, 0, 0, 0], 10 * data.train.y)
     assert data.train.x[:, 1, 4, 5].tolist() == [0, 1, 2, 3] * 3
     assert torch.equal(data.test.x[:, 0, 0, 0], 10 * data.test.y)
-    validate(spec)
-    assert client_data(spec, 0).train.x[0, 2, 0, 0] == 255
+    RunData(spec).validate()
+    assert RunData(spec).client(0).train.x[0, 2, 0, 0] == 255
 
 
 def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
     spec = DataSpec(dataset=f"imagefolder:{write_images(tmp_path / 'tree')}", clients=1)
     assert load(spec).test is None
-    assert common_test(spec) is None
-    assert len(client_data(spec, 0).test) == 2
+    assert RunData(spec).common_test is None
+    assert len(RunData(spec).client(0).test) == 2
 
 
 def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> None:
@@ -644,7 +632,6 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
     site: dict[str, Any] = {"spec": SITE, "name": "north", "classes": 2}
     before = site_data(str(tmp_path), **site)
     assert before.unlabelled is None
-    site_data.cache_clear()
     write_images(tmp_path / "train" / "unlabelled", classes=("",), each=3)
     write_images(tmp_path / "train" / "unlabelled", classes=("march", "may"), each=1)
     read = site_data(str(tmp_path), unlabelled=True, **site)

@@ -14,9 +14,8 @@ import pytest
 from federation import run, small, without_times
 
 from fedhet.config.resolve import resolve
-from fedhet.data import DataSpec
+from fedhet.data import RunData
 from fedhet.data.examples import write_example
-from fedhet.data.partition import split_rows
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
@@ -169,7 +168,7 @@ def site_folders(everyone, config, root):
         folder = root / f"{k}"
         folder.mkdir(parents=True)
         (folder / "classes.txt").write_text("\n".join(sorted({label for _, label, _ in rows})))
-        own = split_rows(DataSpec.of(config.run), k)
+        own = RunData.of(config.run).split_rows(k)
         for part, places in zip(("train", "test"), own, strict=True):
             with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
                 written = csv.writer(file)

@@ -14,7 +14,7 @@ from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.data import DataSpec, public_set
+from fedhet.data import RunData
 from fedhet.errors import DivergedError, SettingsError
 from fedhet.models import build
 
@@ -31,7 +31,7 @@ class Slow:
         self.run, members = server.strategy.run, server.strategy.members
         info = server.strategy.task
         self.task = info.shape, info.classes
-        self.x = public_set(DataSpec.of(self.run), info.shape, None).x.double()
+        self.x = RunData.of(self.run).public_set(info.shape, None).x.double()
         self.clients = [
             (members[name].info.model, members[name].info.samples, weights)
             for name, weights in replies

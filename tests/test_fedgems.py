@@ -13,8 +13,7 @@ from torch import nn
 
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
-from fedhet.data import DataSpec, client_data, common_test, public_set
-from fedhet.data.site import site_data
+from fedhet.data import RunData
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.seeding import derive
 from fedhet.wire.knowledge import Knowledge, decode, encode
@@ -240,7 +239,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
     strategy, own = server.strategy, config.own.flat()
-    public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
+    public = RunData.of(config.run).public_set((1, 8, 8), 10)
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
@@ -311,7 +310,7 @@ def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
             client = client_of(server, proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(public_set(DataSpec.of(client.run), (1, 8, 8), 10).x[rows])
+                own = model(RunData.of(client.run).public_set((1, 8, 8), 10).x[rows])
             np.testing.assert_allclose(said(result.parameters)["logits"], own, rtol=1e-4, atol=1e-5)
         assert server.strategy.state.record.method["upload_ratio"] == len(rows) / 60
 
@@ -564,10 +563,10 @@ def client_by_the_paper(client, model, number, teacher, epsilon):
                 (sum(losses) / len(losses)).backward()
                 adam.step()
 
-    public = public_set(DataSpec.of(client.run), (1, 8, 8), 10)
+    public = RunData.of(client.run).public_set((1, 8, 8), 10)
     if teacher is not None:
         epochs(public.x, public.y, teacher, "public", client.settings.public_epochs, epsilon)
-    own = client_data(DataSpec.of(client.run), 0).train
+    own = RunData.of(client.run).client(0).train
     epochs(own.x, own.y, None, "batches", settings.local_epochs, epsilon)
     return model
 
@@ -578,7 +577,7 @@ def test_a_client_follows_algorithm_1(tmp_path, taught, epsilon):
     client = opened(
         tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
     )
-    public = public_set(DataSpec.of(client.run), (1, 8, 8), 10)
+    public = RunData.of(client.run).public_set((1, 8, 8), 10)
     count, start = len(public), copy.deepcopy(client.models["private"])
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
@@ -637,12 +636,12 @@ def test_no_client_owns_a_public_sample(tmp_path):
     public = rows_of(server.strategy.x)
     assert len(public) == 60
     for number in range(4):
-        data = client_data(DataSpec.of(server.strategy.run), number)
+        data = RunData.of(server.strategy.run).client(number)
         assert not public & (rows_of(data.train.x) | rows_of(data.test.x) | rows_of(data.common.x))
 
 
 def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
-    common = common_test(DataSpec.of(fedgems().run))
+    common = RunData.of(fedgems().run).common_test
     for part in ("train", "test"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
@@ -655,8 +654,8 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
 def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     """The share that is public is of the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
-    public = public_set(DataSpec.of(config.run), (1, 8, 8), 10)
-    owned = client_data(DataSpec.of(config.run), 0).train
+    public = RunData.of(config.run).public_set((1, 8, 8), 10)
+    owned = RunData.of(config.run).client(0).train
     for name in ("train", "test"):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
@@ -665,7 +664,6 @@ def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     with pytest.raises(DataError, match="20 of 20 samples of site are in it too"):
         client.sizes()
     np.savez(tmp_path / f"{part}.npz", x=owned.x.numpy()[20:40], y=owned.y.numpy()[20:40])
-    site_data.cache_clear()
     config.method.client(config, node).sizes()
 
 
@@ -681,7 +679,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
         play(server, number)
         server.close(number)
     strategy = server.strategy
-    common = common_test(DataSpec.of(strategy.run))
+    common = RunData.of(strategy.run).common_test
     with torch.no_grad():
         right = strategy.learner.model.eval()(common.x).argmax(1) == common.y
     found = strategy.state.record.accuracy["common"]["server"]

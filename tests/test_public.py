@@ -11,15 +11,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.data import (
-    DataSpec,
-    client_data,
-    common_test,
-    load,
-    partition,
-    public_set,
-    refuse_overlap,
-)
+from fedhet.data import DataSpec, RunData, load, refuse_overlap
 from fedhet.errors import DataError, SettingsError
 from fedhet.settings.schema import build
 
@@ -43,27 +35,28 @@ def folder(path, x, y):
 def test_a_share_of_the_training_set_is_nobodys(seed, share):
     whole = load(DIGITS.but(public_fraction=0.0))
     spec = DIGITS.but(seed=seed, public_fraction=share, partition="iid")
-    public = public_set(spec, SHAPE, 10)
-    owned = np.concatenate(partition(spec))
+    store = RunData(spec)
+    public = store.public_set(SHAPE, 10)
+    owned = np.concatenate(store.partition())
     assert len(public) == round(share * len(whole.train))
     assert len(public) + len(owned) == len(whole.train)
     # Digits holds no image twice, so that rows can be told apart by their pixels.
     seen = rows(public.x)
     assert len(seen) == len(public)
     for index in range(spec.clients):
-        data = client_data(spec, index)
+        data = store.client(index)
         assert not seen & (rows(data.train.x) | rows(data.test.x))
-    assert not seen & rows(common_test(spec).x)
+    assert not seen & rows(store.common_test.x)
 
 
 def test_each_class_gives_its_share():
     whole = np.bincount(load(DIGITS.but(public_fraction=0.0)).train.y, minlength=10)
-    public = np.bincount(public_set(DIGITS, SHAPE, 10).y, minlength=10)
+    public = np.bincount(RunData(DIGITS).public_set(SHAPE, 10).y, minlength=10)
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
 def test_the_share_hangs_on_the_seed_alone():
-    one, same, other = (public_set(DIGITS.but(seed=s), SHAPE, 10) for s in (1, 1, 2))
+    one, same, other = (RunData(DIGITS.but(seed=s)).public_set(SHAPE, 10) for s in (1, 1, 2))
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
@@ -71,7 +64,7 @@ def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
-    public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, 10)
+    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(SHAPE, 10)
     np.testing.assert_array_equal(public.x[:40].numpy(), x)
 
 
@@ -81,9 +74,9 @@ def test_data_without_labels_is_one_class(tmp_path):
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))
     spec = DIGITS.but(public_fraction=0, public_dataset=name)
-    assert len(public_set(spec, SHAPE, None)) == 80
+    assert len(RunData(spec).public_set(SHAPE, None)) == 80
     one, same, other = (
-        public_set(spec.but(public_samples=30, seed=s), SHAPE, None).x for s in (0, 0, 1)
+        RunData(spec.but(public_samples=30, seed=s)).public_set(SHAPE, None).x for s in (0, 0, 1)
     )
     assert len(one) == 30
     assert rows(one) == rows(same) != rows(other)
@@ -98,7 +91,7 @@ def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
         pixels = np.full((8, 8), 40 * number, np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
-    public = public_set(DIGITS.but(public_fraction=0, public_dataset=name), SHAPE, None)
+    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(SHAPE, None)
     np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
 
 
@@ -106,17 +99,17 @@ def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.but(public_fraction=0, public_dataset=name)
     with pytest.raises(DataError, match=r"shape \[3\], the clients' shape \[1, 8, 8\]"):
-        public_set(spec, SHAPE, None)
+        RunData(spec).public_set(SHAPE, None)
     with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
-        public_set(spec, (3,), 10)
-    assert len(public_set(spec, (3,), None)) == 12
+        RunData(spec).public_set((3,), 10)
+    assert len(RunData(spec).public_set((3,), None)) == 12
 
 
 def test_a_sample_of_a_clients_is_refused():
-    own = client_data(DIGITS, 0).train
+    own = RunData(DIGITS).client(0).train
     with pytest.raises(DataError, match=r"3 of \d+ samples of client-0 are in it too"):
         refuse_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
-    refuse_overlap(public_set(DIGITS, SHAPE, 10), own, "client-0")
+    refuse_overlap(RunData(DIGITS).public_set(SHAPE, 10), own, "client-0")
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():
@@ -127,16 +120,16 @@ def test_the_runs_own_dataset_cannot_be_public_too():
 
 def test_none_is_named_where_none_is():
     with pytest.raises(SettingsError, match="there is no public data"):
-        public_set(DIGITS.but(public_fraction=0), SHAPE, 10)
+        RunData(DIGITS.but(public_fraction=0)).public_set(SHAPE, 10)
 
 
 def test_generated_rows_have_no_labels_to_learn_from():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
-    assert len(public_set(spec, (30,), None)) == 20
+    assert len(RunData(spec).public_set((30,), None)) == 20
     with pytest.raises(
         SettingsError, match=r"'data\.public-dataset' = 'generated' .*have no labels"
     ):
-        public_set(spec, (30,), 2)
+        RunData(spec).public_set((30,), 2)
 
 
 def test_two_sources_are_refused():

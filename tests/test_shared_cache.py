@@ -12,19 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedhet.data import (
-    DataSpec,
-    Split,
-    client_data,
-    client_shards,
-    datasets,
-    load,
-    public,
-    public_set,
-    site,
-)
-from fedhet.data.public import refuse_overlap
-from fedhet.data.shared_cache import read_dataset, use_decoded, write_decoded
+from fedhet.data import DataSpec, RunData, Split, refuse_overlap, store
+from fedhet.data.shared_cache import read_dataset
 from fedhet.data.spec import concatenated
 from fedhet.devices import Compute
 from fedhet.errors import DataError, StateError
@@ -32,8 +21,6 @@ from fedhet.models.classical import Refitted
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import cross_entropy_of, evaluate, logits_of, optimization, train_epochs
 
-partition = sys.modules["fedhet.data.partition"]
-rows_of = partition.partition
 RNG = np.random.default_rng(0)
 BYTES = torch.from_numpy(RNG.integers(0, 256, (60, 1, 8, 8), dtype=np.uint8))
 FLOATS = torch.from_numpy(BYTES.numpy().astype(np.float32) / np.float32(127.5) - np.float32(1))
@@ -117,26 +104,6 @@ def test_an_overlap_is_found_however_the_samples_are_stored():
 # --- shared ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Let this process forget what it has read, before and after."""
-    monkeypatch.setattr(datasets, "_taken", {})
-    monkeypatch.setattr(partition, "_taken", {})
-    monkeypatch.setattr(client_shards, "_taken", {})
-    caches = (
-        datasets._load, partition._partition, public._public, site.client_data,
-        client_shards._mapped, client_shards._starts,
-    )  # fmt: skip
-
-    def forget():
-        for cache in caches:
-            cache.cache_clear()
-
-    forget()
-    yield forget
-    forget()
-
-
 def clients_of(folder: Path) -> str:
     for part in ("train", "test"):
         (folder / part).mkdir(parents=True)
@@ -167,9 +134,9 @@ def specs(folder: Path):
     }  # fmt: skip
 
 
-def described(spec: DataSpec) -> list[object]:
+def described(store: RunData) -> list[object]:
     """Return all that a run's clients get of the data, as plain values."""
-    data = load(spec)
+    data, spec = store.dataset, store.spec
     rows: list[object] = [
         data.name, data.classes, data.parts, data.columns, data.vocabulary, data.scaled_images,
         None if data.subclasses is None else data.subclasses.tolist(),
@@ -177,41 +144,47 @@ def described(spec: DataSpec) -> list[object]:
     ]  # fmt: skip
     splits = [data.train, data.test, data.public]
     for index in range(2):
-        own = client_data(spec, index)
+        own = store.client(index)
         rows += [own.name, own.space, own.stored, own.vocabulary]
         splits += [own.train, own.test, own.common]
     if spec.public_dataset or spec.public_fraction:
-        splits.append(public_set(spec, data.shape, None))
+        splits.append(store.public_set(data.shape, None))
     for split in splits:
         rows.append(split and (str(split.x.dtype), split.x.tolist(), split.y.tolist()))
     return rows
 
 
 @pytest.mark.parametrize("name", ["share", "unused", "clients", "other", "persons"])
-def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, alone, name):
+def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, name):
     spec = specs(tmp_path)[name]
-    wanted = described(spec)
-    write_decoded(spec, tmp_path / "decoded")
-    alone()
-    use_decoded(spec, tmp_path / "decoded")
+    written = RunData(spec)
+    wanted = described(written)
+    written.share(tmp_path / "decoded")
 
-    def unread(name):
-        raise AssertionError(f"{name} is read again")
+    def unread(*_, **__):
+        raise AssertionError("read or drawn again")
 
-    monkeypatch.setattr(datasets, "_reader", unread)
-    monkeypatch.setattr(partition, "_partitioner", unread)
-    assert described(spec) == wanted
-    mapped = Path("/proc/self/maps").read_text()
-    assert str(tmp_path / "decoded" / "0.safetensors") in mapped
-    assert str(tmp_path / "decoded" / "samples.npy") in mapped
+    monkeypatch.setattr(store, "load", unread)
+    monkeypatch.setattr(store, "partition", unread)
+    mapped = RunData(spec, tmp_path / "decoded")
+    assert described(mapped) == wanted
+    maps = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "decoded" / "0.safetensors") in maps
+    assert str(tmp_path / "decoded" / "samples.npy") in maps
+    mapped.forget()
+    assert described(mapped) == wanted
 
 
-def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path, alone):
-    spec = DataSpec(dataset="digits", clients=3, test_fraction=0.25)
-    write_decoded(spec, tmp_path)
-    alone()
-    use_decoded(spec, tmp_path)
-    parts = [split.x for index in range(3) for own in [client_data(spec, index)]
+def shared(folder: Path, **changes: object) -> RunData:
+    """Return a store that maps what another one has written into the folder."""
+    spec = DataSpec(dataset="digits", **changes)
+    RunData(spec).share(folder)
+    return RunData(spec, folder)
+
+
+def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path):
+    data = shared(tmp_path, clients=3, test_fraction=0.25)
+    parts = [split.x for index in range(3) for own in [data.client(index)]
              for split in (own.train, own.test)]  # fmt: skip
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     first = parts[0].data_ptr()
@@ -220,37 +193,29 @@ def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path, alone):
     ]
 
 
-def test_a_client_that_changes_its_samples_changes_no_others(tmp_path, alone):
-    spec = DataSpec(dataset="digits", clients=2)
-    write_decoded(spec, tmp_path)
+def test_a_client_that_changes_its_samples_changes_no_others(tmp_path):
+    data = shared(tmp_path, clients=2)
     written = (tmp_path / "samples.npy").read_bytes()
-    alone()
-    use_decoded(spec, tmp_path)
-    client_data(spec, 0).train.x.zero_()
+    data.client(0).train.x.zero_()
     assert (tmp_path / "samples.npy").read_bytes() == written
 
 
 @pytest.mark.parametrize("damage", [b"", b"no array", None])
-def test_a_broken_file_of_samples_is_one_line(tmp_path, alone, damage):
-    spec = DataSpec(dataset="digits", clients=2)
-    write_decoded(spec, tmp_path)
+def test_a_broken_file_of_samples_is_one_line(tmp_path, damage):
+    data = shared(tmp_path, clients=2)
     path = tmp_path / "samples.npy"
     path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
-    alone()
-    use_decoded(spec, tmp_path)
     with pytest.raises(StateError, match=r"cannot read the clients' samples in .*samples\.npy"):
-        client_data(spec, 0)
+        data.client(0)
 
 
-def test_other_settings_of_the_partition_map_the_same_file(tmp_path, monkeypatch, alone):
+def test_a_store_reads_what_is_written_after_it_was_made(tmp_path):
     spec = DataSpec(dataset="digits", clients=2)
-    write_decoded(spec, tmp_path)
-    alone()
-    use_decoded(spec, tmp_path)
-    (tmp_path / "0.safetensors").unlink()
+    data = RunData(spec, tmp_path)
     with pytest.raises(StateError, match=r"cannot read the decoded data in .*0\.safetensors"):
-        client_data(spec.but(alpha=9.0), 0)
-    assert len(load(spec.but(max_samples=100)).train) == 100  # other rows: read for themselves
+        data.client(0)
+    RunData(spec).share(tmp_path)
+    assert len(data.client(0).train) == len(RunData(spec).client(0).train)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08" + b"\x00" * 7 + b"{}      ", b"x" * 100])
@@ -263,31 +228,27 @@ def test_a_broken_file_is_one_line(tmp_path, content):
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "classes"])
-def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, alone, kind):
-    spec = DataSpec(dataset="digits", clients=4, partition=kind, min_samples=2)
-    wanted = [rows.tolist() for rows in rows_of(spec)]
-    write_decoded(spec, tmp_path)
-    alone()
-    use_decoded(spec, tmp_path)
+def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
+    data = shared(tmp_path, clients=4, partition=kind, min_samples=2)
+    wanted = [rows.tolist() for rows in RunData(data.spec).partition()]
 
-    def drawn(spec, seed):
+    def drawn(dataset, spec):
         raise AssertionError("drawn again")
 
-    monkeypatch.setattr(partition, "_partitioner", drawn)
-    assert [rows.tolist() for rows in rows_of(spec)] == wanted
+    monkeypatch.setattr(store, "partition", drawn)
+    assert [rows.tolist() for rows in data.partition()] == wanted
     with pytest.raises(AssertionError, match="drawn again"):
-        rows_of(spec.but(seed=5))
-    alone()
+        RunData(data.spec.but(seed=5)).partition()
     (tmp_path / "partition.safetensors").write_bytes(b"x")
     with pytest.raises(StateError, match="cannot read the clients' rows"):
-        rows_of(spec)
+        RunData(data.spec, tmp_path).partition()
 
 
 def test_drawing_a_partition_imports_nothing_that_draws_figures():
     code = """
 import sys
-from fedhet.data import DataSpec, partition
-partition(DataSpec(dataset="digits", clients=2))
+from fedhet.data import DataSpec, RunData
+RunData(DataSpec(dataset="digits", clients=2)).partition()
 assert "flwr_datasets" in sys.modules and "seaborn" not in sys.modules
 from flwr_datasets import visualization
 assert callable(visualization.plot_label_distributions)

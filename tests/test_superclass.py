@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.data import DataSpec, client_data, common_test, label_counts, load, partition, site_data
+from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.superclass import deal, joined, label_spaces, parse
 from fedhet.errors import DataError, SettingsError
@@ -171,22 +171,23 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
 
 def test_too_little_data_and_too_few_classes_are_said():
     with pytest.raises(DataError, match=r"do not find enough of .* samples of a class; lower"):
-        partition(DIGITS.but(samples_per_class=200))
+        RunData(DIGITS.but(samples_per_class=200)).partition()
     with pytest.raises(DataError, match="label-space = '6-8': must be at most the 5 classes"):
-        partition(DIGITS.but(label_space="6-8"))
+        RunData(DIGITS.but(label_space="6-8")).partition()
 
 
 @pytest.mark.parametrize("subclasses", ["all", "1"])
 def test_a_client_is_judged_on_all_subclasses_of_its_label_space(subclasses):
     spec = DIGITS.but(subclasses=subclasses)
-    whole = common_test(spec)
+    store = RunData(spec)
+    whole = store.common_test
     for index in range(spec.clients):
-        data = client_data(spec, index)
+        data = store.client(index)
         assert set(data.train.y.tolist()) == set(data.space)
         expected = [y for y in whole.y.tolist() if y in data.space]
         assert data.common.y.tolist() == expected
         assert len(expected) < len(whole)
-        assert label_counts(spec)[data.name] == [20 * (k in data.space) for k in range(5)]
+        assert store.label_counts()[data.name] == [20 * (k in data.space) for k in range(5)]
 
 
 def test_public_rows_of_the_training_set_are_nobodys():
@@ -194,15 +195,16 @@ def test_public_rows_of_the_training_set_are_nobodys():
     dataset = load(spec)
     assert len(dataset.subclasses) == len(dataset.train)
     pixels = {row.numpy().tobytes(): int(y) for row, y in zip(*vars(WHOLE.train).values())}  # noqa: B905
-    for rows in partition(spec):
+    for rows in RunData(spec).partition():
         found = [pixels[dataset.train.x[row].numpy().tobytes()] for row in rows]
         assert found == dataset.subclasses[rows].tolist()
 
 
 def test_other_partitions_have_one_task():
     spec = DataSpec(clients=3, superclasses=PAIRS)
-    assert client_data(spec, 0).space == (0, 1, 2, 3, 4)
-    assert client_data(spec, 0).common is common_test(spec)
+    store = RunData(spec)
+    assert store.client(0).space == (0, 1, 2, 3, 4)
+    assert store.client(0).common is store.common_test
 
 
 def test_a_sites_task_is_what_it_has_samples_of(tmp_path):

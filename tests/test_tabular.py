@@ -11,7 +11,7 @@ from federation import settings
 
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, client_data, load, public_set, validate
+from fedhet.data import DataSpec, RunData, load
 from fedhet.errors import DataError, SettingsError
 
 JOBS = ("Private", "?", "State-gov")
@@ -135,8 +135,8 @@ def generated_spec(folder, **changes):
 
 def test_generated_rows_hold_each_columns_own_values(tmp_path):
     spec = generated_spec(tmp_path)
-    validate(spec)
-    train, public = load(spec).train.x, public_set(spec, (17,), None).x
+    RunData(spec).validate()
+    train, public = load(spec).train.x, RunData(spec).public_set((17,), None).x
     assert public.shape == (400, 17)
     for real, made in zip(
         *(torch.split(x, list(load(spec).columns), 1) for x in (train, public)), strict=True
@@ -154,7 +154,7 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
     whole = load(generated_spec(tmp_path)).train.x
     widths = list(load(generated_spec(tmp_path)).columns)
     for size in (80, 50, 200):
-        public = public_set(generated_spec(tmp_path, public_samples=size), (17,), None).x
+        public = RunData(generated_spec(tmp_path, public_samples=size)).public_set((17,), None).x
         orders = set()
         for real, made in zip(*(torch.split(x, widths, 1) for x in (whole, public)), strict=True):
             there = Counter(map(tuple, real.tolist()))
@@ -166,7 +166,7 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
             orders.add(tuple(map(tuple, made.tolist())))
         assert len(orders) > 3, "columns are permuted alike"
     # Two columns of the same training values, in two orders: the draws are not shared.
-    fnlwgt, age = public_set(generated_spec(tmp_path), (17,), None).x[:80, [1, 0]].T
+    fnlwgt, age = RunData(generated_spec(tmp_path)).public_set((17,), None).x[:80, [1, 0]].T
     rows = {tuple(row) for row in whole[:, [1, 0]].tolist()}
     assert not {*zip(fnlwgt.tolist(), age.tolist(), strict=True)} <= rows
 
@@ -176,23 +176,23 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
         dataset=write_adult(tmp_path), partition="iid", clients=2, max_samples=40, min_samples=2,
         public_dataset="unused",
     )  # fmt: skip
-    validate(spec)
+    RunData(spec).validate()
     whole = load(spec.but(max_samples=0, public_dataset="")).train
-    used, left = load(spec).train, public_set(spec, (17,), 2)
+    used, left = load(spec).train, RunData(spec).public_set((17,), 2)
     assert (len(used), len(left), len(whole)) == (40, 40, 80)
     rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]
     labelled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
     assert [labelled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
-    few = public_set(spec.but(public_samples=12), (17,), None)
+    few = RunData(spec.but(public_samples=12)).public_set((17,), None)
     assert len(few) == 12
     assert not Counter(map(tuple, few.x.tolist())) - rows[1]
     # What the clients hold is what they hold with generated rows.
     generated = spec.but(public_dataset="generated", public_samples=5)
     for index in (0, 1):
-        one, other = (client_data(s, index).train.x for s in (spec, generated))
+        one, other = (RunData(s).client(index).train.x for s in (spec, generated))
         assert torch.equal(one, other)
-    assert not torch.equal(public_set(spec.but(seed=1), (17,), None).x, left.x)
+    assert not torch.equal(RunData(spec.but(seed=1)).public_set((17,), None).x, left.x)
 
 
 def test_unused_rows_of_a_joined_dataset_are_those_left_out():
@@ -201,7 +201,7 @@ def test_unused_rows_of_a_joined_dataset_are_those_left_out():
         public_dataset="unused",
     )  # fmt: skip
     used, left = (
-        x.flatten(1).numpy() for x in (load(spec).train.x, public_set(spec, (1, 8, 8), 5).x)
+        x.flatten(1).numpy() for x in (load(spec).train.x, RunData(spec).public_set((1, 8, 8), 5).x)
     )
     whole = load(spec.but(max_samples=0)).train.x.flatten(1).numpy()
     assert len(used) + len(left) == len(whole)
@@ -215,7 +215,7 @@ def test_unused_rows_need_a_limit_that_leaves_some(tmp_path, most):
     with pytest.raises(
         SettingsError, match=rf"'data.max-samples' = {most} leaves out none of the 80"
     ):
-        public_set(spec, (17,), None)
+        RunData(spec).public_set((17,), None)
 
 
 def test_a_run_may_learn_from_unused_rows(tmp_path):
@@ -236,11 +236,11 @@ def test_a_run_may_learn_from_unused_rows(tmp_path):
 def test_generated_rows_hang_on_the_seed_alone(tmp_path):
     spec = generated_spec(tmp_path)
     one, same, other = (
-        public_set(generated_spec(tmp_path, seed=s), (17,), None).x for s in (0, 0, 1)
+        RunData(generated_spec(tmp_path, seed=s)).public_set((17,), None).x for s in (0, 0, 1)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    assert client_data(spec, 0).space == (0, 1)
+    assert RunData(spec).client(0).space == (0, 1)
 
 
 def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
@@ -252,7 +252,7 @@ def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
     spec = DataSpec(
         dataset=f"npz:{tmp_path}", clients=1, public_dataset="generated", public_samples=50
     )
-    public, own = public_set(spec, (5,), None).x, client_data(spec, 0)
+    public, own = RunData(spec).public_set((5,), None).x, RunData(spec).client(0)
     assert public.dtype == own.train.x.dtype == torch.uint8
     held = torch.cat([own.train.x, own.test.x])
     for column in range(5):

@@ -12,9 +12,8 @@ import torch
 
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, client_data, load, partition, public_set, site_data
+from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.examples import OWNERS, TOPICS, write_example
-from fedhet.data.partition import split_rows
 from fedhet.data.tokens import tokenized, words
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
@@ -90,18 +89,18 @@ def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
 
 def test_a_column_says_who_is_a_client(tmp_path):
     path = write(tmp_path / "all.csv")
-    found = partition(spec(path, by="who"))
+    found = RunData(spec(path, by="who")).partition()
     assert [rows.tolist() for rows in found] == [
         [row for row in range(20) if ROWS[row][2] == name] for name in ("ann", "bob")
     ]
-    (largest,) = partition(spec(path, by="who", clients=1))  # the one with the most
+    (largest,) = RunData(spec(path, by="who", clients=1)).partition()  # the one with the most
     assert len(largest) == 12
     kept = load(spec(path, by="who", max_samples=10))
     assert len(kept.groups) == 10
     named = {by_hand(r[0], 8192, 128)[0]: r[2] for r in ROWS}
     assert [named[int(x[0])] for x in kept.train.x] == [["ann", "bob"][g] for g in kept.groups]
     with pytest.raises(DataError, match=r"must be at most 1; so many of the 2 that data\.by"):
-        partition(spec(path, by="who", min_samples=10))
+        RunData(spec(path, by="who", min_samples=10)).partition()
     with pytest.raises(SettingsError, match="digits has no column of that kind"):
         load(DataSpec(by="who"))
 
@@ -187,7 +186,7 @@ def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
             "models.num-classes": 2,
         }
     )
-    simulated = client_data(DataSpec.of(run.run), 0)
+    simulated = RunData.of(run.run).client(0)
     node = read_node({"data": str(site), "name": simulated.name}, run.run, str(tmp_path / "state"))
     own = node.load_data(run)
     # Which of the rows are its test split is drawn by the name, which has the folder in it.
@@ -239,7 +238,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
 def test_generated_texts_are_words_of_the_training_set(tmp_path):
     whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
     data = load(whole)
-    x = public_set(whole, data.shape, None).x
+    x = RunData(whole).public_set(data.shape, None).x
     assert x.shape == (300, 128)
     own = data.train.x
     assert set(x.unique().tolist()) <= set(own.unique().tolist())
@@ -247,14 +246,14 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
     with pytest.raises(SettingsError, match=r"public-samples = 0: must be at least 1"):
-        public_set(whole.but(public_samples=0), data.shape, None)
+        RunData(whole.but(public_samples=0)).public_set(data.shape, None)
 
 
 def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     place = write(tmp_path / "a.csv")
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(DataError, match="texts of up to 128 tokens below 500, the clients' texts"):
-        public_set(public, (0, 128, 8192), None)
+        RunData(public).public_set((0, 128, 8192), None)
 
 
 @pytest.mark.parametrize("kind", ["text", "signal"])
@@ -263,7 +262,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     whole = DataSpec(dataset=f"{kind}:{tmp_path / 'a'}", by="site", clients=OWNERS)
     data = load(whole)
     assert (len(data.train), len(data.test), len(data.classes)) == (1200, 300, len(TOPICS))
-    assert sum(map(len, partition(whole))) == 1200
+    assert sum(map(len, RunData(whole).partition())) == 1200
     with pytest.raises(DataError, match="is not empty"):
         write_example(kind, tmp_path / "a")
     write_example(kind, tmp_path / "b")
@@ -342,7 +341,7 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     data = load(whole)
     assert data.shape == (2, 16)
     assert np.array_equal(data.train.x.numpy(), x.astype(np.float32))
-    assert [len(rows) for rows in partition(whole)] == [10, 20]
+    assert [len(rows) for rows in RunData(whole).partition()] == [10, 20]
     np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
     assert load(whole.but(by="", max_bytes=10**6)).shape == (1, 16)
     with pytest.raises(DataError, match="has no array 'who'"):
@@ -366,7 +365,7 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
             x, y = rng.normal(size=(8, 1, 16)), np.arange(8) % 2
             np.savez(tmp_path / part / f"{client}.npz", x=x, y=y)
     whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2)
-    assert client_data(whole, 1).shape == (1, 16)
+    assert RunData(whole).client(1).shape == (1, 16)
     with pytest.raises(SettingsError, match="holds a file for each client"):
         load(whole.but(by="who"))
     site = tmp_path / "site"
@@ -374,7 +373,7 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
     for part in ("train", "test"):
         (site / f"{part}.npz").write_bytes((tmp_path / part / "1.npz").read_bytes())
     own = site_data(str(site), spec=DataSpec(sample_kind="signal"), classes=2, name="client-1")
-    assert torch.equal(own.train.x, client_data(whole, 1).train.x)
+    assert torch.equal(own.train.x, RunData(whole).client(1).train.x)
     assert own.shape == (1, 16)  # and not an image of one channel
 
 
@@ -393,8 +392,8 @@ def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
         rows = list(csv.DictReader(file))
     assert load(given).classes == ("garden+kitchen", "journey+workshop")
     for client in range(2):
-        places = np.concatenate(split_rows(given, client))
-        data = client_data(given, client)
+        places = np.concatenate(RunData(given).split_rows(client))
+        data = RunData(given).client(client)
         topics = {rows[place]["label"] for place in places}
         assert data.space == (0, 1)
         assert [len(topics & {"garden", "kitchen"}), len(topics)] == [1, 2]

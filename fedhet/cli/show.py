@@ -133,14 +133,13 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
 def partition_command(values: dict[str, object]) -> None:
     """Show how the data is dealt: samples of each class at each client."""
     read_values(values)
-    from fedhet import data
     from fedhet.config.resolve import resolve
+    from fedhet.data import RunData
 
-    spec = data.DataSpec.of(resolve(values).run)
-    data.validate(spec)
-    counts = data.label_counts(spec)
-    table = _table("client", "samples", *data.load(spec).classes)
-    for client, row in counts.items():
+    data = RunData.of(resolve(values).run)
+    data.validate()
+    table = _table("client", "samples", *data.dataset.classes)
+    for client, row in data.label_counts().items():
         table.add_row(client, str(sum(row)), *(str(n) if n else "·" for n in row))
     console.print(table)
 

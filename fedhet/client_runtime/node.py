@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from fedhet import data
 from fedhet.config.resolve import Config
-from fedhet.data import ClientData, DataSpec
+from fedhet.data import ClientData, RunData, client_name, site_data
 from fedhet.errors import SettingsError
 from fedhet.models import deal
 from fedhet.settings.deal import training_of
@@ -54,7 +53,7 @@ class NodeSettings(Schema):
 
 @dataclass(frozen=True)
 class Node:
-    """A client's identity, model, training, device and state directory."""
+    """A client's identity, model, training, device and state directory, and its run's data."""
 
     name: str
     partition: int
@@ -63,26 +62,34 @@ class Node:
     training: TrainingSettings
     device: str
     state_dir: Path
+    data: RunData = field(compare=False, repr=False)
 
     def load_data(self, config: Config) -> ClientData:
         """Return the client's data: from its own folder, or its partition of the run's dataset.
 
         Raises DataError if the folder cannot be read, or the client has too few samples.
         """
-        spec = DataSpec.of(config.run)
         if self.folder:
-            return data.site_data(
+            return site_data(
                 self.folder,
-                spec=spec,
+                spec=self.data.spec,
                 classes=config.run.models.num_classes,
                 name=self.name,
                 unlabelled=config.uses_unlabelled,
             )
-        return data.client_data(spec, self.partition)
+        return self.data.client(self.partition)
 
 
-def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "") -> Node:
-    """Return the node that `config` (Flower's node config) describes. Raises SettingsError."""
+def read_node(
+    config: Mapping[str, object],
+    run: RunSettings,
+    state_dir: str = "",
+    data: RunData | None = None,
+) -> Node:
+    """Return the node that `config` (Flower's node config) describes. Raises SettingsError.
+
+    `data` is the store of the run's data in this process; None: a new one.
+    """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients
     if not has_partition and not (settings.data and settings.name):
@@ -90,7 +97,7 @@ def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "
             f"node-config 'partition-id' = {settings.partition_id}: it takes 0 to "
             f"{run.clients - 1}; a site with its own data needs 'data' and 'name' instead"
         )
-    name = settings.name or data.client_name(settings.partition_id, run.clients)
+    name = settings.name or client_name(settings.partition_id, run.clients)
     return Node(
         name=name,
         partition=settings.partition_id,
@@ -99,6 +106,7 @@ def read_node(config: Mapping[str, object], run: RunSettings, state_dir: str = "
         training=settings.training(run),
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
+        data=data or RunData.of(run),
     )
 
 

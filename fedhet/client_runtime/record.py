@@ -19,7 +19,7 @@ from torch import Tensor
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, absolute, resolve
-from fedhet.data import Split
+from fedhet.data import RunData, Split
 from fedhet.data.spec import Stored
 from fedhet.errors import StateError
 from fedhet.settings.run import PLACE
@@ -85,11 +85,20 @@ class ClientRecord(BaseModel):
             return config
         return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))
 
-    def node(self, config: Config, state_dir: Path, device: str = "cpu") -> Node:
-        """Return the client's node, with its states in `state_dir`."""
+    def node(
+        self, config: Config, state_dir: Path, device: str = "cpu", data: RunData | None = None
+    ) -> Node:
+        """Return the client's node, with its states in `state_dir`; as `read_node` does."""
         training = config.run.training
         return Node(
-            self.client, self.partition, self.folder, self.model, training, device, state_dir
+            self.client,
+            self.partition,
+            self.folder,
+            self.model,
+            training,
+            device,
+            state_dir,
+            data or RunData.of(config.run),
         )
 
     def without_data(self, config: Config) -> ClientSamples:

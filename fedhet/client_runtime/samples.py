@@ -15,10 +15,8 @@ from fedhet.config.resolve import Config
 from fedhet.data import (
     GENERATED,
     UNUSED,
-    DataSpec,
     Split,
     labelled_parts,
-    public_set,
     refuse_overlap,
 )
 from fedhet.data.spec import Stored
@@ -118,7 +116,7 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
     """
     info, named = samples.info, config.run.data.public_dataset
     classes = info.classes if labelled else None
-    public = public_set(DataSpec.of(config.run), info.shape, classes)
+    public = node.data.public_set(info.shape, classes)
     # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
     cut_here = named in ("", UNUSED)
     if named != GENERATED and (node.folder or not cut_here):

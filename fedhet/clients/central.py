@@ -9,7 +9,7 @@ from torch import nn
 
 from fedhet.arrays import grouped
 from fedhet.clients.local import LocalClient
-from fedhet.data import DataSpec, Split, joined, label_space, pooled_parts
+from fedhet.data import Split, joined
 from fedhet.models import HetModel, build, to_arrays
 from fedhet.strategies.central import CentralSettings, trainer
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -55,9 +55,9 @@ class CentralClient(LocalClient):
 
     def _read_all(self) -> None:
         """Replace the samples to train on, and the label space."""
-        spec = DataSpec.of(self.run)
-        own, unlabelled = (self._placed(part) for part in pooled_parts(spec))
-        space = sorted({label for k in range(spec.clients) for label in label_space(spec, k)})
+        data = self.node.data
+        own, unlabelled = (self._placed(part) for part in data.pooled_parts())
+        space = sorted({c for k in range(self.run.clients) for c in data.label_space(k)})
         self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
         if self.settings.uses_public():  # refused if it holds any client's samples
             public = self._placed(self.public_set(labelled=True))

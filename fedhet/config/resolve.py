@@ -169,13 +169,12 @@ def _check_dataset(setting: str, dataset: str) -> None:
         )
 
 
-def check(config: Config) -> None:
+def check(config: Config, store: data.RunData | None = None) -> None:
     """Raise FedhetError if this machine cannot run `config`: its data, models or device."""
-    run = config.run
+    run, store = config.run, store or data.RunData.of(config.run)
     compute_for(run.engine)
-    spec = data.DataSpec.of(run)
-    data.validate(spec)
-    dataset = data.load(spec)
+    store.validate()
+    dataset = store.dataset
     if run.models.num_classes not in (0, len(dataset.classes)):
         rule = f"0, or the {len(dataset.classes)} classes of {run.data.dataset}"
         raise refused("models.num-classes", run.models.num_classes, rule)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +30,6 @@ from fedhet.kinds import Kind
 from fedhet.seeding import numpy_rng
 from fedhet.settings.run import DataSettings
 
-LOCK = threading.RLock()  # clients in one process load from several threads; load only once
 _FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
 _DIGITS_TEST_FRACTION = 0.2
 _TORCHVISION = {
@@ -42,26 +39,6 @@ _TORCHVISION = {
     "cifar100": "CIFAR100",
 }
 _TABLES = ("breast-cancer", "adult")
-_READ = (
-    "dataset",
-    "sample_kind",
-    "data_dir",
-    "download",
-    "image_size",
-    "max_bytes",
-    "max_samples",
-    "max_test_samples",
-    "public_fraction",
-    "superclasses",
-    "by",
-    "text_column",
-    "label_column",
-    "tokenizer",
-    "vocabulary",
-    "max_tokens",
-)
-"""The settings that determine what is read; those of the partition do not change the dataset."""
-_taken: dict[DataSpec, Callable[[], Dataset]] = {}
 
 
 def dataset_names() -> list[str]:
@@ -92,42 +69,12 @@ def kind(table: DataSettings) -> Kind:
     return "table" if is_table(table.dataset) else "image"
 
 
-def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
-    """Return the dataset that `spec` names, decoded; cached in this process.
-
-    Raises DataError if it has fewer classes than `least_classes`.
-    """
-    with LOCK:
-        dataset = _load(key_of(spec))
-    if len(dataset.classes) < least_classes:
-        count = len(dataset.classes)
-        raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
-    return dataset
-
-
-def key_of(spec: DataSpec) -> DataSpec:
-    """Return the spec with what determines the dataset alone."""
-    drawn = spec.max_samples or spec.public_fraction
-    unused = DataSpec(seed=spec.seed if drawn else 0)
-    return unused.but(**{name: getattr(spec, name) for name in _READ})
-
-
-def take_from(key: DataSpec, read: Callable[[], Dataset]) -> None:
-    """Let this process get the dataset of `key_of` a spec from `read`, once it is needed."""
-    _taken[key] = read
-
-
-def common_test(spec: DataSpec) -> Split | None:
-    """Return the common test set, or None if there is none; one copy per process."""
-    with LOCK:
-        return load(spec).test
-
-
-@lru_cache(maxsize=4)
 @global_random_kept()
-def _load(spec: DataSpec) -> Dataset:
-    if spec in _taken:
-        return _taken[spec]()
+def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
+    """Read and decode the dataset that `spec` names.
+
+    Raises DataError for a fault of its files, or if it has fewer classes than `least_classes`.
+    """
     dataset = _reader(spec.dataset)(spec)
     if spec.by and dataset.groups is None:
         raise SettingsError(
@@ -140,10 +87,12 @@ def _load(spec: DataSpec) -> Dataset:
     if spec.superclasses:
         dataset = joined(dataset, spec.superclasses)
     dataset = _keep_public(dataset, spec)
-    if dataset.test is None:
-        return dataset
-    rng = numpy_rng(_FIXED_SEED, "max-test-samples")
-    return replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
+    if dataset.test is not None:
+        rng = numpy_rng(_FIXED_SEED, "max-test-samples")
+        dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
+    if (count := len(dataset.classes)) < least_classes:
+        raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
+    return dataset
 
 
 def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:

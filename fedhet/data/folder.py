@@ -33,6 +33,8 @@ _ROWS = 256  # images that one thread decodes at a time
 _CHANNELS = {"L": 1, "RGB": 3}
 _OTHER_PART = {"train": "test", "test": "train"}
 
+TREE = "imagefolder"
+"""The datasets whose decoded images lie in a cache of their own, which every process maps."""
 UNLABELLED = "unlabelled"
 """A site's folder for images without a class, next to its class folders."""
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedhet.data.datasets import load
-from fedhet.data.partition import client_name, split_rows
-from fedhet.data.site import ClientData
-from fedhet.data.spec import DataSpec, Split, concatenated
+from fedhet.data.spec import ClientData, Split, concatenated
 from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 from fedhet.settings.run import DataSettings
@@ -51,21 +48,6 @@ def split_labels(
     count = min(max(round(share * len(train)), least), len(train) - least)
     order = rng.permutation(len(train))
     return train.take(np.sort(order[:count])), train.take(np.sort(order[count:]))
-
-
-def pooled_parts(spec: DataSpec) -> tuple[Split, Split]:
-    """Return the labelled and the unlabelled training samples of all clients.
-
-    They are those that `labelled_parts` gives each client, in the order of the clients.
-    """
-    train, pairs = load(spec).train, []
-    for index in range(spec.clients):
-        rows, _ = split_rows(spec, index)
-        name = client_name(index, spec.clients)
-        alpha, least = spec.labelled_alpha, spec.labelled_least
-        pairs.append(split_labels(train.take(rows), alpha, least, spec.seed, name))
-    labelled, unlabelled = map(joined, zip(*pairs, strict=True))
-    return labelled, unlabelled
 
 
 def joined(parts: Sequence[Split]) -> Split:

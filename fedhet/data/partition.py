@@ -1,28 +1,22 @@
-"""Partitions the training set by flwr-datasets' partitioners, and splits off test splits."""
+"""Partitions a training set by flwr-datasets' partitioners, and splits off test splits."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from fedhet.data.datasets import load
-from fedhet.data.spec import DataSpec, Index, global_random_kept
-from fedhet.data.superclass import Deal, deal
-from fedhet.errors import DataError, SettingsError
+from fedhet.data.spec import Dataset, DataSpec, Index, global_random_kept
+from fedhet.errors import DataError
 from fedhet.seeding import derive, numpy_rng
 
-_LOCK = threading.RLock()
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _LEAST_TRAIN = 2
-_taken: dict[DataSpec, Callable[[], tuple[Index, ...]]] = {}
 
 
 def client_name(index: int, clients: int) -> str:
@@ -30,40 +24,27 @@ def client_name(index: int, clients: int) -> str:
     return f"client-{index:0{len(str(clients - 1))}d}"
 
 
-def partition(spec: DataSpec) -> tuple[Index, ...]:
-    """Return each client's row numbers in `load(spec).train`, sorted and disjoint.
+@global_random_kept()
+def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
+    """Return each client's row numbers in the training set, sorted and disjoint.
 
     All rows are assigned, except the remainder of `shards` (fewer rows than there are shards, all
     of one size) and, under `classes`, classes that no client drew; that happens only if clients x
-    classes-per-client is barely as large as the number of classes.
+    classes-per-client is barely as large as the number of classes. `superclasses` is drawn by
+    `fedhet.data.superclass.deal`. Raises DataError for conditions that no draw meets.
     """
-    with _LOCK:
-        return _partition(spec)
+    if dataset.parts is not None:
+        return _given(spec, dataset.parts)
+    if dataset.groups is not None:
+        return _by_group(spec, dataset.groups)
+    labels = dataset.train.y.numpy()
+    _check_possible(spec, len(labels), len(np.unique(labels)))
+    return _best_draw(spec, labels)
 
 
-def take_partition(spec: DataSpec, read: Callable[[], tuple[Index, ...]]) -> None:
-    """Let this process get the partition of a spec from `read`, once it is needed."""
-    _taken[spec] = read
-
-
-def label_space(spec: DataSpec, index: int) -> tuple[int, ...]:
-    """Return the label space of client `index`, ascending: all classes, or those it drew."""
-    if spec.partition == "superclasses" and not _is_natural(spec):
-        with _LOCK:
-            return _deal(spec).spaces[index]
-    return tuple(range(len(load(spec).classes)))
-
-
-def split_rows(spec: DataSpec, index: int) -> tuple[Index, Index]:
-    """Return the training and the test rows of one client, in `load(spec).train`."""
-    if not 0 <= index < spec.clients:
-        raise SettingsError(f"client index {index}: must be from 0 to {spec.clients - 1}")
-    rows, parts = partition(spec)[index], load(spec).parts
-    if parts is not None:
-        return rows[: parts[index][0]], rows[parts[index][0] :]
-    name = client_name(index, spec.clients)
-    train, test = hold_out(len(rows), spec, name)
-    return rows[train], rows[test]
+def is_natural(dataset: Dataset) -> bool:
+    """Tell whether the data itself says which client a sample is of."""
+    return dataset.parts is not None or dataset.groups is not None
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
@@ -80,38 +61,6 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)
     return np.sort(places[test:]), np.sort(places[:test])
-
-
-def label_counts(spec: DataSpec) -> dict[str, list[int]]:
-    """Return, by client name, the number of rows of each class, in the order of classes."""
-    dataset = load(spec)
-    labels, classes = dataset.train.y.numpy(), len(dataset.classes)
-    return {
-        client_name(k, spec.clients): np.bincount(labels[rows], minlength=classes).tolist()
-        for k, rows in enumerate(partition(spec))
-    }
-
-
-@lru_cache(maxsize=16)
-@global_random_kept()
-def _partition(spec: DataSpec) -> tuple[Index, ...]:
-    if spec in _taken:
-        return _taken[spec]()
-    dataset = load(spec)
-    if dataset.parts is not None:
-        return _given(spec, dataset.parts)
-    if dataset.groups is not None:
-        return _by_group(spec, dataset.groups)
-    if spec.partition == "superclasses":
-        return _deal(spec).rows
-    labels = dataset.train.y.numpy()
-    _check_possible(spec, len(labels), len(np.unique(labels)))
-    return _best_draw(spec, labels)
-
-
-@lru_cache(maxsize=4)
-def _deal(spec: DataSpec) -> Deal:
-    return deal(load(spec), spec)
 
 
 def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
@@ -153,12 +102,6 @@ def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, .
         )
     ends = np.cumsum([sum(part) for part in parts])
     return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
-
-
-def _is_natural(spec: DataSpec) -> bool:
-    """Tell whether the data itself says which client a sample is of."""
-    dataset = load(spec)
-    return dataset.parts is not None or dataset.groups is not None
 
 
 def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:

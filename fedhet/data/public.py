@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
-from fedhet.data.datasets import LOCK, load
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.data.tabular import generated
 from fedhet.data.texts import generated_texts
 from fedhet.errors import DataError, SettingsError
-from fedhet.kinds import described, kind_of
+from fedhet.kinds import Shape, described, kind_of
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
@@ -24,31 +23,27 @@ MADE_HERE = (GENERATED, UNUSED)
 """Values of `public-dataset` that name no other dataset."""
 
 
-def public_set(spec: DataSpec, shape: tuple[int, ...], classes: int | None) -> Split:
-    """Return the public samples: `public-dataset`, or a part of the training set.
-
-    One copy per process. Raises DataError unless its samples have `shape` and, if its labels are
-    used, it has `classes` classes (None: labels are not used), and SettingsError if its labels are
-    used and it has none.
-    """
-    if classes is not None and spec.public_dataset == GENERATED:
+def refuse_unlabelled_public(spec: DataSpec) -> None:
+    """Raise SettingsError if the public samples have no labels."""
+    if spec.public_dataset == GENERATED:
         raise SettingsError(
             f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
             "labels, which this method learns from; use another dataset, or 'data.public-fraction'"
         )
-    with LOCK:
-        dataset = _public(spec)
-    if dataset.shape != shape:
+
+
+def check_public(public: Dataset, shape: Shape, classes: int | None) -> None:
+    """Raise DataError unless public samples have `shape` and, unless None, so many `classes`."""
+    if public.shape != shape:
         raise DataError(
-            f"data.public-dataset {dataset.name!r}: samples have {described(dataset.shape)}, "
+            f"data.public-dataset {public.name!r}: samples have {described(public.shape)}, "
             f"the clients' {described(shape)}"
         )
-    if classes not in (None, len(dataset.classes)):
+    if classes not in (None, len(public.classes)):
         raise DataError(
-            f"data.public-dataset {dataset.name!r}: has {len(dataset.classes)} classes, "
+            f"data.public-dataset {public.name!r}: has {len(public.classes)} classes, "
             f"the clients' data {classes}"
         )
-    return dataset.train
 
 
 def refuse_overlap(public: Split, own: Split, owner: str) -> None:
@@ -71,40 +66,44 @@ def _digest(split: Split, row: int) -> bytes:
     ).digest()
 
 
-@lru_cache(maxsize=2)
-def _public(spec: DataSpec) -> Dataset:
-    """Return a dataset whose `train` is the public set."""
+def public_dataset(
+    spec: DataSpec, own: Callable[[], Dataset], source: Callable[[], Dataset]
+) -> Dataset:
+    """Return a dataset whose `train` is the public set.
+
+    `own` returns the run's dataset, `source` that of `public_source`. Raises SettingsError if the
+    settings name no public data, or none is left.
+    """
     if spec.public_dataset == GENERATED:
-        dataset = load(spec)
-        if spec.public_samples < 1:
-            raise SettingsError(
-                f"data.public-samples = 0: must be at least 1 with data.public-dataset = "
-                f"{GENERATED!r}"
-            )
-        make = generated_texts if kind_of(dataset.shape) == "text" else generated
-        rows = make(dataset, spec.public_samples, spec.seed)
-        return replace(dataset, train=rows, test=None, subclasses=None)
+        return _generated(spec, own())
     if spec.public_dataset == UNUSED:
-        return _unused(spec)
+        return _unused(spec, source())
     if spec.public_dataset:
-        dataset = load(_of_public(spec), least_classes=1)
         # No effect if the reader has already applied the limit.
         rng = numpy_rng(spec.seed, "public-samples")
-        cut = dataset.train.subset(spec.public_samples, rng)
-        return replace(dataset, train=cut, test=None)
-    kept = load(spec).public
-    if kept is None:
+        found = source()
+        return replace(found, train=found.train.subset(spec.public_samples, rng), test=None)
+    if (kept := own().public) is None:
         rule = "give 'data.public-dataset' or 'data.public-fraction'"
         raise SettingsError(f"there is no public data: {rule}")
-    return replace(load(spec), train=kept, test=None, public=None)
+    return replace(own(), train=kept, test=None, public=None)
 
 
-def _unused(spec: DataSpec) -> Dataset:
+def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
+    if spec.public_samples < 1:
+        raise SettingsError(
+            f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
+        )
+    make = generated_texts if kind_of(dataset.shape) == "text" else generated
+    rows = make(dataset, spec.public_samples, spec.seed)
+    return replace(dataset, train=rows, test=None, subclasses=None)
+
+
+def _unused(spec: DataSpec, whole: Dataset) -> Dataset:
     """Return the training rows that `max-samples` leaves out, or `public-samples` of them.
 
     Raises SettingsError if there are none.
     """
-    whole = load(spec.but(max_samples=0))
     labels = whole.train.y.numpy() if whole.subclasses is None else whole.subclasses
     # The same draw as that of the rows that are used.
     used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))

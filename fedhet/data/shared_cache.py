@@ -1,11 +1,14 @@
-"""Decoded datasets on disk: a simulation reads once what its workers then map into memory.
+"""A run's decoded data on disk: a simulation reads once what its workers then map into memory.
 
-The workers of a machine so share one copy, and none of them decodes images or reads texts again.
+The workers of a machine so share one copy, however many they are and whichever clients each of
+them trains; none of them decodes images or reads texts again. A folder holds the datasets, the
+clients' rows, and the clients' samples, those of each client after those of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedhet.data.client_shards import take_arranged, write_arranged
-from fedhet.data.datasets import key_of, load, take_from
-from fedhet.data.partition import partition, take_partition
-from fedhet.data.public import public_source
-from fedhet.data.spec import Dataset, DataSpec, Index, Split
+from fedhet.data.spec import Dataset, Index, Split
 from fedhet.errors import StateError
 
-TREE = "imagefolder"
-"""The kind of datasets whose decoded images are mapped from a cache of their own."""
 _PARTITION = "partition.safetensors"
 _SAMPLES = "samples.npy"
 _PARTS = ("train", "test", "public")
@@ -32,28 +29,14 @@ _FACTS = TypeAdapter(
 )
 
 
-def write_decoded(spec: DataSpec, folder: Path) -> None:
-    """Write the datasets that a run's clients read, their rows and samples. Raises StateError."""
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make the folder, and raise a StateError for what cannot be written inside the block."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for place, each in enumerate(_sources(spec)):
-            write_dataset(load(each, least_classes=1), folder / f"{place}.safetensors")
-        _write_partition(partition(spec), folder / _PARTITION)
-        write_arranged(spec, folder / _SAMPLES)
+        yield
     except OSError as error:
         raise StateError(f"cannot write the decoded data into {folder}: {error}") from None
-
-
-def use_decoded(spec: DataSpec, folder: Path) -> None:
-    """Let this process take what `write_decoded` has written into a folder from there.
-
-    Drawing a partition takes little, but importing flwr-datasets for it more than a second.
-    """
-    take_partition(spec, lambda: _read_partition(folder / _PARTITION))
-    take_arranged(spec, folder / _SAMPLES)
-    for place, each in enumerate(_sources(spec)):
-        path = folder / f"{place}.safetensors"
-        take_from(key_of(each), lambda path=path: read_dataset(path))  # type: ignore[misc]
 
 
 def write_dataset(dataset: Dataset, path: Path) -> None:
@@ -96,12 +79,19 @@ def read_dataset(path: Path) -> Dataset:
     )  # fmt: skip
 
 
-def _write_partition(parts: Sequence[Index], path: Path) -> None:
+def write_rows(parts: Sequence[Index], folder: Path) -> None:
+    """Write the rows of each client."""
     rows = torch.from_numpy(np.concatenate(parts))
-    save_file({"rows": rows, "ends": torch.tensor([len(part) for part in parts]).cumsum(0)}, path)
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    save_file({"rows": rows, "ends": ends}, folder / _PARTITION)
 
 
-def _read_partition(path: Path) -> tuple[Index, ...]:
+def read_rows(folder: Path) -> tuple[Index, ...]:
+    """Return the rows of each client. Raises StateError.
+
+    To draw them again would take little, but importing flwr-datasets for it more than a second.
+    """
+    path = folder / _PARTITION
     try:
         found = load_file(path)
     except Exception as error:  # safetensors has an error type of its own
@@ -109,8 +99,24 @@ def _read_partition(path: Path) -> tuple[Index, ...]:
     return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
 
 
-def _sources(spec: DataSpec) -> list[DataSpec]:
-    """Return the datasets to share; folders of images have a cache, which is mapped as it is."""
-    public = public_source(spec)
-    every = [spec] if public is None else [spec, public]
-    return [each for each in every if not each.dataset.startswith(f"{TREE}:")]
+def write_samples(x: Tensor, count: int, parts: Iterable[Index], folder: Path) -> None:
+    """Write the samples of x [N, ...] in the rows of `parts`, `count` in all, one after another."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(x[:0].numpy().dtype),
+        "fortran_order": False,
+        "shape": (count, *x.shape[1:]),
+    }
+    with (folder / _SAMPLES).open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for rows in parts:
+            file.write(x[torch.from_numpy(rows)].numpy().tobytes())
+
+
+def map_samples(folder: Path) -> Tensor:
+    """Map what `write_samples` has written. Raises StateError."""
+    path = folder / _SAMPLES
+    try:
+        # "c": a change would stay in this process, and torch takes no read-only arrays.
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+    except (OSError, ValueError, EOFError) as error:
+        raise StateError(f"cannot read the clients' samples in {path}: {error}") from None

@@ -1,15 +1,12 @@
-"""One client's data, decoded: a partition of a shared dataset, or a site's own folder."""
+"""The data of a site, decoded from its own folder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from fedhet.data.client_shards import own_samples
-from fedhet.data.datasets import common_test, kind, load
+from fedhet.data.datasets import kind
 from fedhet.data.folder import (
     UNLABELLED,
     class_folders,
@@ -19,99 +16,21 @@ from fedhet.data.folder import (
     unlabelled_files,
 )
 from fedhet.data.npz import read_npz, same_kind
-from fedhet.data.partition import client_name, hold_out, label_space, split_rows
-from fedhet.data.public import MADE_HERE, public_set, refuse_overlap
+from fedhet.data.partition import hold_out
 from fedhet.data.spec import (
     UNKNOWN,
+    ClientData,
     DataSpec,
     Split,
-    Stored,
     global_random_kept,
-    shape_of,
+    no_test,
     stored_as,
 )
 from fedhet.data.texts import TXT, find_rows, read_files, read_folder, site_rows
 from fedhet.data.tokens import vocabulary_of
 from fedhet.errors import DataError
-from fedhet.kinds import Shape
-
-_KEPT_CLIENTS = 32  # decoded clients cached per process
 
 
-@dataclass(frozen=True, eq=False)
-class ClientData:
-    """A client's data: x as it is stored (bytes become images in [-1, 1] batch by batch).
-
-    `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
-    the rows of the common test set, if any, in the client's label space. `space` is that label
-    space: classes, ascending.
-    """
-
-    name: str
-    train: Split
-    test: Split
-    common: Split | None
-    classes: tuple[str, ...]
-    space: tuple[int, ...]
-    unlabelled: Split | None = None
-    """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
-    left_aside: int = 0
-    """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
-    vocabulary: int = 0
-    """For texts: the tokens are below it."""
-    stored: Stored = "given"
-    """How its samples are stored, which says how new ones are scaled."""
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of one sample, as `fedhet.kinds` has it."""
-        return shape_of(self.train.x, self.vocabulary)
-
-
-@lru_cache(maxsize=_KEPT_CLIENTS)
-def client_data(spec: DataSpec, index: int) -> ClientData:
-    """Return the data of client `index`; the most recent clients are cached."""
-    dataset = load(spec)
-    train, test = own_samples(spec, index)
-    name = client_name(index, spec.clients)
-    space = label_space(spec, index)
-    common = _within_space(common_test(spec), space, len(dataset.classes))
-    if not len(test) and common is None:
-        raise _no_test(name, spec)
-    return ClientData(
-        name, train, test, common, dataset.classes, space,
-        vocabulary=dataset.vocabulary, stored=dataset.stored,
-    )  # fmt: skip
-
-
-def _no_test(owner: str, spec: DataSpec) -> DataError:
-    return DataError(
-        f"{owner}: has no test samples: data.test-fraction = {spec.test_fraction:g} must be more "
-        "than 0 where there is no common test set"
-    )
-
-
-def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:
-    """Return the rows in the label space; the set itself if that is all classes."""
-    if test is None or len(space) == classes:
-        return test
-    rows = torch.isin(test.y, torch.tensor(space)).nonzero().flatten()
-    return test.take(rows) if len(rows) else None
-
-
-def validate(spec: DataSpec) -> None:
-    """Raise a one-line error, before a run starts, for any fault of its data."""
-    alone = load(spec).test is None
-    for index in range(spec.clients):
-        if not len(split_rows(spec, index)[1]) and alone:
-            raise _no_test(spec.dataset, spec)
-    if spec.public_dataset or spec.public_fraction:
-        public = public_set(spec, load(spec).shape, None)
-        if spec.public_dataset not in ("", *MADE_HERE):
-            refuse_overlap(public, load(spec).train, spec.dataset)
-
-
-@lru_cache(maxsize=4)
 @global_random_kept()
 def site_data(
     folder: str, *, spec: DataSpec, classes: int, name: str, unlabelled: bool = False
@@ -150,7 +69,7 @@ def site_data(
     rest, left_aside = _without_labels(root, train, spec, unlabelled, is_text)
     if test is None:
         if not spec.test_fraction:
-            raise _no_test(f"{root}", spec)
+            raise no_test(f"{root}", spec)
         train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:

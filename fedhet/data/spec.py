@@ -110,6 +110,36 @@ class Dataset:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """A client's data: x as it is stored (bytes become images in [-1, 1] batch by batch).
+
+    `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
+    the rows of the common test set, if any, in the client's label space. `space` is that label
+    space: classes, ascending.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    common: Split | None
+    classes: tuple[str, ...]
+    space: tuple[int, ...]
+    unlabelled: Split | None = None
+    """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
+    left_aside: int = 0
+    """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
+    vocabulary: int = 0
+    """For texts: the tokens are below it."""
+    stored: Stored = "given"
+    """How its samples are stored, which says how new ones are scaled."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of one sample, as `fedhet.kinds` has it."""
+        return shape_of(self.train.x, self.vocabulary)
+
+
 def shape_of(x: Tensor, vocabulary: int) -> Shape:
     """Return the shape of one of the samples x [N, ...]; `vocabulary` is 0 unless it is text."""
     size = tuple(x.shape[1:])
@@ -149,6 +179,14 @@ def refuse_more(size: int, spec: DataSettings, where: object) -> None:
         raise DataError(
             f"{where}: takes {size} bytes once it is read, 'data.max-bytes' allows {spec.max_bytes}"
         )
+
+
+def no_test(owner: str, spec: DataSpec) -> DataError:
+    """Return the error for a client without test samples, where there is no common test set."""
+    return DataError(
+        f"{owner}: has no test samples: data.test-fraction = {spec.test_fraction:g} must be more "
+        "than 0 where there is no common test set"
+    )
 
 
 def concatenated(*parts: Tensor) -> Tensor:

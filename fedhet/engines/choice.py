@@ -12,6 +12,7 @@ from flwr.server import ServerAppComponents
 from flwr.server.client_manager import ClientManager
 
 from fedhet.config.resolve import Config
+from fedhet.data import RunData
 from fedhet.engines.inline import run_inline
 from fedhet.errors import one_line
 from fedhet.runs.log import Watcher
@@ -37,7 +38,7 @@ class Engine:
 
 @contextlib.contextmanager
 def ray_beside(
-    config: Config, directory: Path, watchers: Sequence[Watcher]
+    config: Config, data: RunData, directory: Path, watchers: Sequence[Watcher]
 ) -> Iterator[OwnRay | None]:
     """Start a Ray of the run's own, if it trains on one: it takes seconds, most of them waiting.
 
@@ -51,17 +52,21 @@ def ray_beside(
         return
     from fedhet.engines.ray.local_cluster import own_ray
 
-    with own_ray(config, directory, _notice(watchers)) as ray:
+    with own_ray(config, data, directory, _notice(watchers)) as ray:
         yield ray
 
 
 @contextlib.contextmanager
 def engine_of(
-    config: Config, directory: Path, watchers: Sequence[Watcher], own: OwnRay | None
+    config: Config,
+    data: RunData,
+    directory: Path,
+    watchers: Sequence[Watcher],
+    own: OwnRay | None,
 ) -> Iterator[Engine]:
     """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
     if config.run.engine.backend == "inline":
-        yield Engine(lambda parts: run_inline(config, directory / "state", parts))
+        yield Engine(lambda parts: run_inline(config, data, directory / "state", parts))
     elif own is not None:
         tell(watchers, "waiting for Ray to start")
         workers = own.workers()

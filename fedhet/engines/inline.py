@@ -11,10 +11,11 @@ from flwr.server import Server, ServerAppComponents, ServerConfig
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
+from fedhet.data import RunData
 from fedhet.server.direct_proxy import CalledProxy
 
 
-def run_inline(config: Config, state_dir: Path, parts: ServerAppComponents) -> None:
+def run_inline(config: Config, data: RunData, state_dir: Path, parts: ServerAppComponents) -> None:
     """Run the federation; its clients keep their states in `state_dir`."""
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
@@ -22,7 +23,7 @@ def run_inline(config: Config, state_dir: Path, parts: ServerAppComponents) -> N
     server.set_max_workers(1)
     for partition in range(config.run.clients):
         node_config = {"partition-id": partition, "num-partitions": config.run.clients}
-        node = read_node(node_config, config.run, str(state_dir))
+        node = read_node(node_config, config.run, str(state_dir), data)
         server.client_manager().register(InlineProxy(config, node))
     server.fit(rounds.num_rounds, rounds.round_timeout)
 

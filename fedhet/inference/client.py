@@ -116,7 +116,8 @@ class TrainedClient:
 
         It is measured on the data that the run names. Raises DataError if that is not there.
         """
-        node = self.record.node(self.config, self._half.node.state_dir)
+        kept = self._half.node
+        node = self.record.node(self.config, kept.state_dir, data=kept.data)
         tested = self._half.config.method.client(self.config, node)
         if tuple(tested.info.shape) != tuple(self.record.shape):
             raise DataError(f"{self.record.client}: its data is no longer what it was trained on")

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedhet import data
 from fedhet.config.resolve import Config
-from fedhet.data import DataSpec
+from fedhet.data import RunData
 from fedhet.errors import FedhetError, ModelError
 from fedhet.models import is_registered, shapes
 from fedhet.wire.identity import ClientInfo
@@ -73,12 +72,12 @@ class Rules:
         return ""
 
 
-def rules_of(config: Config) -> Rules:
+def rules_of(config: Config, data: RunData) -> Rules:
     """Return what a run demands of its clients' descriptions."""
 
     def task() -> Task | None:
         try:
-            dataset = data.load(DataSpec.of(config.run))
+            dataset = data.dataset
         except FedhetError:  # the sites' own data; the server lacks 'dataset'
             return None
         return len(dataset.classes), dataset.shape

@@ -19,7 +19,7 @@ from torch import nn
 
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
-from fedhet.data import DataSpec, Split, common_test, public_set
+from fedhet.data import RunData, Split
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
 from fedhet.methods.registry import MethodSpec
@@ -53,17 +53,17 @@ class HetStrategy(Strategy):
     sends: ClassVar[Contract] = Contract()
     """The contract of the instructions that `instruct` returns."""
 
-    def __init__(self, config: Config, log: RunLog) -> None:
+    def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         # Of training settings that are dealt to the clients, the server has the first.
         self.run = config.run.model_copy(update={"training": config.run.training.first()})
-        self.settings, self.log = config.own, log
+        self.settings, self.log, self.data = config.own, log, data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         receives: Contract = config.method.client.sends
         engine = self.run.engine
         told, heard = (_holds_weights(each) for each in (self.sends, receives))
         pool = self.run.models.names if told or heard else None
         self._members = Members(
-            engine.join_timeout, pool, log.notice, rules_of(config), engine.samples_cap
+            engine.join_timeout, pool, log.notice, rules_of(config, self.data), engine.samples_cap
         )
         standing = Standing(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, standing)
@@ -144,12 +144,12 @@ class HetStrategy(Strategy):
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels."""
         classes = self.task.classes if labelled else None
-        return public_set(DataSpec.of(self.run), self.task.shape, classes)
+        return self.data.public_set(self.task.shape, classes)
 
     def common_test(self) -> Split | None:
         """Return the common test set, scaled, or None if there is none for the clients' task."""
         try:
-            common = common_test(DataSpec.of(self.run))
+            common = self.data.common_test
         except DataError:  # the sites' own data; the server lacks 'dataset'
             return None
         fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape

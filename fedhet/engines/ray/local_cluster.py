@@ -10,9 +10,8 @@ from pathlib import Path
 
 from flwr.server import ServerAppComponents
 
-from fedhet import data
 from fedhet.config.resolve import Config, absolute
-from fedhet.data.shared_cache import write_decoded
+from fedhet.data import RunData
 from fedhet.devices import find_device
 from fedhet.engines.ray.connection import leave, start
 from fedhet.engines.ray.machines import places, running_machines, taking_clients
@@ -26,11 +25,12 @@ class OwnRay:
     def __init__(
         self,
         config: Config,
+        data: RunData,
         directory: Path,
         notice: Callable[[str], None],
         beside: ThreadPoolExecutor,
     ) -> None:
-        self._config, self._decoded = config, directory / "decoded"
+        self._config, self._data, self._decoded = config, data, directory / "decoded"
         self._started = beside.submit(self._start, directory / "state", notice)
 
     def workers(self) -> Workers:
@@ -40,7 +40,7 @@ class OwnRay:
     def run(self, parts: ServerAppComponents) -> None:
         """Run the federation on data that all workers map from one copy. Raises FedhetError."""
         try:
-            write_decoded(data.DataSpec.of(self._config.run), self._decoded)
+            self._data.share(self._decoded)
             self.workers().run(parts)
         finally:
             shutil.rmtree(self._decoded, ignore_errors=True)
@@ -72,7 +72,9 @@ class OwnRay:
 
 
 @contextlib.contextmanager
-def own_ray(config: Config, directory: Path, notice: Callable[[str], None]) -> Iterator[OwnRay]:
+def own_ray(
+    config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
+) -> Iterator[OwnRay]:
     """Start a Ray, and let it start while the block goes on; end it in the end.
 
     `notice` is told of workers that are lost. `config` says what `auto` means here, since the
@@ -80,7 +82,7 @@ def own_ray(config: Config, directory: Path, notice: Callable[[str], None]) -> I
     """
     # Ray's processes end with the thread that has started them: it lives as long as the block.
     with ThreadPoolExecutor(1) as beside:
-        ray = OwnRay(config, directory, notice, beside)
+        ray = OwnRay(config, data, directory, notice, beside)
         try:
             yield ray
         finally:

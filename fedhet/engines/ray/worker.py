@@ -10,8 +10,7 @@ from typing import Any
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
-from fedhet.data import DataSpec
-from fedhet.data.shared_cache import use_decoded
+from fedhet.data import RunData
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,13 @@ class Worker:
 
     def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
         self._config, self._state_dir = config, state_dir
-        if decoded is not None:
-            use_decoded(DataSpec.of(config.run), decoded)
+        self._data = RunData.of(config.run, shared=decoded)
 
     def call(self, partition: int, name: str, instruction: Any) -> Any:
         """Call the method `name` of a client; return its result, or `Failed`."""
         node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
         try:
-            node = read_node(node_config, self._config.run, self._state_dir)
+            node = read_node(node_config, self._config.run, self._state_dir, self._data)
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
         except Exception as error:
