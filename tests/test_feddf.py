@@ -13,7 +13,6 @@ from interruption import cut_and_resumed
 from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
-from fedhet.algorithms.distillation import distillation_loss
 from fedhet.data import RunData
 from fedhet.errors import DivergedError, SettingsError
 from fedhet.models import build
@@ -101,17 +100,6 @@ def test_a_running_average_is_the_weighted_mean():
         np.testing.assert_allclose(found[name], np.rint(mean) if name == "n" else mean, rtol=1e-6)
     with pytest.raises(ValueError, match="at least one model"):
         RunningAverage().mean()
-
-
-def test_the_loss_is_the_divergence_and_teaches_the_student_alone():
-    teacher, student = (torch.randn(5, 3, dtype=torch.double, requires_grad=True) for _ in "ab")
-    loss = distillation_loss(teacher, student)
-    p, q = (np.exp(t.detach().numpy()) for t in (teacher, student))
-    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-    assert loss.item() == pytest.approx((p * np.log(p / q)).sum() / 5, rel=1e-5)
-    loss.backward()
-    assert teacher.grad is None
-    np.testing.assert_allclose(student.grad.numpy(), (q - p) / 5, atol=1e-6)
 
 
 # The server
