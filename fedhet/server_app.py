@@ -19,7 +19,7 @@ from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.trackers import trackers_of
-from fedhet.wire.knowledge import is_name
+from fedhet.wire.identity import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None

@@ -28,7 +28,7 @@ from torch import Tensor
 from fedhet.algorithms.helpers import Key
 from fedhet.arrays import Array
 from fedhet.errors import StateError
-from fedhet.wire.knowledge import is_name
+from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]
 _KEY = "fedhet"

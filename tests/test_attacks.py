@@ -279,7 +279,7 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
         "cronus": {"probabilities"},
         "local": set(),
     }.items():
-        assert {f.name for f in poisonable(find_method(name).client.sends)} == fields
+        assert {f.name for f in poisonable(find_method(name).spec.replies)} == fields
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
 def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
     config = small(attack=kind, **changes)
     strategy, told, saw = played(tmp_path, attack=kind, **changes)
-    struck = Attack(strategy.run.attack, config.method.client.sends, strategy.run.seed).targets(
+    struck = Attack(strategy.run.attack, config.method.spec.replies, strategy.run.seed).targets(
         1, list(told)
     )
     assert strategy.state.record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)

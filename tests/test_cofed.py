@@ -311,10 +311,10 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
     method = find_method("cofed")
     sizes = strategy.sizes(ClientInfo("client-0", "mlp", 10, classes, (3,)))
     wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
-    method.client.sends.check("client-0", wanted, {}, sizes)
+    method.spec.replies.check("client-0", wanted, {}, sizes)
     other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}
     with pytest.raises(KnowledgeError, match=f"must be {dtype}"):
-        method.client.sends.check("client-0", other, {}, sizes)
+        method.spec.replies.check("client-0", other, {}, sizes)
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan"), "0.3"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.errors import KnowledgeError
-from fedhet.strategies.felo import FeloStrategy
+from fedhet.methods.felo import SPEC as FELO
 from fedhet.wire.contract import (
     Contract,
     ScalarField,
@@ -391,7 +391,7 @@ PARTS = {
 
 @pytest.mark.parametrize("present", [(), ("classes", "features", "logits")])
 def test_felos_averages_come_together(present):
-    check({name: PARTS[name] for name in present}, {}, contract=FeloStrategy.sends)
+    check({name: PARTS[name] for name in present}, {}, contract=FELO.instructions)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_felos_averages_come_together(present):
 def test_felos_averages_never_come_in_part(present):
     """Features without their classes say nothing; classes without features cannot be read."""
     with pytest.raises(KnowledgeError):
-        check({name: PARTS[name] for name in present}, {}, contract=FeloStrategy.sends)
+        check({name: PARTS[name] for name in present}, {}, contract=FELO.instructions)
 
 
 # --- against an oracle ----------------------------------------------------------------------

@@ -31,8 +31,8 @@ from fedhet.algorithms.cvae import (
 )
 from fedhet.data import DataSpec, load
 from fedhet.devices import CPU
+from fedhet.methods.velo import VeloSettings
 from fedhet.seeding import seeded
-from fedhet.strategies.velo import VeloSettings
 from fedhet.training import Optimization, all_finite, train_epoch
 
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8

@@ -57,7 +57,7 @@ TYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16", "ui
 def sound(method, rng):
     """A message that satisfies the contract, and metrics of the method's kinds."""
     tensors, scalars = {}, {}
-    for field in method.client.sends.fields:
+    for field in method.spec.replies.fields:
         if isinstance(field, WeightsField):
             for name, (shape, dtype) in MODEL.items():
                 whole = (FREE, *shape) if field.stacked else shape
@@ -222,7 +222,7 @@ def assert_allowed(method, parts, metrics, reply):
         came = reply.knowledge.tensors[name]
         assert (came.dtype, came.shape) == (array.dtype, array.shape)
         assert came.tobytes() == array.tobytes()
-    fields = {field.name: field for field in method.client.sends.fields}
+    fields = {field.name: field for field in method.spec.replies.fields}
     bound: dict[str, int] = dict(AXES)
     for name, array in reply.knowledge.tensors.items():
         values = array.reshape(-1).tolist()
@@ -309,7 +309,7 @@ def traced():
 def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced):
     method, rng = find_method(name), random.Random(f"replies of {name}")
     exchange = Exchange("run-1", method, 10**6, RoundState(1, print))
-    weights = [f.name for f in method.client.sends.fields if isinstance(f, WeightsField)]
+    weights = [f.name for f in method.spec.replies.fields if isinstance(f, WeightsField)]
     sizes = Sizes(AXES, dict.fromkeys(weights, MODEL))
     client = ClientInfo("a", "mlp", 10, 3, (4,))
     verdicts = {True: 0, False: 0}

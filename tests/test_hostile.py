@@ -194,13 +194,14 @@ def can_strike(method, hostile):
 
 
 def sends_floats(method):
-    fields = find_method(method).client.sends.fields
+    fields = find_method(method).spec.replies.fields
     return any(getattr(f, "dtype", "float32").startswith("float") for f in fields if _tensor(f))
 
 
 def weights_travel(method):
-    halves = find_method(method).client, find_method(method).strategy
-    return any(type(f).__name__ == "WeightsField" for half in halves for f in half.sends.fields)
+    spec = find_method(method).spec
+    fields = (*spec.instructions.fields, *spec.replies.fields)
+    return any(type(field).__name__ == "WeightsField" for field in fields)
 
 
 def _tensor(field):

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.arrays import grouped
 from fedhet.errors import KnowledgeError
+from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import (
     DTYPES,
     MAX_MANIFEST_BYTES,
@@ -24,7 +25,6 @@ from fedhet.wire.knowledge import (
     decode,
     encode,
     expect,
-    is_name,
     payload_bytes,
     read_arrays,
 )

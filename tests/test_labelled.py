@@ -137,7 +137,7 @@ def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
     start = {name: t.clone() for name, t in um.models["private"].state_dict().items()}
     told = Knowledge(scalars={"own": 0, "train": True, "held": 0})
     answer = um.train(1, told)
-    um.config.method.strategy.sends.check("server", told.tensors, told.scalars, um.sizes())
+    um.config.method.spec.instructions.check("server", told.tensors, told.scalars, um.sizes())
     assert "pseudo_error" not in answer.scalars
     assert any(not np.array_equal(answer.group("weights")[name], t) for name, t in start.items())
 

@@ -23,7 +23,7 @@ from fedhet.algorithms.local_models import (
     gaussian_kl,
     inverse_softplus,
 )
-from fedhet.strategies.fedtype import FedTypeSettings, proxy_sizes
+from fedhet.methods.fedtype import FedTypeSettings, proxy_sizes
 from fedhet.wire.identity import ClientInfo
 
 X = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -1,12 +1,12 @@
-"""A method is a file in strategies/, one in clients/, a test and a row in the README: all agree.
+"""A method is a declaration, a file for each half, a test and a row in the README: all agree.
 
 And the rooms of the code: what is where, and which imports which.
 """
 
 import ast
+import importlib
 import inspect
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -25,6 +25,7 @@ from fedhet.wire.contract import ScalarField, TensorField, WeightsField
 
 ROOT = Path(__file__).parent.parent
 HALVES = ("fedhet.strategies", "fedhet.clients")
+DECLARATION = "fedhet.methods."
 MODULES_OF = {name: name.replace("-", "_") for name in method_names()}
 
 
@@ -42,6 +43,8 @@ def row_of(name: str, text: str) -> str:
 def test_a_method_is_whole(name):
     method = find_method(name)
     module = MODULES_OF[name]
+    assert importlib.import_module(DECLARATION + module).SPEC is method.spec
+    assert method.strategy.spec is method.spec
     assert method.strategy.__module__ == f"fedhet.strategies.{module}"
     assert method.client.__module__ == f"fedhet.clients.{module}"
     assert method.spec.headline in {"personal", "common"}
@@ -66,7 +69,7 @@ def test_a_forgotten_row_is_named_with_its_file():
 @pytest.mark.parametrize("name", method_names())
 def test_what_a_method_sends_is_described(name):
     method = find_method(name)
-    for contract in (method.strategy.sends, method.client.sends):
+    for contract in (method.spec.instructions, method.spec.replies):
         names = [field.name for field in contract.fields]
         assert len(set(names)) == len(names)
         for field in contract.fields:
@@ -75,14 +78,20 @@ def test_what_a_method_sends_is_described(name):
     assert all(info.description for info in method.settings().values())
 
 
-@pytest.mark.parametrize("room", HALVES)
-def test_the_rooms_of_the_methods_hold_the_base_and_methods_alone(room):
+@pytest.mark.parametrize(
+    ("room", "others"),
+    [
+        ("fedhet.methods", {"registry.py", "sizes.py", "spec.py"}),
+        *((half, {"base.py"}) for half in HALVES),
+    ],
+)
+def test_the_rooms_of_the_methods_hold_nothing_but_methods(room, others):
     inside = {
         path.name
         for path in (ROOT / room.replace(".", "/")).iterdir()
         if path.name != "__pycache__"
     }
-    assert inside == {"__init__.py", "base.py", *(f"{m}.py" for m in MODULES_OF.values())}
+    assert inside == {"__init__.py", *others, *(f"{m}.py" for m in MODULES_OF.values())}
 
 
 def test_an_unknown_method_names_the_nearest():
@@ -95,22 +104,20 @@ def test_an_unknown_method_names_the_nearest():
 
 @pytest.mark.parametrize("name", method_names())
 def test_a_method_declares_its_settings_once_for_both_halves(name):
-    """Beside its server half; the client half declares none, and reads the same object.
-
-    What the settings extend may stand there too, for methods that share a round.
-    """
+    """In its declaration, with what they extend; the halves declare none."""
     method = find_method(name)
     own = {
-        half: [
+        module: [
             found
-            for _, found in inspect.getmembers(sys.modules[half.__module__], inspect.isclass)
-            if issubclass(found, MethodSettings) and found.__module__ == half.__module__
+            for _, found in inspect.getmembers(importlib.import_module(module), inspect.isclass)
+            if issubclass(found, MethodSettings) and found.__module__ == module
         ]
-        for half in (method.strategy, method.client)
+        for module in (DECLARATION + MODULES_OF[name], *method.modules)
     }
-    assert own[method.client] == []
+    declared, *halves = own.values()
+    assert halves == [[], []]
     used = method.spec.settings
-    last = [found for found in own[method.strategy] if found not in used.__mro__[1:]]
+    last = [found for found in declared if found not in used.__mro__[1:]]
     assert last == ([] if used is MethodSettings else [used])
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.algorithms.search import Candidate, adjusted, best, grid
 from fedhet.client_runtime.node import read_node
+from fedhet.clients.cofed import Trials, candidates
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.training import Optimization, Score, batches
@@ -61,12 +62,11 @@ def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
 def test_the_default_grid_is_that_of_the_published_script():
     """[0.02 0.04 0.06 0.08 0.1] / (1 + 9 * (s == "adam")), for "adam" and "sgdm"; updates .1, 2."""
     settings = resolve({"method": "cofed"}).own
-    rates = {
-        o: sorted({c.lr for c in settings.grid() if c.optimizer == o}) for o in ("adam", "sgd")
-    }
+    tried = candidates(settings)
+    rates = {o: sorted({c.lr for c in tried if c.optimizer == o}) for o in ("adam", "sgd")}
     assert rates["sgd"] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
     assert rates["adam"] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
-    assert 0.99 in {c.decay for c in settings.grid()}
+    assert 0.99 in {c.decay for c in tried}
     assert settings.search_updates == "0.1,2"
     assert settings.search == "none"
 
@@ -138,8 +138,6 @@ def candidates_by_hand(decays):
 @pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
 def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
-    from fedhet.clients.cofed import Trials
-
     tried = {**GRID, "cofed.search-decays": ",".join(map(str, decays))}
     client = opened(tmp_path, index=index, **tried)
     space = client.space.tolist()

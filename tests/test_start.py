@@ -75,6 +75,23 @@ def test_one_that_trains_does():
     assert "torch" in modules  # or the list above would prove nothing
 
 
+def test_a_declaration_imports_neither_pytorch_nor_flower():
+    """So that commands read the declarations themselves."""
+    modules = [f"fedhet.methods.{name.replace('-', '_')}" for name in sorted(shipped_names())]
+    lines = [f"import {module}" for module in modules]
+    lines += ["import sys", "print(*{name.partition('.')[0] for name in sys.modules})"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = set(done.stdout.split())
+    assert "fedhet" in imported
+    assert not imported & HEAVY
+
+
 def test_the_file_of_declarations_is_that_of_the_code():
     written = (ROOT / "fedhet" / "_generated" / "methods.json").read_text()
     assert json.loads(written) == json.loads(declarations_json()), "run: make reference"
@@ -94,9 +111,9 @@ def test_what_is_read_from_the_file_is_what_the_code_declares(name):
     assert (from_file.title, from_file.paper) == (spec.title, spec.paper)
     assert from_file.any_model == spec.any_model
     assert from_file.table == method.table
-    assert [n for n, _, _ in from_file.client_sends] == [f.name for f in method.client.sends.fields]
+    assert [n for n, _, _ in from_file.client_sends] == [f.name for f in method.spec.replies.fields]
     assert [n for n, _, _ in from_file.server_sends] == [
-        f.name for f in method.strategy.sends.fields
+        f.name for f in method.spec.instructions.fields
     ]
 
 

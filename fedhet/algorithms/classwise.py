@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedhet.algorithms.choices import FeatureNorm
 from fedhet.arrays import Array
 
-FeatureNorm = Literal["none", "rms", "unit"]
-"""The scale in which features are compared; see `class_feature_loss`."""
 SMALLEST = 1e-6
 """The mean square below which a feature vector is no longer scaled up, for `unit`: a vector of
 zeros stays one, and gradients stay finite."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 from torch.nn import functional as F
 
-DigestLoss = Literal["mae", "mse", "cross-entropy"]
-"""How far a model is from a consensus; see `digest_loss`."""
-Scores = Literal["logits", "probabilities"]
-"""What a consensus of several models consists of."""
+from fedhet.algorithms.choices import DigestLoss, ScoreKind
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,7 +20,7 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
     return temperature**2 * divergence
 
 
-def digest_loss(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: Scores) -> Tensor:
+def digest_loss(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:
     """Return the mean loss of a model's logits [N, C] against a consensus [N, C] of `scores`.
 
     "mae" and "mse" compare logits with logits, or probabilities with probabilities, averaged over

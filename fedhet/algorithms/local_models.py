@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedhet.algorithms.choices import LEAST_SCALE
+
 Weights = Mapping[str, Tensor]
 
 START_SCALE = 0.01
 """Standard deviation of every weight of a new variational model."""
-LEAST_SCALE = 1e-6
-"""Lower bound of a weight's standard deviation, since the KL divergence divides by it."""
 
 
 class LocalModel:

@@ -9,20 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedhet.algorithms.choices import Divergence, RelationKind
 from fedhet.devices import CPU, Compute
 from fedhet.training import evaluating
-
-RelationKind = Literal["en+ta", "en", "ta"]
-"""The terms of Eq. 13 that count: entropy and test accuracy, or one of them (Table III)."""
-
-Divergence = Literal["forward", "reverse"]
-"""The direction of Eq. 5: KL(pseudo-label || own), or KL(own || pseudo-label)."""
 
 PROCESSOR_ROWS, ACCELERATOR_ROWS = 128, 1024
 """Samples times passes at once. The masks depend on it, so that no setting changes it."""

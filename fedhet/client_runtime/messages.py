@@ -28,7 +28,7 @@ def read_instruction(
     envelope, knowledge = decode(arrays, SERVER)
     expect(envelope, run=None, method=method.name, round=None, sender=SERVER)
     if knowledge.tensors or knowledge.scalars or not may_be_empty:
-        contract: Contract = method.strategy.sends
+        contract: Contract = method.spec.instructions
         contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
     return envelope, knowledge
 

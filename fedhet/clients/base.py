@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import torch
 from flwr.client import NumPyClient
@@ -45,15 +45,12 @@ from fedhet.training import (
     cross_entropy_of,
     train_epochs,
 )
-from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, encode
 
 
 class HetClient(NumPyClient):
-    """Base class of a method's client half: set `sends`, implement the hooks."""
-
-    sends: ClassVar[Contract] = Contract()
-    """The contract of the replies that `train` returns."""
+    """Base class of a method's client half: implement the hooks."""
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})

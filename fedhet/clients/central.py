@@ -10,9 +10,10 @@ from torch import nn
 from fedhet.arrays import grouped
 from fedhet.clients.local import LocalClient
 from fedhet.data import Split, joined
+from fedhet.methods.central import CentralSettings
 from fedhet.models import HetModel, build, to_arrays
-from fedhet.strategies.central import CentralSettings, trainer
-from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.strategies.central import model_in, sizes_in, trainer
+from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -20,7 +21,6 @@ class CentralClient(LocalClient):
     """Trains as a client does alone, but on the samples of all; other clients only evaluate."""
 
     settings: CentralSettings
-    sends = Contract((WeightsField("weights", "the model after training"),))
 
     def prepare(self) -> None:
         """Let the trainer read all clients' training samples, or the public ones."""
@@ -35,7 +35,7 @@ class CentralClient(LocalClient):
 
     def sizes(self) -> Sizes:
         """Return the axis C, and the shapes of the one model."""
-        return self.settings.sizes_in(self.run, self.info)
+        return sizes_in(self.run, self.settings, self.info)
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train the local epochs; return the model."""
@@ -50,7 +50,7 @@ class CentralClient(LocalClient):
         return {"global": self.tested.within_space(self.placed(self._new_model(), weights))}
 
     def _new_model(self) -> HetModel:
-        name, info = self.settings.model_in(self.run), self.info
+        name, info = model_in(self.run, self.settings), self.info
         return build(name, info.shape, info.classes, seed=self.run.seed)
 
     def _read_all(self) -> None:

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.search import Candidate, adjusted, best
+from fedhet.algorithms.search import Candidate, adjusted, best, grid
 from fedhet.algorithms.voting import undecided
 from fedhet.arrays import Array
 from fedhet.client_runtime.messages import Scores
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.data.spec import concatenated, stratified
+from fedhet.methods.cofed import CofedSettings, numbers, words
 from fedhet.models import Refitted
 from fedhet.runs.records import PROTOCOLS
 from fedhet.seeding import numpy_rng, seeded
 from fedhet.settings.run import TrainingSettings
-from fedhet.strategies.cofed import CofedSettings, numbers
 from fedhet.training import Score, cross_entropy_of, evaluate, logits_of, train_epochs
-from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
+from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 
 FOUND_OPTIMIZER, FOUND_RATE, FOUND_DECAY, FOUND_FACTOR = (
@@ -45,28 +45,6 @@ class CofedClient(HetClient):
     """
 
     settings: CofedSettings
-    sends = Contract(
-        (
-            TensorField(
-                "predictions",
-                "uint",
-                ("N",),
-                "each public instance's class, in the smallest type; with cofed.margin, C for none",
-                required=False,
-                numbers="L",
-                needs=("space",),
-            ),
-            TensorField(
-                "space",
-                "uint",
-                ("P",),
-                "the label space: the classes that it tells apart",
-                required=False,
-                ids="C",
-                needs=("predictions",),
-            ),
-        )
-    )
 
     @cached_property
     def public(self) -> Tensor:
@@ -206,7 +184,8 @@ class Trials:
 
     def local(self) -> Candidate:
         """Return the best configuration of the grid for local training."""
-        return best(self.settings.grid(), lambda each: self._score(self._trained(each)))
+        tried = candidates(self.settings)
+        return best(tried, lambda each: self._score(self._trained(each)))
 
     def update(self) -> float:
         """Return the best factor on the learning rate found, for update training.
@@ -266,3 +245,9 @@ class Trials:
 
     def _score(self, model: nn.Module) -> Score:
         return evaluate(model, self.held.x, self.held.y, self.client.compute)
+
+
+def candidates(settings: CofedSettings) -> list[Candidate]:
+    """Return the training configurations that a search tries."""
+    rates, decays = numbers(settings.search_rates), numbers(settings.search_decays)
+    return grid(words(settings.search_optimizers), rates, decays)

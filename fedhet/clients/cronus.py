@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fedhet.clients.fedmd import Consensus, FedMdClient
-from fedhet.strategies.cronus import CronusSettings
+from fedhet.methods.cronus import CronusSettings
 from fedhet.training import Optimization, batches, cross_entropy_of
-from fedhet.wire.scores import answers
 
 
 class CronusClient(FedMdClient):
@@ -25,7 +24,6 @@ class CronusClient(FedMdClient):
     """
 
     settings: CronusSettings
-    sends = answers("probabilities")
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
         """Train the local epochs on both; on the own data alone before there is a consensus."""

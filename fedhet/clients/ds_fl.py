@@ -8,12 +8,10 @@ Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv
 from __future__ import annotations
 
 from fedhet.clients.fedmd import FedMdClient
-from fedhet.strategies.ds_fl import DsFlSettings
-from fedhet.wire.scores import answers
+from fedhet.methods.ds_fl import DsFlSettings
 
 
 class DsFlClient(FedMdClient):
     """Distils the sharpened mean ("Distillation"), trains ("Update"), and predicts."""
 
     settings: DsFlSettings
-    sends = answers("probabilities")

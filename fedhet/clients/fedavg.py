@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
+from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.models.parts import names_of
-from fedhet.strategies.fedavg import FedAvgSettings
-from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -23,7 +22,6 @@ class FedAvgClient(HetClient):
     """Starts each round from the averages, trains on its own data, and sends what is averaged."""
 
     settings: FedAvgSettings
-    sends = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model, with the feature width of the settings if they have one."""

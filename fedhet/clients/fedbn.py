@@ -7,7 +7,7 @@ Non-IID Features via Local Batch Normalization, ICLR 2021.
 from __future__ import annotations
 
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.fedbn import FedBnSettings
+from fedhet.methods.fedbn import FedBnSettings
 
 
 class FedBnClient(FedAvgClient):

@@ -7,7 +7,7 @@ Fusion in Federated Learning, NeurIPS 2020.
 from __future__ import annotations
 
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.feddf import FedDfSettings
+from fedhet.methods.feddf import FedDfSettings
 
 
 class FedDfClient(FedAvgClient):

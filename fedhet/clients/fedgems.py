@@ -18,10 +18,10 @@ from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.errors import KnowledgeError
+from fedhet.methods.fedgems import FedGemsSettings
 from fedhet.models import HetModel
-from fedhet.strategies.fedgems import FedGemsSettings
 from fedhet.training import Optimization, cross_entropy_of, logits_of
-from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -29,9 +29,6 @@ class FedGemsClient(HetClient):
     """Distils from the server on the public set, trains on its own data, answers with logits."""
 
     settings: FedGemsSettings
-    sends = Contract(
-        (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
-    )
 
     @cached_property
     def public(self) -> Split:

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.clients.base import HetClient
+from fedhet.methods.fedgkt import FedGktSettings
 from fedhet.models import HetModel, build
-from fedhet.strategies.fedgkt import FedGktSettings
 from fedhet.training import logits_of
-from fedhet.wire.contract import Contract, Sizes, TensorField, smallest_uint
+from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 
 OUTSIDE = 30.0
@@ -27,13 +27,6 @@ class FedGktClient(HetClient):
     """Learns from its labels and the server's logits of its own training samples."""
 
     settings: FedGktSettings
-    sends = Contract(
-        (
-            TensorField("features", "float32", ("N", "D"), "of each training sample"),
-            TensorField("logits", "float32", ("N", "C"), "of each training sample"),
-            TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
-        )
-    )
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the edge model with the feature width of the settings."""

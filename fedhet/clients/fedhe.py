@@ -18,8 +18,7 @@ from fedhet.algorithms.classwise import (
     class_logit_loss,
 )
 from fedhet.clients.base import HetClient
-from fedhet.strategies.fedhe import FedHeSettings
-from fedhet.wire.contract import Contract, TensorField
+from fedhet.methods.fedhe import FedHeSettings
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -27,12 +26,6 @@ class FedHeClient(HetClient):
     """Trains near the server's class logits, and replies with its own."""
 
     settings: FedHeSettings
-    sends = Contract(
-        (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-        )
-    )
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train the local epochs; return each class's mean logits over the last of them."""

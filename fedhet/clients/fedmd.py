@@ -13,15 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.distillation import Scores, digest_loss
+from fedhet.algorithms.distillation import digest_loss
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
-from fedhet.strategies.fedmd import ConsensusSettings, FedMdStrategy
+from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.training import Optimization, cross_entropy_of, logits_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
-from fedhet.wire.scores import answers
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,12 @@ class FedMdClient(HetClient):
     """
 
     settings: ConsensusSettings
-    sends = answers("logits")
 
     @cached_property
     def public(self) -> Split:
         """The public set, on the device."""
         found = self.public_set(labelled=self.settings.public_epochs > 0)
         return placed_public(found, self.compute)
-
-    @property
-    def exchanged(self) -> Scores:
-        """Return what travels, and the name of its field."""
-        half: type[FedMdStrategy] = self.config.method.strategy
-        return half.exchanged
 
     def sizes(self) -> Sizes:
         """Return the axes C, and N, the number of public samples."""
@@ -83,13 +75,15 @@ class FedMdClient(HetClient):
     def consensus_loss(self, consensus: Consensus, x: Tensor, rows: Tensor) -> Tensor:
         """Return the loss on images x [B, ...], whose scores are rows [B] of the consensus."""
         logits, target = self.network(x), consensus.scores[rows]
-        return digest_loss(self.settings.loss, logits, target, self.exchanged)
+        return digest_loss(self.settings.loss, logits, target, self.settings.exchanged)
 
     def _consensus(self, knowledge: Knowledge) -> Consensus | None:
         """Return the consensus of an instruction; None: nobody has answered yet."""
-        if self.exchanged not in knowledge.tensors:
+        if self.settings.exchanged not in knowledge.tensors:
             return None
-        scores = torch.tensor(knowledge.tensors[self.exchanged], device=self.compute.device)
+        scores = torch.tensor(
+            knowledge.tensors[self.settings.exchanged], device=self.compute.device
+        )
         return Consensus(self._public_images(knowledge, "rows"), scores)
 
     def _learn_public_labels(self, round: int, optimizing: Optimization) -> None:
@@ -116,8 +110,8 @@ class FedMdClient(HetClient):
     def _answer(self, knowledge: Knowledge) -> Knowledge:
         """Return the scores [Q, C] on the samples asked for, over all classes."""
         logits = logits_of(self.network, self._public_images(knowledge, "asked"), self.compute)
-        scores = logits.softmax(1) if self.exchanged == "probabilities" else logits
-        return Knowledge({self.exchanged: scores.cpu().numpy()})
+        scores = logits.softmax(1) if self.settings.exchanged == "probabilities" else logits
+        return Knowledge({self.settings.exchanged: scores.cpu().numpy()})
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
         """Return the public samples that a field numbers."""

@@ -7,7 +7,7 @@ Learning with Personalization Layers, arXiv:1912.00818.
 from __future__ import annotations
 
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.fedper import FedPerSettings
+from fedhet.methods.fedper import FedPerSettings
 
 
 class FedPerClient(FedAvgClient):

@@ -14,9 +14,8 @@ from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_fe
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.devices import evaluation_batch
-from fedhet.strategies.fedproto import FedProtoSettings
+from fedhet.methods.fedproto import FedProtoSettings
 from fedhet.training import evaluating
-from fedhet.wire.contract import Contract, TensorField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -24,13 +23,6 @@ class FedProtoClient(HetClient):
     """Draws its features to the global prototypes, and replies with its own."""
 
     settings: FedProtoSettings
-    sends = Contract(
-        (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
-            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
-        )
-    )
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model with the feature width of the settings."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedhet.algorithms.local_models import LocalModel, ProximalModel
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.fedprox import FedProxSettings
+from fedhet.methods.fedprox import FedProxSettings
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedhet.algorithms.conformal import Raps, free_ranks
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.algorithms.imitation import Imitation
+from fedhet.algorithms.imitation import Imitation, SetRules
 from fedhet.algorithms.local_models import (
-    LEAST_SCALE,
     LocalModel,
     MoreauModel,
     ProximalModel,
@@ -24,11 +24,10 @@ from fedhet.arrays import Array, grouped
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.errors import KnowledgeError
+from fedhet.methods.fedtype import FedTypeSettings
 from fedhet.models import HetModel, build, load_weights
 from fedhet.seeding import derive, numpy_rng
-from fedhet.strategies.fedtype import FedTypeSettings
 from fedhet.training import Optimization, evaluating, statistics_kept
-from fedhet.wire.contract import Contract, ScalarField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32
@@ -41,23 +40,6 @@ class FedTypeClient(HetClient):
     """Trains a private model and a proxy on each other; only the proxy is sent."""
 
     settings: FedTypeSettings
-    sends = Contract(
-        (
-            WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
-            WeightsField(
-                "scale",
-                "a variational proxy's standard deviations",
-                required=False,
-                low=LEAST_SCALE,
-            ),
-            ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
-            ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
-            ScalarField(
-                "private_set", float, "mean size of the private model's sets", required=False, low=0
-            ),
-            ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
-        )
-    )
 
     def prepare(self) -> None:
         """Split D' from D: 7:2:1 of the client's samples for training, test and calibration."""
@@ -152,7 +134,10 @@ class Reciprocity:
         if self.settings.labels == "all":
             labels = torch.arange(len(client.space), device=labels.device)
         self.imitation = Imitation(
-            self.settings.rules(len(labels)), labels, client.generator(round, "u"), client.accuracy
+            set_rules(self.settings, len(labels)),
+            labels,
+            client.generator(round, "u"),
+            client.accuracy,
         )
 
     def run_epoch(self, epoch: int) -> None:
@@ -248,3 +233,21 @@ class Reciprocity:
         if self.settings.backward == "none" or self.is_silent:
             return private.new_zeros(())
         return self.imitation.loss(private, proxy, self.views(x, (private, proxy)))
+
+
+def set_rules(settings: FedTypeSettings, labels: int) -> SetRules:
+    """Return how sets are made where they may hold any of so many labels."""
+    own = settings
+    k_reg = free_ranks(labels) if isinstance(own.k_reg, str) else own.k_reg
+    return SetRules(
+        kind="topk" if own.backward == "topk" else "conformal",
+        top_k=own.top_k,
+        raps=Raps(own.lambda_, k_reg),
+        theta=own.theta,
+        corrected=own.quantile == "corrected",
+        g=own.g,
+        u=None if isinstance(own.u, str) else own.u,
+        weighted=own.eta == "consensus",
+        averaged=own.set_loss == "mean",
+        skips_infinite=own.infinite == "skip",
+    )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, felo_loss
+from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, Terms, felo_loss
 from fedhet.arrays import grouped
 from fedhet.clients.base import HetClient
+from fedhet.methods.felo import FeloSettings
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.strategies.felo import FeloSettings
-from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -21,15 +20,6 @@ class FeloClient(HetClient):
     """Trains on Eq. 1 and replies with its class means, and its weights if these are shared."""
 
     settings: FeloSettings
-    sends = Contract(
-        (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "mean features of each class"),
-            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
-            WeightsField("weights", "the private model's weights", required=False),
-        )
-    )
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model with the feature width of the settings."""
@@ -76,7 +66,7 @@ class FeloClient(HetClient):
         """Train the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        terms, gathering = self.settings.terms(), False
+        terms, gathering = terms_of(self.settings), False
 
         def before_epoch(epoch: int) -> None:
             nonlocal gathering
@@ -98,3 +88,9 @@ class FeloClient(HetClient):
         if self.settings.share_weights:
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors)
+
+
+def terms_of(settings: FeloSettings) -> Terms:
+    """Return how the terms of Eq. 1 are weighted and measured."""
+    weights = settings.alpha, settings.feature_weight, settings.logit_weight
+    return Terms(*weights, settings.feature_norm)

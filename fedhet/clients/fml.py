@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.arrays import grouped
 from fedhet.clients.base import HetClient
+from fedhet.methods.fml import FmlSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
-from fedhet.strategies.fml import FmlSettings
-from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -21,7 +20,6 @@ class FmlClient(HetClient):
     """Trains a private model and the meme, which is its proxy, on each other; sends the meme."""
 
     settings: FmlSettings
-    sends = Contract((WeightsField("weights", "the meme, after training"),))
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model and the meme."""

@@ -20,10 +20,9 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.algorithms.submodels import masked, query_statistics, scaling
 from fedhet.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
+from fedhet.methods.heterofl import HeteroFlSettings
 from fedhet.models import base_and_width, is_registered, narrow_name
-from fedhet.strategies.heterofl import HeteroFlSettings
 from fedhet.training import statistics_kept
-from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -31,19 +30,6 @@ class HeteroFlClient(FedAvgClient):
     """Trains the run's model at the width of its own level."""
 
     settings: HeteroFlSettings
-    sends = Contract(
-        (
-            WeightsField("weights", "the sub-model's weights, after training"),
-            TensorField(
-                "labels",
-                "int64",
-                ("P",),
-                "with heterofl.masked: the classes that it has samples of",
-                required=False,
-                ids="C",
-            ),
-        )
-    )
 
     def prepare(self) -> None:
         """Narrow the client's model to its level; a site may itself name a narrow one."""

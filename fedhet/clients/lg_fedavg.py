@@ -8,7 +8,7 @@ and Global Representations, arXiv:2001.01523.
 from __future__ import annotations
 
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.lg_fedavg import LgFedAvgSettings
+from fedhet.methods.lg_fedavg import LgFedAvgSettings
 
 
 class LgFedAvgClient(FedAvgClient):

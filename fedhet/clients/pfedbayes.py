@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fedhet.algorithms.local_models import LEAST_SCALE, LocalModel, VariationalModel
+from fedhet.algorithms.local_models import LocalModel, VariationalModel
 from fedhet.arrays import Array, grouped
 from fedhet.clients.fedavg import FedAvgClient
+from fedhet.methods.pfedbayes import PFedBayesSettings
 from fedhet.seeding import derive
-from fedhet.strategies.pfedbayes import PFedBayesSettings
-from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -25,12 +24,6 @@ class PFedBayesClient(FedAvgClient):
     """
 
     settings: PFedBayesSettings
-    sends = Contract(
-        (
-            WeightsField("weights", "the means after training"),
-            WeightsField("scale", "the standard deviations", low=LEAST_SCALE),
-        )
-    )
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the private model with a Gaussian for every weight."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedhet.algorithms.local_models import LocalModel, MoreauModel
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.strategies.pfedme import PFedMeSettings
+from fedhet.methods.pfedme import PFedMeSettings
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -40,12 +40,11 @@ from fedhet.arrays import Array, grouped
 from fedhet.clients.base import HetClient
 from fedhet.data import UNKNOWN
 from fedhet.errors import KnowledgeError
+from fedhet.methods.um_pfssl import UmPfsslSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.seeding import seeded
 from fedhet.storage import ModelStore
-from fedhet.strategies.um_pfssl import UmPfsslSettings
 from fedhet.training import cross_entropy_of, evaluate
-from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_BATCH = 2
@@ -58,24 +57,6 @@ class UmPfsslClient(HetClient):
     """Finds helpers, starts from their average, and learns from labels and pseudo-labels."""
 
     settings: UmPfsslSettings
-    sends = Contract(
-        (
-            TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
-            TensorField("versions", "int64", ("H",), "the version held of each", low=0),
-            TensorField("relations", "float64", ("H",), "Corr of each", low=0),
-            WeightsField("weights", "the private model, if the pool's is older", required=False),
-            ScalarField("replaced", int, "helpers replaced in this round", low=0),
-            ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
-            ScalarField(
-                "pseudo_error",
-                float,
-                "share of pseudo-labels that are wrong, where the truth is known",
-                required=False,
-                low=0,
-                high=1,
-            ),
-        )
-    )
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""

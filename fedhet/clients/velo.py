@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedhet.algorithms.classwise import Teacher, VariedTeacher
 from fedhet.clients.felo import FeloClient
-from fedhet.strategies.velo import VeloSettings
+from fedhet.methods.velo import VeloSettings
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -100,8 +100,8 @@ def declared_by(method: Method) -> Declared:
         _default_models(method),
         spec.any_model,
         spec.settings,
-        _rows(method.strategy.sends),
-        _rows(method.client.sends),
+        _rows(method.spec.instructions),
+        _rows(method.spec.replies),
     )
 
 

@@ -18,7 +18,7 @@ from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
 from fedhet.methods.registry import Method, find_method
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import MethodSettings, Scalar, build, kebab, nest, refused
+from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, build, kebab, nest, refused
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2
@@ -119,10 +119,11 @@ def _check_names(config: Config) -> None:
         models.deal(run.models.names, run.clients, run.seed, run.models.deal)
     except FedhetError as error:
         raise SettingsError(f"setting 'models.pool' = {run.models.pool!r}: {error}") from None
+    _check_own_models(config)
     _check_dataset("data.dataset", run.data.dataset)
     if run.data.public_dataset not in ("", *data.MADE_HERE):
         _check_dataset("data.public-dataset", run.data.public_dataset)
-    if run.attack.kind != "none" and not poisonable(method.client.sends):
+    if run.attack.kind != "none" and not poisonable(method.spec.replies):
         rule = f"none with {method.name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", run.attack.kind, rule)
     if run.training.semi != "none":
@@ -141,6 +142,19 @@ def _check_names(config: Config) -> None:
             raise SettingsError(
                 f"setting 'models.pool' = {run.models.pool!r} is not allowed: {rule}"
             )
+
+
+def _check_own_models(config: Config) -> None:
+    """Raise SettingsError if one of the method's own settings names a model that does not exist."""
+    values = config.own.flat()
+    for name, info in config.own.fields().items():
+        value = values[name]
+        if A_MODEL in info.metadata and value != info.default:
+            try:
+                models.check_name(str(value))
+            except FedhetError as error:
+                setting = f"setting '{config.method.table}.{name}' = {value!r} is not allowed"
+                raise SettingsError(f"{setting}: {error}") from None
 
 
 def _check_semi(run: RunSettings, method: Method) -> None:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedhet.errors import FedhetError
-from fedhet.wire.knowledge import is_name
+from fedhet.wire.identity import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 

@@ -1,8 +1,9 @@
-"""Finds methods by name: the classes of their server and client halves.
+"""Finds methods by name.
 
-A built-in method is fedhet/strategies/<m>.py and fedhet/clients/<m>.py. An external method is a
-module that holds both halves, named by its import path, `package.module`, or by an entry point of
-the group `fedhet.methods`. This package imports methods by name and depends on none of them.
+A built-in method is fedhet/methods/<m>.py, its declaration, with its halves strategies/<m>.py and
+clients/<m>.py, which are imported on first use. An external method is a module that holds both
+halves, named by its import path, `package.module`, or by an entry point of the group
+`fedhet.methods`; it declares itself by its strategy's `spec`.
 """
 
 from __future__ import annotations
@@ -10,132 +11,44 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from fedhet.errors import SettingsError, nearest, where_looked
-from fedhet.kinds import Kind
+from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import MethodSettings
-from fedhet.wire.contract import Sizes
-
-if TYPE_CHECKING:  # imports Flower, which the commands that only list methods do without
-    from fedhet.wire.identity import ClientInfo
 
 GROUP = "fedhet.methods"
 """The entry-point group by which a package adds methods: name = "package.module"."""
-PACKAGES = ("fedhet.strategies", "fedhet.clients")
-"""The packages that hold the halves of the built-in methods."""
-TABLE_POOL = "mlp,mlp2,mlp3"
-"""The default pool of models where the data is a table."""
-TABLE_MODEL = "mlp"
-"""The same for a method whose clients must have one architecture."""
-TABLE_POOL_OF_ANY = "sk-tree,sk-svm,sk-gam,sk-mlp"
-"""The same for a method whose models need no gradients: CoFED's four kinds, Section 5.7."""
-TEXT_POOL = "text-bag,text-cnn,text-gru,text-lstm,text-transformer"
-"""The default pool of models of texts."""
-TEXT_MODEL = "text-cnn"
-"""The same for a method whose clients must have one architecture."""
-SIGNAL_POOL = "signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp"
-"""The default pool of models of signals."""
-SIGNAL_MODEL = "signal-cnn2"
-"""The same for a method whose clients must have one architecture."""
+PACKAGES = ("fedhet.methods", "fedhet.strategies", "fedhet.clients")
+"""The packages that hold the built-in methods: their declarations, and both halves."""
 HALVES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.base"}
 """The base class of each half, and its module."""
 
 
-def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
-    """Return the sizes of messages without features or weights: C, the number of classes."""
-    return Sizes({"C": client.classes})
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A method's declaration."""
-
-    title: str
-    """One line on what the method does."""
-    paper: str
-    headline: Literal["personal", "common"]
-    """The protocol of the method's headline number."""
-    settings: type[MethodSettings] = MethodSettings
-    """The method's settings; both halves read them."""
-    sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
-    """Returns the sizes of messages that follow from the method's settings and a client."""
-    kinds: tuple[str, ...] = ("private",)
-    """The kinds of model that the method's clients evaluate."""
-    needs_public: bool = False
-    """Whether the method needs public data."""
-    needs_unlabelled: bool = False
-    """Whether the method needs unlabelled samples of the clients' own."""
-    semi: bool = True
-    """Whether its clients may learn from unlabelled samples as `training.semi` says."""
-    one_model: bool = False
-    """Whether all clients must have the same architecture."""
-    default_model: str = ""
-    """The default model of all clients; empty: the usual pool."""
-    table_model: str = ""
-    """The default model of all clients where the data is a table; empty: as for other methods."""
-    table_settings: Mapping[str, str] = field(default_factory=dict)
-    """Defaults of the method's own settings where the data is a table, by name: its models."""
-    text_model: str = ""
-    """As `table_model`, where the data is text."""
-    text_settings: Mapping[str, str] = field(default_factory=dict)
-    """As `table_settings`, where the data is text."""
-    signal_model: str = ""
-    """As `table_model`, where the data is signals."""
-    signal_settings: Mapping[str, str] = field(default_factory=dict)
-    """As `table_settings`, where the data is signals."""
-    any_model: bool = False
-    """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
-    large_messages: bool = False
-    """Whether each client's messages are large and its own, such as models.
-
-    If so, an instruction is made just before it is sent, and replies are stored on disk.
-    """
-    simulation_only: bool = False
-    """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
-
-    def pool(self, kind: Kind) -> str:
-        """Return the default pool of models for a kind of data."""
-        if kind == "image":
-            return self.default_model or RunSettings().models.pool
-        own, model, pool = {
-            "table": (self.table_model, TABLE_MODEL, TABLE_POOL),
-            "text": (self.text_model, TEXT_MODEL, TEXT_POOL),
-            "signal": (self.signal_model, SIGNAL_MODEL, SIGNAL_POOL),
-        }[kind]
-        usual = TABLE_POOL_OF_ANY if kind == "table" and self.any_model else pool
-        return own or (model if self.one_model else usual)
-
-    def own_models(self, kind: Kind) -> Mapping[str, str]:
-        """Return the defaults of the method's own settings that name models, for a kind of data."""
-        own = {
-            "table": self.table_settings,
-            "text": self.text_settings,
-            "signal": self.signal_settings,
-        }
-        return own.get(kind, {})
-
-
 @dataclass(frozen=True)
 class Method:
-    """A method: the classes of its server half and of its client half."""
+    """A method: its declaration, and the classes of its halves, imported on first use."""
 
     name: str
-    strategy: Any
-    client: Any
+    spec: MethodSpec = field(hash=False)
+    modules: tuple[str, str]
+    """The modules of the server half and of the client half."""
 
-    @property
-    def spec(self) -> MethodSpec:
-        """Return the method's declaration."""
-        return self.strategy.spec  # type: ignore[no-any-return]
+    @cached_property
+    def strategy(self) -> Any:
+        """Return the class of the server half."""
+        return _half(self.name, self.modules[0], "HetStrategy")
+
+    @cached_property
+    def client(self) -> Any:
+        """Return the class of the client half."""
+        return _half(self.name, self.modules[1], "HetClient")
 
     @property
     def table(self) -> str:
@@ -155,12 +68,12 @@ def method_names() -> tuple[str, ...]:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods."""
-    halves = [
-        {m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)}
+    """Return the names of the built-in methods: of the modules that all PACKAGES have."""
+    modules = [
+        {found.name for found in pkgutil.iter_modules(importlib.import_module(package).__path__)}
         for package in PACKAGES
     ]
-    return frozenset(name.replace("_", "-") for name in (halves[0] & halves[1]) - {"base"})
+    return frozenset(name.replace("_", "-") for name in set.intersection(*modules))
 
 
 def _installed() -> dict[str, str]:
@@ -168,23 +81,34 @@ def _installed() -> dict[str, str]:
 
 
 @cache
+def all_methods() -> tuple[dict[str, Method], tuple[str, ...]]:
+    """Return all methods that can be loaded, by name, and what is wrong with the others."""
+    found, faults = {}, []
+    for name in method_names():
+        try:
+            found[name] = find_method(name)
+        except SettingsError as error:  # of an installed package; it must not hinder the others
+            faults.append(str(error))
+    return found, tuple(faults)
+
+
+@cache
 def find_method(name: str) -> Method:
     """Return the method of that name. Raises SettingsError if it cannot be found or loaded."""
-    module, table = name.replace("-", "_"), table_of_method(name)
-    if table in {full.partition(".")[0] for full in RunSettings.fields()}:
+    table, taken = table_of_method(name), {full.partition(".")[0] for full in RunSettings.fields()}
+    if table in taken:
         rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
         raise SettingsError(f"setting 'method' = '{name}' is not allowed: {rule}")
     if name in shipped_names():
-        modules = [importlib.import_module(f"{half}.{module}") for half in PACKAGES]
-    elif name in _installed() or "." in name:
-        modules = [_imported(name, _installed().get(name, name))]
-    else:
-        known = ", ".join(method_names())
-        raise SettingsError(
-            f"setting 'method' = '{name}' does not exist: it takes one of {known}, or a module's "
-            f"name, package.module{nearest(name, method_names())}"
-        )
-    return Method(name, *(_half(name, modules, base) for base in HALVES))
+        declared, *halves = (f"{package}.{name.replace('-', '_')}" for package in PACKAGES)
+        return Method(name, importlib.import_module(declared).SPEC, (halves[0], halves[1]))
+    if name in _installed() or "." in name:
+        return _external(name, _installed().get(name, name))
+    known = ", ".join(method_names())
+    raise SettingsError(
+        f"setting 'method' = '{name}' does not exist: it takes one of {known}, or a module's "
+        f"name, package.module{nearest(name, method_names())}"
+    )
 
 
 def table_of_method(name: str) -> str:
@@ -192,29 +116,33 @@ def table_of_method(name: str) -> str:
     return name.rpartition(".")[2].replace("_", "-")
 
 
-def _imported(name: str, path: str) -> ModuleType:
+def _external(name: str, path: str) -> Method:
+    """Return the method in a module of its own, which is imported."""
     try:
-        return importlib.import_module(path)
+        importlib.import_module(path)
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
             f"{where_looked(error, path)}"
         ) from error
+    strategy, _ = (_half(name, path, base) for base in HALVES)
+    return Method(name, strategy.spec, (path, path))
 
 
-def _half(name: str, modules: list[ModuleType], base: str) -> type:
-    """Return the one class in the modules that extends `base` and has no subclass among them."""
-    found = {
-        half
-        for module in modules
-        for _, half in inspect.getmembers(module, inspect.isclass)
-        if base in {c.__name__ for c in half.__mro__[1:]}
-    }
+def _half(name: str, path: str, base: str) -> Any:
+    """Return the one class in a module that extends `base` and has no subclass in it."""
+    found = _extending(importlib.import_module(path), base)
     last = [half for half in found if not any(half in other.__mro__[1:] for other in found)]
     if len(last) != 1:
         names = ", ".join(sorted(half.__name__ for half in last)) or "none"
         raise SettingsError(
-            f"setting 'method' = '{name}': {modules[0].__name__} must hold one class that extends "
+            f"setting 'method' = '{name}': {path} must hold one class that extends "
             f"{base} of {HALVES[base]}, it holds {names}"
         )
     return last[0]
+
+
+def _extending(module: ModuleType, base: str) -> set[type]:
+    """Return the classes in a module that extend `base`, which is not imported for it."""
+    classes = {half for _, half in inspect.getmembers(module, inspect.isclass)}
+    return {half for half in classes if base in {c.__name__ for c in half.__mro__[1:]}}

@@ -6,7 +6,6 @@ from fedhet.models.info import ModelInfo, base_and_width, narrow_name
 from fedhet.models.registry import (
     DRAWN,
     WITHOUT_GRADIENTS,
-    ModelName,
     build,
     build_any,
     check,
@@ -16,13 +15,12 @@ from fedhet.models.registry import (
     is_registered,
     names,
     shapes,
-    trained_shapes,
 )
 from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
-    "ModelName", "Refitted", "Within", "base_and_width", "build", "build_any", "check",
+    "Refitted", "Within", "base_and_width", "build", "build_any", "check",
     "check_name", "deal", "describe", "is_registered", "load_weights", "names", "narrow_name",
-    "shapes", "to_arrays", "trained_shapes",
+    "shapes", "to_arrays",
 ]  # fmt: skip

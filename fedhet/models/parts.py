@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedhet.algorithms.choices import Part
 from fedhet.arrays import Array, Shapes
 from fedhet.kinds import Shape
 from fedhet.models.het import HetModel
 from fedhet.models.registry import build, shapes
 from fedhet.models.weights import to_arrays
-
-Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
-"""The whole model; what is trained of it, which leaves out batch norms' running statistics; the
-model without its batch norms; the layers before the head; the head."""
 
 
 def names_of(model: HetModel, part: Part) -> frozenset[str]:
@@ -45,8 +41,10 @@ def shapes_of(
     part: Part, name: str, shape: Shape, classes: int, feature_dim: int | None = None
 ) -> Shapes:
     """Return the shape and dtype of the part's tensors, of a model by name."""
-    names = _names_by_model(part, name, tuple(shape), classes, feature_dim)
     whole = shapes(name, shape, classes, feature_dim)
+    if part == "all":
+        return whole
+    names = _names_by_model(part, name, tuple(shape), classes, feature_dim)
     return {key: found for key, found in whole.items() if key in names}
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Annotated
 
 import torch
-from pydantic import AfterValidator
 
 from fedhet.data.encoders import is_encoder
 from fedhet.errors import ModelError, SettingsError, nearest
@@ -159,13 +157,6 @@ def shapes(
     return dict(_shapes(name, tuple(shape), classes, feature_dim))
 
 
-@lru_cache(maxsize=64)
-def trained_shapes(name: str, shape: Shape, classes: int) -> Mapping[str, tuple[Shape, str]]:
-    """Return `shapes` for the trained tensors only. Cached."""
-    trained = {key for key, _ in build(name, shape, classes, seed=0).named_parameters()}
-    return {k: v for k, v in shapes(name, shape, classes).items() if k in trained}
-
-
 @lru_cache(maxsize=1024)
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None
@@ -230,15 +221,3 @@ def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> l
         DRAWN[name].draw(seed, client) if name in DRAWN else name
         for client, name in enumerate(dealt)
     ]
-
-
-def _known(name: str) -> str:
-    try:
-        check_name(name)
-    except ModelError as error:
-        raise ValueError(str(error)) from None
-    return name
-
-
-ModelName = Annotated[str, AfterValidator(_known)]
-"""The type of a setting that names a model."""

@@ -16,7 +16,7 @@ from fedhet.errors import StateError
 from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord, headline_mean
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
-from fedhet.wire.knowledge import is_name
+from fedhet.wire.identity import is_name
 
 WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
 """The folders of a run's directory that hold models: most of what it takes on disk."""

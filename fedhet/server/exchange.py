@@ -69,7 +69,7 @@ class Exchange:
         `metrics` are measured beside accuracy.
         """
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
-        self._receives: Contract = method.client.sends
+        self._receives: Contract = method.spec.replies
         self._max_bytes, self._metrics = max_bytes, metrics
         self._state = state
 

@@ -33,6 +33,8 @@ FAR = 1_000_000
 """The least upper end of a range that is only there to keep numbers finite."""
 MOST_TIMES = 1000
 """How often a pool may repeat a model."""
+A_MODEL = "the name of a model"
+"""Marks such a setting."""
 WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
 
 
@@ -217,6 +219,8 @@ def _are_metrics(text: str) -> str:
 Span = Annotated[str, AfterValidator(_is_number_span)]
 SpanOrAll = Annotated[str, AfterValidator(_is_span)]
 Milestones = Annotated[str, AfterValidator(_is_milestones)]
+ModelName = Annotated[str, A_MODEL]
+"""The name of a model, which `resolve` checks."""
 Pool = Annotated[str, AfterValidator(_is_pool_of_models)]
 Metrics = Annotated[str, AfterValidator(_are_metrics)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]

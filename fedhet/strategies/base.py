@@ -22,7 +22,7 @@ from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
 from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.spec import MethodSpec
 from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_figures
@@ -47,20 +47,17 @@ NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 
 
 class HetStrategy(Strategy):
-    """Base class of a method's server half: set `spec` and `sends`, implement the hooks."""
+    """Base class of a method's server half: set `spec`, implement the hooks."""
 
     spec: ClassVar[MethodSpec]
-    sends: ClassVar[Contract] = Contract()
-    """The contract of the instructions that `instruct` returns."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         # Of training settings that are dealt to the clients, the server has the first.
         self.run = config.run.model_copy(update={"training": config.run.training.first()})
         self.settings, self.log, self.data = config.own, log, data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
-        receives: Contract = config.method.client.sends
         engine = self.run.engine
-        told, heard = (_holds_weights(each) for each in (self.sends, receives))
+        told, heard = (_holds_weights(each) for each in (self.spec.instructions, self.spec.replies))
         pool = self.run.models.names if told or heard else None
         self._members = Members(
             engine.join_timeout, pool, log.notice, rules_of(config, self.data), engine.samples_cap
@@ -69,7 +66,7 @@ class HetStrategy(Strategy):
         self.state = RoundState(log.workers, log.notice, standing)
         limit = int(engine.max_payload_mb * 1e6)
         self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
-        self._attack = attack_of(self.run.attack, receives, self.run.seed)
+        self._attack = attack_of(self.run.attack, self.spec.replies, self.run.seed)
         self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
         self._inbox = Inbox(log.directory / "inbox", limit)
         self._stores = self.spec.large_messages or heard

@@ -7,10 +7,6 @@ Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
 
 from fedhet.algorithms.consensus import (
     filter_weights,
@@ -19,54 +15,17 @@ from fedhet.algorithms.consensus import (
     trimmed_scores,
     weighted_scores,
 )
-from fedhet.algorithms.distillation import DigestLoss, Scores
 from fedhet.arrays import Array
-from fedhet.settings.schema import CountOrNone, Positive
+from fedhet.methods.cronus import SPEC, CronusSettings
 from fedhet.strategies.base import Reply
-from fedhet.strategies.fedmd import ConsensusSettings, FedMdStrategy
-from fedhet.wire.scores import instructions
-
-
-class CronusSettings(ConsensusSettings):
-    """Settings of Cronus."""
-
-    public_epochs: CountOrNone = Field(
-        0,
-        description="a client's epochs on the public data's labels before its first round; 0, as "
-        "in the paper: public data needs no labels",
-    )
-    loss: DigestLoss = Field(
-        "cross-entropy",
-        description="distance from the consensus: cross-entropy with the soft labels, or mean "
-        "absolute or squared error of the probabilities",
-    )
-    aggregation: Literal["filter", "median", "trimmed", "mean"] = Field(
-        "filter",
-        description="the robust mean of a public sample's soft labels: the filter of Diakonikolas "
-        "et al., the coordinate-wise median or trimmed mean, or the plain mean",
-    )
-    sigma: Positive = Field(
-        0.1,
-        description="filter: honest soft labels of a sample may differ so much, as a standard "
-        "deviation; it filters where they differ by more than three times that",
-    )
-    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="trimmed: share of the clients left out at either end, rounded up"
-    )
+from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class CronusStrategy(FedMdStrategy):
     """Aggregates soft labels so that a hostile minority moves them little."""
 
-    spec = replace(
-        FedMdStrategy.spec,
-        title="robust mean of soft labels on unlabelled public data",
-        paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
-        settings=CronusSettings,
-    )
+    spec = SPEC
     settings: CronusSettings
-    exchanged: ClassVar[Scores] = "probabilities"
-    sends = instructions("probabilities")
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Form the consensus; say which share of the replies the filter has left out."""

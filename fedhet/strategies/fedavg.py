@@ -7,54 +7,22 @@ Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTA
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.arrays import Array, group, grouped
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.fedavg import SPEC, FedAvgSettings
 from fedhet.models import HetModel, build
-from fedhet.models.parts import Part, arrays_of, shapes_of
-from fedhet.settings.schema import MethodSettings
+from fedhet.models.parts import arrays_of
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedAvgSettings(MethodSettings):
-    """Settings of FedAvg; a method that averages less than the whole model says so here."""
-
-    part: ClassVar[Part] = "all"
-    """The part of the model that travels."""
-
-    @property
-    def width(self) -> int | None:
-        """Return the width of the features before the head; None: the model's own."""
-        return None
-
-
-def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the shapes of the part that travels."""
-    part = shapes_of(settings.part, client.model, client.shape, client.classes, settings.width)
-    return Sizes({"C": client.classes}, {"weights": part})
 
 
 class FedAvgStrategy(HetStrategy):
     """Averages the clients' tensors by samples; sends all clients the same."""
 
-    spec = MethodSpec(
-        title="one model, averaged by samples",
-        paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
-        headline="common",
-        settings=FedAvgSettings,
-        sizes=part_sizes,
-        kinds=("private", "global"),
-        one_model=True,
-        default_model="cnn2",
-        table_model="mlp",
-    )
+    spec = SPEC
     settings: FedAvgSettings
-    sends = Contract((WeightsField("weights", "the averaged tensors, from which clients start"),))
 
     def init(self) -> None:
         """Start from a new model."""

@@ -6,26 +6,11 @@ Non-IID Features via Local Batch Normalization, ICLR 2021.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar
-
-from fedhet.models.parts import Part
-from fedhet.strategies.fedavg import FedAvgSettings, FedAvgStrategy
-
-
-class FedBnSettings(FedAvgSettings):
-    """Settings of FedBN: it has none of its own."""
-
-    part: ClassVar[Part] = "all-but-norms"
+from fedhet.methods.fedbn import SPEC
+from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedBnStrategy(FedAvgStrategy):
     """Averages all tensors but those of batch norms by samples."""
 
-    spec = replace(
-        FedAvgStrategy.spec,
-        title="FedAvg in which each client keeps its batch norms",
-        paper="Li et al., FedBN: Federated Learning on Non-IID Features",
-        headline="personal",
-        settings=FedBnSettings,
-    )
+    spec = SPEC

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -25,28 +24,14 @@ from fedhet.arrays import Array, Arrays, grouped, groups
 from fedhet.data import refuse_overlap
 from fedhet.devices import compute_for
 from fedhet.errors import DivergedError, KnowledgeError
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.feddf import SPEC, FedDfSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
-from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.strategies.fedavg import FedAvgSettings, part_sizes
 from fedhet.training import all_finite, batches, logits_of, optimization, train_epochs
-from fedhet.wire.contract import MAX_MAGNITUDE, Contract, WeightsField
+from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedDfSettings(FedAvgSettings):
-    """Settings of FedDF; the whole model travels."""
-
-    epochs: CountOrNone = Field(
-        5,
-        description="the server's epochs of distillation over the public data a round; 0 = none, "
-        "and each architecture's average stands",
-    )
-    lr: Positive = Field(1e-3, description="learning rate of the distillation, which Adam does")
-    batch_size: Count = Field(128, description="public samples a minibatch of the distillation")
 
 
 class FedDfStrategy(HetStrategy):
@@ -56,20 +41,8 @@ class FedDfStrategy(HetStrategy):
     of all clients. An architecture without a reply keeps its model (ours).
     """
 
-    spec = MethodSpec(
-        title="averages of each architecture, taught by all clients' ensemble on public data",
-        paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
-        headline="common",
-        settings=FedDfSettings,
-        sizes=part_sizes,
-        kinds=("private", "global"),
-        needs_public=True,
-        large_messages=True,
-    )
+    spec = SPEC
     settings: FedDfSettings
-    sends = Contract(
-        (WeightsField("weights", "the fused model of the client's architecture", required=False),)
-    )
 
     def init(self) -> None:
         """Start without models: in the first round, clients start from their own new ones."""

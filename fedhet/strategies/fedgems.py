@@ -7,11 +7,9 @@ Server Models via Selective Knowledge Fusion.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedhet.algorithms.selective import (
@@ -25,107 +23,21 @@ from fedhet.algorithms.selective import (
 )
 from fedhet.arrays import Array, group, grouped
 from fedhet.data import refuse_overlap
-from fedhet.methods.registry import MethodSpec
-from fedhet.models import ModelName, build
+from fedhet.methods.fedgems import SPEC, FedGemsSettings
+from fedhet.models import build
 from fedhet.server.learner import Learner
-from fedhet.settings.schema import Count, MethodSettings, kebab
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.training import LossOfBatch
-from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedGemsSettings(MethodSettings):
-    """Settings of FedGEMS."""
-
-    server_model: ModelName = Field("gems-resnet56", description="the server's own model")
-    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
-    )
-    selective: bool = Field(
-        True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
-    )
-    split: Literal["round", "batch"] = Field(
-        "round",
-        description="when public samples are split into S1, S2 and S3: by the self-evaluation "
-        "before each round, or anew for each minibatch by its predictions in training",
-    )
-    self_training: bool = Field(
-        True,
-        description="learn samples that are predicted correctly from their labels alone; false: as "
-        "the others (Table 5)",
-    )
-    self_distillation: bool = Field(
-        True,
-        description="learn samples that are wrong now, but were right once, from the logits of "
-        "then; false: from the clients' (Table 5)",
-    )
-    ensemble: Literal["weighted", "mean", "none"] = Field(
-        "weighted",
-        description="what clients teach: the logits of those that are right, weighted by Eq. 4; "
-        "the mean of all; or nothing, and the labels alone do (Table 5)",
-    )
-    server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
-    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
-
-    @model_validator(mode="after")
-    def _fedgem_selects_nothing(self) -> FedGemsSettings:
-        for name in ("split", "self_training", "self_distillation", "ensemble"):
-            default, value = type(self).model_fields[name].default, getattr(self, name)
-            if not self.selective and value != default:
-                raise ValueError(
-                    f"setting 'fedgems.{kebab(name)}' = {value!r} is not allowed: it takes "
-                    f"{default!r} where 'fedgems.selective' = False, which splits nothing"
-                )
-        return self
-
-    @property
-    def teachers(self) -> Literal["weighted", "mean", "none"]:
-        """Return `ensemble`, which in FedGEM is the mean."""
-        return self.ensemble if self.selective else "mean"
 
 
 class FedGemsStrategy(HetStrategy):
     """Trains its own model on the public set, and asks clients for logits where it is wrong."""
 
-    spec = MethodSpec(
-        title="a larger server model, selective distillation on labelled public data",
-        paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
-        headline="common",
-        settings=FedGemsSettings,
-        needs_public=True,
-        table_settings={"server_model": "mlp3"},
-        text_settings={"server_model": "text-transformer"},
-        signal_settings={"server_model": "signal-resnet"},
-    )
+    spec = SPEC
     settings: FedGemsSettings
-    sends = Contract(
-        (
-            TensorField(
-                "logits",
-                "float32",
-                ("R", "C"),
-                "the server's logits on public samples",
-                required=False,
-            ),
-            TensorField(
-                "changed",
-                "uint8",
-                ("B",),
-                "a bit a public sample: whose logits these are; absent: all have theirs here",
-                required=False,
-                needs=("logits",),
-            ),
-            TensorField(
-                "wanted",
-                "uint8",
-                ("B",),
-                "a bit a public sample: are its logits asked for? absent: all are",
-                required=False,
-            ),
-        )
-    )
 
     def init(self) -> None:
         """Build the server's model; the pool of global logits starts empty."""

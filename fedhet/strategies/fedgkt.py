@@ -11,49 +11,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.arrays import Array, group, grouped
 from fedhet.errors import KnowledgeError
-from fedhet.methods.registry import MethodSpec
-from fedhet.models import ModelName, build, shapes, to_arrays
+from fedhet.methods.fedgkt import SPEC, FedGktSettings
+from fedhet.models import build, to_arrays
 from fedhet.server.learner import Learner
-from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_SAMPLES = 2
 """Samples in a reply: training needs as many."""
-
-
-class FedGktSettings(MethodSettings):
-    """Settings of FedGKT."""
-
-    feature_dim: Count = Field(64, description="width of the features that travel, D")
-    server_model: ModelName = Field(
-        "mlp3", description="the server's model, of feature vectors: an mlp, or your own"
-    )
-    server_epochs: Count = Field(
-        10, description="the server's epochs over all clients' features, a round"
-    )
-    temperature: Positive = Field(
-        3.0, description="T of the divergences between the logits of edge and server"
-    )
-    alpha: NonNegative = Field(
-        1.0, description="weight of the divergence beside cross-entropy, on either side"
-    )
-
-
-def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width), and the shapes of the server's model."""
-    width = settings.feature_dim
-    model = shapes(settings.server_model, (width,), client.classes)
-    return Sizes({"C": client.classes, "D": width}, {"server": model})
 
 
 class FedGktStrategy(HetStrategy):
@@ -64,29 +36,8 @@ class FedGktStrategy(HetStrategy):
     `server`.
     """
 
-    spec = MethodSpec(
-        title="a large server model on the features of small edge models; labels travel too",
-        paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
-        headline="common",
-        settings=FedGktSettings,
-        sizes=gkt_sizes,
-        kinds=("private", "server"),
-        large_messages=True,
-        semi=False,
-    )
+    spec = SPEC
     settings: FedGktSettings
-    sends = Contract(
-        (
-            TensorField(
-                "logits",
-                "float32",
-                ("N", "C"),
-                "the server's, of the client's training samples",
-                required=False,
-            ),
-            WeightsField("server", "the server's model, after the last round", required=False),
-        )
-    )
 
     def init(self) -> None:
         """Build the server's model; no client has sent anything yet."""

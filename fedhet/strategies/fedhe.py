@@ -7,30 +7,16 @@ Learning, MSN 2021, arXiv:2110.09910.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
-from pydantic import Field
 
 from fedhet.algorithms.classwise import class_average
 from fedhet.arrays import Array, grouped, groups
-from fedhet.methods.registry import MethodSpec
-from fedhet.settings.schema import MethodSettings, NonNegative
+from fedhet.methods.fedhe import SPEC
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.contract import Contract, TensorField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedHeSettings(MethodSettings):
-    """Settings of FedHe."""
-
-    loss: Literal["mse", "kl"] = Field(
-        "mse",
-        description="distance to the server's logits: their mean squared error, as in the authors' "
-        "code, or the divergence of the probabilities",
-    )
-    alpha: NonNegative = Field(0.5, description="weight of the distance to the server's logits")
 
 
 class FedHeStrategy(HetStrategy):
@@ -40,33 +26,7 @@ class FedHeStrategy(HetStrategy):
     asynchronously.
     """
 
-    spec = MethodSpec(
-        title="class-wise logits alone, averaged over the clients' latest",
-        paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
-        headline="common",
-        settings=FedHeSettings,
-    )
-    sends = Contract(
-        (
-            TensorField(
-                "classes",
-                "int64",
-                ("P",),
-                "the classes with an entry",
-                required=False,
-                ids="C",
-                needs=("logits",),
-            ),
-            TensorField(
-                "logits",
-                "float32",
-                ("P", "C"),
-                "average logits of each",
-                required=False,
-                needs=("classes",),
-            ),
-        )
-    )
+    spec = SPEC
     vectors: ClassVar[str] = "logits"
     """The field that is averaged."""
 

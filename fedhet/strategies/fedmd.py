@@ -12,79 +12,25 @@ from the consensus of its round t to the scores of its next: the same steps in t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from pydantic import Field, field_validator
 
 from fedhet.algorithms.consensus import mean_scores
-from fedhet.algorithms.distillation import DigestLoss, Scores
 from fedhet.arrays import Array, group, grouped
 from fedhet.data import refuse_overlap
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.fedmd import SPEC, ConsensusSettings
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-from fedhet.wire.scores import instructions
-
-LEAST_SAMPLE = 2
-"""Public samples that a client can train on."""
-
-
-class ConsensusSettings(MethodSettings):
-    """Settings of all methods of this round; each declares two more, with a default of its own."""
-
-    if TYPE_CHECKING:
-        public_epochs: int
-        loss: DigestLoss
-
-    sample: CountOrNone = Field(
-        5000, description="public samples drawn for each round, from which all learn; 0 = all"
-    )
-    digest_epochs: Count = Field(
-        5, description="a client's epochs towards the consensus on public samples, a round"
-    )
-
-    @field_validator("sample")
-    @classmethod
-    def _sample_can_be_trained_on(cls, value: int) -> int:
-        if 0 < value < LEAST_SAMPLE:
-            raise ValueError(f"it takes 0 or at least {LEAST_SAMPLE}")
-        return value
-
-
-class FedMdSettings(ConsensusSettings):
-    """Settings of FedMD."""
-
-    public_epochs: CountOrNone = Field(
-        10,
-        description="a client's epochs on the labelled public data before its first round "
-        "(transfer learning); 0: none, and the public data needs no labels",
-    )
-    loss: DigestLoss = Field(
-        "mae",
-        description="distance from the consensus: mean absolute or squared error of the scores "
-        "that travel, or cross-entropy between the probabilities",
-    )
 
 
 class FedMdStrategy(HetStrategy):
     """Draws public samples, collects the clients' scores on them, and sends all their mean."""
 
-    spec = MethodSpec(
-        title="mean class scores on labelled public data; models of any architecture",
-        paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
-        headline="common",
-        settings=FedMdSettings,
-        needs_public=True,
-    )
+    spec = SPEC
     settings: ConsensusSettings
-    exchanged: ClassVar[Scores] = "logits"
-    """What travels, and the name of its field."""
-    sends = instructions("logits")
 
     def init(self) -> None:
         """Start without a consensus."""
@@ -103,7 +49,9 @@ class FedMdStrategy(HetStrategy):
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
         self.asked = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
-        told = {} if self.agreed is None else {self.exchanged: self.agreed, "rows": self.rows}
+        told = (
+            {} if self.agreed is None else {self.settings.exchanged: self.agreed, "rows": self.rows}
+        )
         self._instruction = Knowledge({**told, "asked": self.asked})
         return super().select(round, members)
 
@@ -118,7 +66,9 @@ class FedMdStrategy(HetStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Form the consensus of the round's replies ("Aggregate")."""
         self.rows = self.asked
-        self.answers = {r.client.name: r.knowledge.tensors[self.exchanged] for r in replies}
+        self.answers = {
+            r.client.name: r.knowledge.tensors[self.settings.exchanged] for r in replies
+        }
         self._agree()
         return {}
 

@@ -6,26 +6,11 @@ Federated Optimization in Heterogeneous Networks, MLSys 2020.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from pydantic import Field
-
-from fedhet.settings.schema import NonNegative
-from fedhet.strategies.fedavg import FedAvgSettings, FedAvgStrategy
-
-
-class FedProxSettings(FedAvgSettings):
-    """Settings of FedProx."""
-
-    mu: NonNegative = Field(0.01, description="weight of the proximal term of Eq. 2")
+from fedhet.methods.fedprox import SPEC
+from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedProxStrategy(FedAvgStrategy):
     """Averages by samples; what differs from FedAvg is the clients' loss."""
 
-    spec = replace(
-        FedAvgStrategy.spec,
-        title="FedAvg with a proximal term in the clients' loss",
-        paper="Li et al., Federated Optimization in Heterogeneous Networks",
-        settings=FedProxSettings,
-    )
+    spec = SPEC

@@ -8,155 +8,25 @@ Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciproci
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
 
 from fedhet.algorithms.averaging import average_weights, moved_towards
-from fedhet.algorithms.conformal import Raps, free_ranks
-from fedhet.algorithms.imitation import SetRules
-from fedhet.algorithms.local_models import LEAST_SCALE, START_SCALE
+from fedhet.algorithms.local_models import START_SCALE
 from fedhet.arrays import Array, group, grouped
-from fedhet.methods.registry import MethodSpec
-from fedhet.models import ModelName, build, shapes, to_arrays, trained_shapes
+from fedhet.methods.fedtype import SPEC, FedTypeSettings
+from fedhet.models import build, to_arrays
 from fedhet.runs.measures import mean_figures
-from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FedTypeSettings(MethodSettings):
-    """Settings of FedType."""
-
-    proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
-    aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
-        "fedavg", description="how proxies are trained and averaged"
-    )
-    moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="pFedMe's share of the new average in the server's proxy"
-    )
-    backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
-        "conformal",
-        description="what the private model imitates: conformal sets, top-k, all, or nothing",
-    )
-    set_loss: Literal["mean", "sum"] = Field(
-        "mean", description="Eq. 3 over a set of labels; the paper prints the sum"
-    )
-    labels: Literal["own", "all"] = Field(
-        "own", description="labels that a set may hold: those of the client's data, or all"
-    )
-    mode: Literal["training", "evaluation"] = Field(
-        "training", description="mode of the models (dropout, batch norm) that give tau and sets"
-    )
-    quantile: Literal["plain", "corrected"] = Field(
-        "plain",
-        description="tau: the (1 - theta) quantile as in RAPS' code, or corrected for few samples, "
-        "as printed",
-    )
-    infinite: Literal["skip", "imitate"] = Field(
-        "skip",
-        description="where a corrected tau is infinite for want of samples, so that every set is "
-        "whole: imitate nothing, or whole sets",
-    )
-    eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
-    g: Literal["g1", "g2", "g3", "g4"] = Field(
-        "g1", description="how sets shrink as the proxy gets worse; g2 does not"
-    )
-    lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
-    k_reg: str | int = Field(
-        "auto",
-        description="ranks that RAPS does not penalise; auto is 1 for up to 10 labels, 5 from 100",
-    )
-    theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="share of sets that may miss the truth"
-    )
-    u: str | float = Field(
-        "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
-    )
-    top_k: Count = Field(3, description="labels in a set, for backward = topk")
-    epoch_data: Literal["full", "part"] = Field(
-        "full", description="does an epoch see all data, or its part of local-epochs parts?"
-    )
-    calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="share of a client's samples held out to calibrate on"
-    )
-    prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
-    moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
-    moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
-    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy a batch")
-    bayes_zeta: NonNegative = Field(
-        1e-4, description="weight of pFedBayes' divergence from the server's proxy"
-    )
-
-    @field_validator("u")
-    @classmethod
-    def _u_is_a_share(cls, value: str | float) -> str | float:
-        if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
-            return value
-        raise ValueError("it takes random, or a number from 0 to 1")
-
-    @field_validator("k_reg", mode="before")
-    @classmethod
-    def _k_reg_is_a_rank(cls, value: object) -> object:
-        if value == "auto" or (type(value) is int and 0 <= value <= 1_000_000):
-            return value
-        raise ValueError("it takes auto, or an integer from 0 to 1000000")
-
-    def rules(self, labels: int) -> SetRules:
-        """Return how sets are made where they may hold any of so many labels."""
-        k_reg = free_ranks(labels) if isinstance(self.k_reg, str) else self.k_reg
-        return SetRules(
-            kind="topk" if self.backward == "topk" else "conformal",
-            top_k=self.top_k,
-            raps=Raps(self.lambda_, k_reg),
-            theta=self.theta,
-            corrected=self.quantile == "corrected",
-            g=self.g,
-            u=None if isinstance(self.u, str) else self.u,
-            weighted=self.eta == "consensus",
-            averaged=self.set_loss == "mean",
-            skips_infinite=self.infinite == "skip",
-        )
-
-
-def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, the proxy's shapes and, as "scale", those of its trained tensors."""
-    whole = shapes(settings.proxy, client.shape, client.classes)
-    trained = trained_shapes(settings.proxy, client.shape, client.classes)
-    return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 
 class FedTypeStrategy(HetStrategy):
     """Averages the proxies by samples; the private models stay at the clients."""
 
-    spec = MethodSpec(
-        title="identical small proxies, and conformal sets between proxy and private model",
-        paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity "
-        "Learning",
-        headline="personal",
-        settings=FedTypeSettings,
-        sizes=proxy_sizes,
-        kinds=("private", "proxy", "global"),
-        table_settings={"proxy": "mlp"},
-        text_settings={"proxy": "text-cnn"},
-        signal_settings={"proxy": "signal-cnn2"},
-        semi=False,
-    )
+    spec = SPEC
     settings: FedTypeSettings
-    sends = Contract(
-        (
-            WeightsField("proxy", "the server's proxy; of a variational one, the means"),
-            WeightsField(
-                "scale",
-                "a variational proxy's standard deviations",
-                required=False,
-                low=LEAST_SCALE,
-            ),
-        )
-    )
 
     def init(self) -> None:
         """Start from a new proxy."""

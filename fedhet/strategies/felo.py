@@ -7,100 +7,21 @@ Learning, Computer Networks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-from pydantic import Field
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.algorithms.classwise import ClassMeans, FeatureNorm, Terms, average
+from fedhet.algorithms.classwise import ClassMeans, average
 from fedhet.arrays import Array, Arrays, grouped, groups
-from fedhet.methods.registry import MethodSpec
-from fedhet.models import shapes
-from fedhet.settings.schema import Count, MethodSettings, NonNegative
+from fedhet.methods.felo import SPEC, FeloSettings
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-class FeloSettings(MethodSettings):
-    """Settings of Felo."""
-
-    weighting: Literal["clients", "samples"] = Field(
-        "clients", description="does a client count once in a class's mean, or by its samples?"
-    )
-    feature_dim: Count = Field(64, description="width of the features that travel, D")
-    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
-    feature_weight: NonNegative = Field(
-        0.1,
-        description="times alpha: the weight of Eq. 1's feature term alone; 1 as printed, 0 leaves "
-        "it out",
-    )
-    logit_weight: NonNegative = Field(
-        1.0, description="times alpha: the weight of Eq. 1's logit term alone; 0 leaves it out"
-    )
-    feature_norm: FeatureNorm = Field(
-        "none",
-        description="scale of Eq. 1's feature term: as printed, in units of the server's features "
-        "(rms), or every vector at length 1 in root mean square (unit)",
-    )
-    share_weights: bool = Field(
-        True, description="send the weights too, to be averaged within an architecture"
-    )
-
-    def terms(self) -> Terms:
-        """Return how the terms of Eq. 1 are weighed and measured."""
-        return Terms(self.alpha, self.feature_weight, self.logit_weight, self.feature_norm)
-
-
-def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width), and the shapes of the client's architecture."""
-    own = shapes(client.model, client.shape, client.classes, settings.feature_dim)
-    return Sizes({"C": client.classes, "D": settings.feature_dim}, {"weights": own})
 
 
 class FeloStrategy(HetStrategy):
     """Averages features and logits per class over all clients, and weights per architecture."""
 
-    spec = MethodSpec(
-        title="class-wise features and logits, and weights within an architecture",
-        paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
-        headline="common",
-        settings=FeloSettings,
-        sizes=felo_sizes,
-        kinds=("private", "global"),
-    )
+    spec = SPEC
     settings: FeloSettings
-    sends = Contract(
-        (
-            TensorField(
-                "classes",
-                "int64",
-                ("P",),
-                "the classes with an entry",
-                required=False,
-                ids="C",
-                needs=("features", "logits"),
-            ),
-            TensorField(
-                "features",
-                "float32",
-                ("P", "D"),
-                "average features of each",
-                required=False,
-                needs=("classes",),
-            ),
-            TensorField(
-                "logits",
-                "float32",
-                ("P", "C"),
-                "average logits of each",
-                required=False,
-                needs=("classes",),
-            ),
-            WeightsField("weights", "averaged weights of the architecture", required=False),
-        )
-    )
 
     def init(self) -> None:
         """Start without knowledge: in the first round, clients train on their own data only."""

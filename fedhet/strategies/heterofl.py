@@ -11,83 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import AfterValidator, Field
 
 from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits
 from fedhet.arrays import Array, group, grouped
 from fedhet.errors import KnowledgeError
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
 from fedhet.models import build, is_registered, narrow_name
-from fedhet.models.parts import Part, arrays_of
+from fedhet.models.parts import arrays_of
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
-from fedhet.strategies.fedavg import FedAvgSettings, part_sizes
-from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-WIDTHS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
-"""The share of each layer's channels that a sub-model has, by the paper's name of its level."""
-
-
-def _are_levels(text: str) -> str:
-    if not all(level.strip() in WIDTHS for level in text.split(",")):
-        raise ValueError(f"it takes some of {', '.join(WIDTHS)}, comma-separated")
-    return text
-
-
-class HeteroFlSettings(FedAvgSettings):
-    """Settings of HeteroFL."""
-
-    part: ClassVar[Part] = "trained"
-
-    levels: Annotated[str, AfterValidator(_are_levels)] = Field(
-        "a,b,c",
-        description="the clients' levels, dealt in turn: a has all channels of the model, b 1/2, "
-        "c 1/4, d 1/8, e 1/16; a level that stands there twice has twice as many clients",
-    )
-    weighting: Literal["clients", "samples"] = Field(
-        "clients", description="does a client count once in a mean, or by its samples?"
-    )
-    scaler: bool = Field(
-        True, description="divide the features of narrow models by their width while they train"
-    )
-    masked: bool = Field(
-        True,
-        description="cross-entropy with 0 for the outputs of classes that a client has no samples "
-        "of; only those who have some average their rows of the head, and tell the server so",
-    )
-
-    @property
-    def widths(self) -> list[float]:
-        """Return the width of each level, in turn."""
-        return [WIDTHS[level.strip()] for level in self.levels.split(",")]
-
-    def width_of(self, client: int) -> float:
-        """Return the width of client number `client`; the first one's for a site without number."""
-        return self.widths[max(client, 0) % len(self.widths)]
 
 
 class HeteroFlStrategy(HetStrategy):
     """Sends each client its part of the global model, which has the widest level's width."""
 
-    spec = MethodSpec(
-        title="sub-models of several widths, averaged where they overlap",
-        paper="Diao et al., HeteroFL: Federated Learning for Heterogeneous Clients",
-        headline="common",
-        settings=HeteroFlSettings,
-        sizes=part_sizes,
-        kinds=("private", "global"),
-        semi=False,  # its batch norms have no statistics to predict with until training is over
-        default_model="cnn2",
-        table_model="mlp",
-        text_model="text-cnn",
-        signal_model="signal-cnn2",
-    )
+    spec = SPEC
     settings: HeteroFlSettings
-    sends = Contract((WeightsField("weights", "the client's part of the global weights"),))
 
     def init(self) -> None:
         """Start from a new model. Raises SettingsError unless there is one, of any width."""

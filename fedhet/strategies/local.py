@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedhet.methods.registry import MethodSpec
+from fedhet.methods.local import SPEC
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -13,12 +13,7 @@ from fedhet.wire.knowledge import Knowledge
 class LocalStrategy(HetStrategy):
     """Exchanges no knowledge; clients, split and epochs are the same as with a method."""
 
-    spec = MethodSpec(
-        title="each client trains alone; the baseline of every table",
-        paper="no paper",
-        headline="common",
-        any_model=True,
-    )
+    spec = SPEC
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send an empty instruction."""

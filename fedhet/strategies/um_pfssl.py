@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from pydantic import Field, field_validator
 
 from fedhet.algorithms.helpers import (
     Helper,
@@ -21,69 +20,22 @@ from fedhet.algorithms.helpers import (
     replaceable,
     to_arrays,
 )
-from fedhet.algorithms.uncertainty import Divergence, RelationKind, has_dropout
+from fedhet.algorithms.uncertainty import has_dropout
 from fedhet.arrays import Array, group, grouped, groups
 from fedhet.errors import KnowledgeError
-from fedhet.methods.registry import MethodSpec
-from fedhet.models import build, shapes
+from fedhet.methods.um_pfssl import SPEC, UmPfsslSettings
+from fedhet.models import build
 from fedhet.runs.measures import mean_figures
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
+from fedhet.settings.schema import refused
 from fedhet.storage import ModelStore
 from fedhet.strategies.base import HetStrategy, Reply, Selection
-from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
+from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 KEPT_VERSIONS = 3
 """Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
-
-
-class UmPfsslSettings(MethodSettings):
-    """Settings of UM-pFSSL."""
-
-    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
-    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
-    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
-    refresh: str | int = Field(
-        "auto",
-        description="rounds between updates of the helpers, nu; auto is those between two rounds "
-        "of a client, 1 / fraction, as in the paper",
-    )
-    warm_up: CountOrNone = Field(
-        20, description="epochs on labelled data alone, in a round of all clients before t = 1"
-    )
-    warm_up_steps: CountOrNone = Field(
-        0, description="least optimiser steps of the warm-up, whatever the number of labels"
-    )
-    passes: Count = Field(8, description="dropout masks of a prediction, T")
-    relation: RelationKind = Field(
-        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
-    )
-    divergence: Divergence = Field(
-        "forward",
-        description="Eq. 5 as KL(pseudo-label || own), distillation, or as printed, reversed",
-    )
-    pseudo_labels: bool = Field(
-        True, description="do clients learn from pseudo-labels? false: from labels alone"
-    )
-
-    @field_validator("refresh", mode="before")
-    @classmethod
-    def _refresh_is_counted(cls, value: object) -> object:
-        if value == "auto" or (type(value) is int and 1 <= value <= 1_000_000):
-            return value
-        raise ValueError("it takes auto, or an integer from 1 to 1000000")
-
-    def refresh_rounds(self, fraction: float) -> int:
-        """Return nu where so large a share of the clients is sampled each round."""
-        return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
-
-
-def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the shapes of the architecture, for one model and for several."""
-    own = shapes(client.model, client.shape, client.classes)
-    return Sizes({"C": client.classes}, {"weights": own, "models": own})
 
 
 class UmPfsslStrategy(HetStrategy):
@@ -93,41 +45,8 @@ class UmPfsslStrategy(HetStrategy):
     client is not asked if it is neither sampled nor has helpers to search or update.
     """
 
-    spec = MethodSpec(
-        title="personalised semi-supervised learning with helpers chosen by their uncertainty",
-        paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
-        headline="personal",
-        settings=UmPfsslSettings,
-        sizes=model_sizes,
-        needs_unlabelled=True,
-        semi=False,
-        one_model=True,
-        default_model="cnn2-dropout",
-        table_model="mlp-dropout",
-        text_model="text-cnn-dropout",
-        signal_model="signal-cnn2-dropout",
-        large_messages=True,
-    )
+    spec = SPEC
     settings: UmPfsslSettings
-    sends = Contract(
-        (
-            ScalarField("own", int, "the client's own number in the pool", low=0),
-            ScalarField("train", bool, "is the client sampled, or does it only search?"),
-            ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
-            TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
-            TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
-            TensorField(
-                "roles",
-                "int64",
-                ("N",),
-                "0 to compare, 1 to fill the list, 2 a newer version of a helper",
-                required=False,
-                low=0,
-                needs=("versions",),
-            ),
-            WeightsField("models", "the models sent", required=False, stacked="N"),
-        )
-    )
 
     def init(self) -> None:
         """Start with an empty pool. Raises SettingsError for models without dropout."""

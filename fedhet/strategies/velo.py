@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from fedhet.algorithms.classwise import newest
 from fedhet.algorithms.cvae import Cvae, separation, synthesise, train_cvae
 from fedhet.arrays import Array, group, grouped
+from fedhet.methods.velo import SPEC, VeloSettings
 from fedhet.models import load_weights, to_arrays
 from fedhet.seeding import numpy_rng, seeded, torch_generator
-from fedhet.settings.schema import Count, Positive
 from fedhet.strategies.base import Reply
-from fedhet.strategies.felo import FeloSettings, FeloStrategy, felo_sizes
+from fedhet.strategies.felo import FeloStrategy
 from fedhet.training import all_finite
-from fedhet.wire.contract import Sizes, TensorField
-from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.identity import SERVER
 
 DRAWS = 100
 """Synthetic features of each class on which the separation is measured, whatever number is sent: of
@@ -34,59 +30,11 @@ KEPT = ("features", "labels", "learned", "synthetic", "separation")
 """The strategy's own state across rounds, beside Felo's and the CVAE."""
 
 
-class VeloSettings(FeloSettings):
-    """Settings of Velo."""
-
-    interval: Count = Field(1, description="rounds between trainings of the CVAE")
-    samples_per_class: Count = Field(
-        1, description="synthetic features of each class that are sent a round, S"
-    )
-    least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.9,
-        description="means are sent while a smaller share of the CVAE's features is nearest to the "
-        "mean of its own class; 0: until the CVAE has been trained once, as printed",
-    )
-    memory: Count = Field(
-        20, description="features of each class that the server keeps, oldest out first"
-    )
-    latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
-    hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
-    deviation: Positive = Field(
-        1.0,
-        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
-        "features",
-    )
-    epochs: Count = Field(50, description="epochs of the CVAE a training")
-    cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
-    cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
-
-
-def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
-    """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
-    felo = felo_sizes(settings, client)
-    return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
-
-
 class VeloStrategy(FeloStrategy):
     """Trains a CVAE on the clients' features and sends synthetic features; otherwise as Felo."""
 
-    spec = replace(
-        FeloStrategy.spec,
-        title="Felo with synthetic features, from a conditional VAE on the server",
-        settings=VeloSettings,
-        sizes=velo_sizes,
-    )
+    spec = SPEC
     settings: VeloSettings
-    sends = FeloStrategy.sends.replacing(
-        TensorField(
-            "features",
-            "float32",
-            ("P", "S", "D"),
-            "synthetic features of each, or its average S times",
-            required=False,
-            needs=("classes",),
-        )
-    )
 
     def init(self) -> None:
         """Start from a new, untrained CVAE and an empty feature dataset."""

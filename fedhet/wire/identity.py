@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from fedhet.errors import KnowledgeError, shown
-from fedhet.wire.knowledge import is_name
 
 SERVER = "server"
 """The sender's name in the server's messages; no client may have it."""
@@ -19,6 +18,7 @@ MAX_SIDE = 65_536
 MAX_VALUES = 2**28
 """Values in one sample."""
 MAX_SAMPLES = 10**9
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
 _TEXT = re.compile(r"0,[0-9]{1,5},[0-9]{1,5}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
@@ -54,6 +54,11 @@ class ClientInfo:
             "order": self.order,
             "training": self.training,
         }
+
+
+def is_name(text: str) -> bool:
+    """Tell whether `text` is a valid name of a run or a client, which is also a folder's name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def order_of(classes: Sequence[str]) -> str:

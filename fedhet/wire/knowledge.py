@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.arrays import Array, Arrays, OnDemand, group
 from fedhet.errors import KnowledgeError
+from fedhet.wire.identity import is_name
 
 SCHEMA_VERSION = 1
 DTYPES = frozenset(
@@ -37,7 +38,6 @@ _HEADER = re.compile(
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
 """The header that numpy writes for the allowed types; any other valid header is rejected."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Scalars = Mapping[str, bool | int | float | str]
 
@@ -73,11 +73,6 @@ class Knowledge:
         if isinstance(own, OnDemand):
             return Knowledge(own.replacing(tensors), self.scalars)
         return Knowledge({**own, **tensors}, self.scalars)
-
-
-def is_name(text: str) -> bool:
-    """Tell whether `text` is a valid name of a run or a client, which is also a folder's name."""
-    return _NAME.fullmatch(text) is not None
 
 
 def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:

@@ -1,0 +1,59 @@
+"""Cronus: its declaration.
+
+Hongyan Chang, Virat Shejwalkar, Reza Shokri and Amir Houmansadr, Cronus: Robust and Heterogeneous
+Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.methods.fedmd import SPEC as FEDMD
+from fedhet.methods.fedmd import ConsensusSettings, instructions, replies
+from fedhet.settings.schema import CountOrNone, Positive
+
+
+class CronusSettings(ConsensusSettings):
+    """Settings of Cronus."""
+
+    exchanged: ClassVar[ScoreKind] = "probabilities"
+
+    public_epochs: CountOrNone = Field(
+        0,
+        description="a client's epochs on the public data's labels before its first round; 0, as "
+        "in the paper: public data needs no labels",
+    )
+    loss: DigestLoss = Field(
+        "cross-entropy",
+        description="distance from the consensus: cross-entropy with the soft labels, or mean "
+        "absolute or squared error of the probabilities",
+    )
+    aggregation: Literal["filter", "median", "trimmed", "mean"] = Field(
+        "filter",
+        description="the robust mean of a public sample's soft labels: the filter of Diakonikolas "
+        "et al., the coordinate-wise median or trimmed mean, or the plain mean",
+    )
+    sigma: Positive = Field(
+        0.1,
+        description="filter: honest soft labels of a sample may differ so much, as a standard "
+        "deviation; it filters where they differ by more than three times that",
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.1, description="trimmed: share of the clients left out at either end, rounded up"
+    )
+
+
+INSTRUCTIONS = instructions("probabilities")
+REPLIES = replies("probabilities")
+SPEC = replace(
+    FEDMD,
+    title="robust mean of soft labels on unlabelled public data",
+    paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
+    settings=CronusSettings,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

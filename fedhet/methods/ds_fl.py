@@ -1,0 +1,60 @@
+"""DS-FL: its declaration.
+
+Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto,
+Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
+Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv:2008.06180.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.methods.fedmd import SPEC as FEDMD
+from fedhet.methods.fedmd import ConsensusSettings, instructions, replies
+from fedhet.settings.schema import Count, CountOrNone, ModelName, Positive
+
+
+class DsFlSettings(ConsensusSettings):
+    """Settings of DS-FL."""
+
+    exchanged: ClassVar[ScoreKind] = "probabilities"
+
+    public_epochs: CountOrNone = Field(
+        0,
+        description="a client's epochs on the public data's labels before its first round; 0, as "
+        "in the paper: public data needs no labels",
+    )
+    loss: DigestLoss = Field(
+        "cross-entropy",
+        description="distance from the consensus, for clients and server: cross-entropy with the "
+        "soft labels, or mean absolute or squared error of the probabilities",
+    )
+    aggregation: Literal["era", "sa"] = Field(
+        "era", description="the consensus: entropy reduction, or simple aggregation, the plain mean"
+    )
+    temperature: Positive = Field(
+        0.1, description="T of entropy reduction, softmax(mean / T): the lower, the sharper"
+    )
+    server_model: ModelName = Field("cnn2", description="the server's own model")
+    server_epochs: Count = Field(
+        5, description="the server's epochs towards the consensus on public samples, a round"
+    )
+
+
+INSTRUCTIONS = instructions("probabilities")
+REPLIES = replies("probabilities")
+SPEC = replace(
+    FEDMD,
+    title="sharpened mean of soft labels on unlabelled public data, and a server's model",
+    paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
+    settings=DsFlSettings,
+    table_settings={"server_model": "mlp"},
+    text_settings={"server_model": "text-cnn"},
+    signal_settings={"server_model": "signal-cnn2"},
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

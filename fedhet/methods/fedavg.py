@@ -1,0 +1,59 @@
+"""FedAvg: its declaration.
+
+Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
+Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedhet.algorithms.choices import Part
+from fedhet.methods.sizes import model_shapes
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import MethodSettings
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class FedAvgSettings(MethodSettings):
+    """Settings of FedAvg; a method that averages less than the whole model says so here."""
+
+    part: ClassVar[Part] = "all"
+    """The part of the model that travels."""
+
+    @property
+    def width(self) -> int | None:
+        """Return the width of the features before the head; None: the model's own."""
+        return None
+
+
+def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the shapes of the part that travels."""
+    part = model_shapes(
+        client.model,
+        client.shape,
+        client.classes,
+        part=settings.part,
+        feature_dim=settings.width,
+    )
+    return Sizes({"C": client.classes}, {"weights": part})
+
+
+INSTRUCTIONS = Contract(
+    (WeightsField("weights", "the averaged tensors, from which clients start"),)
+)
+REPLIES = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
+SPEC = MethodSpec(
+    title="one model, averaged by samples",
+    paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
+    headline="common",
+    settings=FedAvgSettings,
+    sizes=part_sizes,
+    kinds=("private", "global"),
+    one_model=True,
+    default_model="cnn2",
+    table_model="mlp",
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

@@ -1,0 +1,29 @@
+"""FedBN: its declaration.
+
+Xiaoxiao Li, Meirui Jiang, Xiaofei Zhang, Michael Kamp and Qi Dou, FedBN: Federated Learning on
+Non-IID Features via Local Batch Normalization, ICLR 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from fedhet.algorithms.choices import Part
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+
+
+class FedBnSettings(FedAvgSettings):
+    """Settings of FedBN: it has none of its own."""
+
+    part: ClassVar[Part] = "all-but-norms"
+
+
+SPEC = replace(
+    FEDAVG,
+    title="FedAvg in which each client keeps its batch norms",
+    paper="Li et al., FedBN: Federated Learning on Non-IID Features",
+    headline="personal",
+    settings=FedBnSettings,
+)

@@ -1,0 +1,74 @@
+"""FedGKT: its declaration.
+
+Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
+Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, "ServerExecute". Features are vectors of one
+width, which every edge model has (ours): the paper's are feature maps of one architecture.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fedhet.methods.sizes import model_shapes
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class FedGktSettings(MethodSettings):
+    """Settings of FedGKT."""
+
+    feature_dim: Count = Field(64, description="width of the features that travel, D")
+    server_model: ModelName = Field(
+        "mlp3", description="the server's model, of feature vectors: an mlp, or your own"
+    )
+    server_epochs: Count = Field(
+        10, description="the server's epochs over all clients' features, a round"
+    )
+    temperature: Positive = Field(
+        3.0, description="T of the divergences between the logits of edge and server"
+    )
+    alpha: NonNegative = Field(
+        1.0, description="weight of the divergence beside cross-entropy, on either side"
+    )
+
+
+def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
+    """Return the axes C and D (feature width), and the shapes of the server's model."""
+    width = settings.feature_dim
+    model = model_shapes(settings.server_model, (width,), client.classes)
+    return Sizes({"C": client.classes, "D": width}, {"server": model})
+
+
+INSTRUCTIONS = Contract(
+    (
+        TensorField(
+            "logits",
+            "float32",
+            ("N", "C"),
+            "the server's, of the client's training samples",
+            required=False,
+        ),
+        WeightsField("server", "the server's model, after the last round", required=False),
+    )
+)
+REPLIES = Contract(
+    (
+        TensorField("features", "float32", ("N", "D"), "of each training sample"),
+        TensorField("logits", "float32", ("N", "C"), "of each training sample"),
+        TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
+    )
+)
+SPEC = MethodSpec(
+    title="a large server model on the features of small edge models; labels travel too",
+    paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
+    headline="common",
+    settings=FedGktSettings,
+    sizes=gkt_sizes,
+    kinds=("private", "server"),
+    large_messages=True,
+    semi=False,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

@@ -1,0 +1,63 @@
+"""FedHe: its declaration.
+
+Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
+Learning, MSN 2021, arXiv:2110.09910.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import MethodSettings, NonNegative
+from fedhet.wire.contract import Contract, TensorField
+
+
+class FedHeSettings(MethodSettings):
+    """Settings of FedHe."""
+
+    loss: Literal["mse", "kl"] = Field(
+        "mse",
+        description="distance to the server's logits: their mean squared error, as in the authors' "
+        "code, or the divergence of the probabilities",
+    )
+    alpha: NonNegative = Field(0.5, description="weight of the distance to the server's logits")
+
+
+INSTRUCTIONS = Contract(
+    (
+        TensorField(
+            "classes",
+            "int64",
+            ("P",),
+            "the classes with an entry",
+            required=False,
+            ids="C",
+            needs=("logits",),
+        ),
+        TensorField(
+            "logits",
+            "float32",
+            ("P", "C"),
+            "average logits of each",
+            required=False,
+            needs=("classes",),
+        ),
+    )
+)
+REPLIES = Contract(
+    (
+        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+        TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+    )
+)
+SPEC = MethodSpec(
+    title="class-wise logits alone, averaged over the clients' latest",
+    paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
+    headline="common",
+    settings=FedHeSettings,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

@@ -1,0 +1,105 @@
+"""FedMD: its declaration.
+
+Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
+2019 Workshop on Federated Learning, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, field_validator
+
+from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings
+from fedhet.wire.contract import Contract, TensorField
+
+LEAST_SAMPLE = 2
+"""Public samples that a client can train on."""
+
+
+class ConsensusSettings(MethodSettings):
+    """Settings of all methods of this round; each declares two more, with a default of its own."""
+
+    exchanged: ClassVar[ScoreKind] = "logits"
+    """What travels, and the name of its field."""
+
+    if TYPE_CHECKING:
+        public_epochs: int
+        loss: DigestLoss
+
+    sample: CountOrNone = Field(
+        5000, description="public samples drawn for each round, from which all learn; 0 = all"
+    )
+    digest_epochs: Count = Field(
+        5, description="a client's epochs towards the consensus on public samples, a round"
+    )
+
+    @field_validator("sample")
+    @classmethod
+    def _sample_can_be_trained_on(cls, value: int) -> int:
+        if 0 < value < LEAST_SAMPLE:
+            raise ValueError(f"it takes 0 or at least {LEAST_SAMPLE}")
+        return value
+
+
+class FedMdSettings(ConsensusSettings):
+    """Settings of FedMD."""
+
+    public_epochs: CountOrNone = Field(
+        10,
+        description="a client's epochs on the labelled public data before its first round "
+        "(transfer learning); 0: none, and the public data needs no labels",
+    )
+    loss: DigestLoss = Field(
+        "mae",
+        description="distance from the consensus: mean absolute or squared error of the scores "
+        "that travel, or cross-entropy between the probabilities",
+    )
+
+
+def instructions(scores: ScoreKind) -> Contract:
+    """Return the contract of the instructions of a method whose clients send such scores."""
+    return Contract(
+        (
+            TensorField(
+                scores,
+                "float32",
+                ("R", "C"),
+                "the consensus of the round before",
+                required=False,
+                distribution=scores == "probabilities",
+                needs=("rows",),
+            ),
+            TensorField(
+                "rows",
+                "uint",
+                ("R",),
+                "the public samples of the consensus",
+                required=False,
+                ids="N",
+                needs=(scores,),
+            ),
+            TensorField("asked", "uint", ("Q",), "the public samples to predict", ids="N"),
+        )
+    )
+
+
+def replies(scores: ScoreKind) -> Contract:
+    """Return the contract of the replies of such clients."""
+    sent, probabilities = "of the samples asked for", scores == "probabilities"
+    return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
+
+
+INSTRUCTIONS = instructions("logits")
+REPLIES = replies("logits")
+SPEC = MethodSpec(
+    title="mean class scores on labelled public data; models of any architecture",
+    paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
+    headline="common",
+    settings=FedMdSettings,
+    needs_public=True,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

@@ -1,0 +1,29 @@
+"""FedPer: its declaration.
+
+Manoj Ghuhan Arivazhagan, Vinay Aggarwal, Aaditya Kumar Singh and Sunav Choudhary, Federated
+Learning with Personalization Layers, arXiv:1912.00818.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from fedhet.algorithms.choices import Part
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+
+
+class FedPerSettings(FedAvgSettings):
+    """Settings of FedPer: it has none of its own."""
+
+    part: ClassVar[Part] = "extractor"
+
+
+SPEC = replace(
+    FEDAVG,
+    title="FedAvg of the base layers; each client has a head of its own",
+    paper="Arivazhagan et al., Federated Learning with Personalization Layers",
+    headline="personal",
+    settings=FedPerSettings,
+)

@@ -1,0 +1,73 @@
+"""FedProto: its declaration.
+
+Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
+Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import Count, MethodSettings, NonNegative
+from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.identity import ClientInfo
+
+
+class FedProtoSettings(MethodSettings):
+    """Settings of FedProto."""
+
+    lambda_: NonNegative = Field(1.0, description="weight of the distance to the prototypes")
+    feature_dim: Count = Field(64, description="width of the features and prototypes, D")
+    weighting: Literal["samples", "clients"] = Field(
+        "samples",
+        description="does a client count by its samples of a class in the class's prototype, as in "
+        "Eq. 6, or once, as in the authors' code?",
+    )
+
+
+def prototype_sizes(settings: FedProtoSettings, client: ClientInfo) -> Sizes:
+    """Return the axes C and D (feature width)."""
+    return Sizes({"C": client.classes, "D": settings.feature_dim})
+
+
+INSTRUCTIONS = Contract(
+    (
+        TensorField(
+            "classes",
+            "int64",
+            ("P",),
+            "the classes with a prototype",
+            required=False,
+            ids="C",
+            needs=("features",),
+        ),
+        TensorField(
+            "features",
+            "float32",
+            ("P", "D"),
+            "global prototype of each",
+            required=False,
+            needs=("classes",),
+        ),
+    )
+)
+REPLIES = Contract(
+    (
+        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+        TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
+        TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+    )
+)
+SPEC = MethodSpec(
+    title="class prototypes: mean features, to which all clients' features are drawn",
+    paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients",
+    headline="personal",
+    settings=FedProtoSettings,
+    sizes=prototype_sizes,
+    kinds=("private", "prototype"),
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

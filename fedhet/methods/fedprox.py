@@ -1,0 +1,29 @@
+"""FedProx: its declaration.
+
+Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
+Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field
+
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.settings.schema import NonNegative
+
+
+class FedProxSettings(FedAvgSettings):
+    """Settings of FedProx."""
+
+    mu: NonNegative = Field(0.01, description="weight of the proximal term of Eq. 2")
+
+
+SPEC = replace(
+    FEDAVG,
+    title="FedAvg with a proximal term in the clients' loss",
+    paper="Li et al., Federated Optimization in Heterogeneous Networks",
+    settings=FedProxSettings,
+)

@@ -1,0 +1,60 @@
+"""FML: its declaration.
+
+Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
+Federated Mutual Learning, arXiv:2006.16765.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods.sizes import model_shapes
+from fedhet.settings.schema import ModelName
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class FmlSettings(FedAvgSettings):
+    """Settings of FML."""
+
+    meme: ModelName = Field("cnn2", description="the meme's model, the same at every client")
+    alpha: Share = Field(
+        0.5, description="share of cross-entropy in the private model's loss; the meme has the rest"
+    )
+    beta: Share = Field(
+        0.5, description="share of cross-entropy in the meme's loss; the private model has the rest"
+    )
+
+
+def meme_sizes(settings: FmlSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C and the meme's shapes."""
+    meme = model_shapes(settings.meme, client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"weights": meme})
+
+
+INSTRUCTIONS = Contract((WeightsField("weights", "the averaged meme, from which clients start"),))
+REPLIES = Contract((WeightsField("weights", "the meme, after training"),))
+SPEC = replace(
+    FEDAVG,
+    title="a private model and a small shared one that teach each other",
+    paper="Shen et al., Federated Mutual Learning",
+    headline="personal",
+    settings=FmlSettings,
+    sizes=meme_sizes,
+    kinds=("private", "proxy", "global"),
+    one_model=False,
+    default_model="",
+    table_model="",
+    table_settings={"meme": "mlp"},
+    text_settings={"meme": "text-cnn"},
+    signal_settings={"meme": "signal-cnn2"},
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

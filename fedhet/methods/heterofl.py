@@ -1,0 +1,91 @@
+"""HeteroFL: its declaration.
+
+Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
+Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, with the scaler, the static batch norm
+and the masked cross-entropy of Section 3. What the text leaves open follows the authors' published
+code: widths are rounded up, clients count equally in an average, the rows of the head are averaged
+over the clients that have samples of the class.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from fedhet.algorithms.choices import Part
+from fedhet.methods.fedavg import FedAvgSettings, part_sizes
+from fedhet.methods.spec import MethodSpec
+from fedhet.wire.contract import Contract, TensorField, WeightsField
+
+WIDTHS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
+"""The share of each layer's channels that a sub-model has, by the paper's name of its level."""
+
+
+def _are_levels(text: str) -> str:
+    if not all(level.strip() in WIDTHS for level in text.split(",")):
+        raise ValueError(f"it takes some of {', '.join(WIDTHS)}, comma-separated")
+    return text
+
+
+class HeteroFlSettings(FedAvgSettings):
+    """Settings of HeteroFL."""
+
+    part: ClassVar[Part] = "trained"
+
+    levels: Annotated[str, AfterValidator(_are_levels)] = Field(
+        "a,b,c",
+        description="the clients' levels, dealt in turn: a has all channels of the model, b 1/2, "
+        "c 1/4, d 1/8, e 1/16; a level that stands there twice has twice as many clients",
+    )
+    weighting: Literal["clients", "samples"] = Field(
+        "clients", description="does a client count once in a mean, or by its samples?"
+    )
+    scaler: bool = Field(
+        True, description="divide the features of narrow models by their width while they train"
+    )
+    masked: bool = Field(
+        True,
+        description="cross-entropy with 0 for the outputs of classes that a client has no samples "
+        "of; only those who have some average their rows of the head, and tell the server so",
+    )
+
+    @property
+    def widths(self) -> list[float]:
+        """Return the width of each level, in turn."""
+        return [WIDTHS[level.strip()] for level in self.levels.split(",")]
+
+    def width_of(self, client: int) -> float:
+        """Return the width of client number `client`; the first one's for a site without number."""
+        return self.widths[max(client, 0) % len(self.widths)]
+
+
+INSTRUCTIONS = Contract((WeightsField("weights", "the client's part of the global weights"),))
+REPLIES = Contract(
+    (
+        WeightsField("weights", "the sub-model's weights, after training"),
+        TensorField(
+            "labels",
+            "int64",
+            ("P",),
+            "with heterofl.masked: the classes that it has samples of",
+            required=False,
+            ids="C",
+        ),
+    )
+)
+SPEC = MethodSpec(
+    title="sub-models of several widths, averaged where they overlap",
+    paper="Diao et al., HeteroFL: Federated Learning for Heterogeneous Clients",
+    headline="common",
+    settings=HeteroFlSettings,
+    sizes=part_sizes,
+    kinds=("private", "global"),
+    semi=False,  # its batch norms have no statistics to predict with until training is over
+    default_model="cnn2",
+    table_model="mlp",
+    text_model="text-cnn",
+    signal_model="signal-cnn2",
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

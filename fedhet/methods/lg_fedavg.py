@@ -1,0 +1,42 @@
+"""LG-FedAvg: its declaration.
+
+Paul Pu Liang, Terrance Liu, Liu Ziyin, Nicholas B. Allen, Randy P. Auerbach, David Brent, Ruslan
+Salakhutdinov and Louis-Philippe Morency, Think Locally, Act Globally: Federated Learning with Local
+and Global Representations, arXiv:2001.01523.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from fedhet.algorithms.choices import Part
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.settings.schema import Count
+
+
+class LgFedAvgSettings(FedAvgSettings):
+    """Settings of LG-FedAvg."""
+
+    part: ClassVar[Part] = "head"
+    feature_dim: Count = Field(64, description="width of the features, which all heads share")
+
+    @property
+    def width(self) -> int:
+        """Return the width of the features before the head."""
+        return self.feature_dim
+
+
+SPEC = replace(
+    FEDAVG,
+    title="one head for all extractors, averaged by samples",
+    paper="Liang et al., Think Locally, Act Globally",
+    headline="personal",
+    settings=LgFedAvgSettings,
+    one_model=False,
+    default_model="",
+    table_model="",
+)

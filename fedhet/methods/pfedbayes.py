@@ -1,0 +1,58 @@
+"""pFedBayes: its declaration.
+
+Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
+Variational Bayesian Inference, ICML 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field
+
+from fedhet.algorithms.choices import LEAST_SCALE
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings, part_sizes
+from fedhet.methods.sizes import model_shapes
+from fedhet.settings.schema import NonNegative
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class PFedBayesSettings(FedAvgSettings):
+    """Settings of pFedBayes."""
+
+    zeta: NonNegative = Field(
+        1e-4, description="weight of the divergence from the server's distribution"
+    )
+
+
+def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, the shapes of the model and, as "scale", those of its trained tensors."""
+    means = part_sizes(settings, client)
+    trained = model_shapes(client.model, client.shape, client.classes, part="trained")
+    return Sizes(means.axes, {**means.models, "scale": trained})
+
+
+INSTRUCTIONS = Contract(
+    (
+        WeightsField("weights", "the averaged means, from which clients start"),
+        WeightsField("scale", "the averaged standard deviations", low=LEAST_SCALE),
+    )
+)
+REPLIES = Contract(
+    (
+        WeightsField("weights", "the means after training"),
+        WeightsField("scale", "the standard deviations", low=LEAST_SCALE),
+    )
+)
+SPEC = replace(
+    FEDAVG,
+    title="Gaussian weights near the server's, whose means and scales are averaged",
+    paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
+    headline="personal",
+    settings=PFedBayesSettings,
+    sizes=gaussian_sizes,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

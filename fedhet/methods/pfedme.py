@@ -1,0 +1,36 @@
+"""pFedMe: its declaration.
+
+Canh T. Dinh, Nguyen H. Tran and Tuan Dung Nguyen, Personalized Federated Learning with Moreau
+Envelopes, NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from fedhet.methods.fedavg import SPEC as FEDAVG
+from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.settings.schema import Count, Positive
+
+
+class PFedMeSettings(FedAvgSettings):
+    """Settings of pFedMe."""
+
+    strength: Positive = Field(15.0, description="lambda, the strength of the Moreau envelope")
+    rate: Positive = Field(0.005, description="eta, the rate of the local copy")
+    steps: Count = Field(5, description="K, steps on the personal model a batch")
+    beta: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the new average in the server's model"
+    )
+
+
+SPEC = replace(
+    FEDAVG,
+    title="a personal model near a local copy, which is averaged",
+    paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
+    headline="personal",
+    settings=PFedMeSettings,
+)

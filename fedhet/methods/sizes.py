@@ -1,0 +1,23 @@
+"""Sizes of the models in a method's messages.
+
+They need the models, and so PyTorch, which is imported when a size is asked for.
+"""
+
+from __future__ import annotations
+
+from fedhet.algorithms.choices import Part
+from fedhet.arrays import Shapes
+from fedhet.kinds import Shape
+
+
+def model_shapes(
+    model: str, shape: Shape, classes: int, *, part: Part = "all", feature_dim: int | None = None
+) -> Shapes:
+    """Return the shape and dtype of each tensor of a model, or of a part of it.
+
+    `shape` is that of one sample. `feature_dim` is the width of the features before the head;
+    None: the model's own.
+    """
+    from fedhet.models.parts import shapes_of
+
+    return shapes_of(part, model, shape, classes, feature_dim)

@@ -1,0 +1,119 @@
+"""UM-pFSSL: its declaration.
+
+Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
+Semi-Supervised Learning.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from fedhet.algorithms.choices import Divergence, RelationKind
+from fedhet.methods.sizes import model_shapes
+from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings
+from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class UmPfsslSettings(MethodSettings):
+    """Settings of UM-pFSSL."""
+
+    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
+    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
+    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
+    refresh: str | int = Field(
+        "auto",
+        description="rounds between updates of the helpers, nu; auto is those between two rounds "
+        "of a client, 1 / fraction, as in the paper",
+    )
+    warm_up: CountOrNone = Field(
+        20, description="epochs on labelled data alone, in a round of all clients before t = 1"
+    )
+    warm_up_steps: CountOrNone = Field(
+        0, description="least optimiser steps of the warm-up, whatever the number of labels"
+    )
+    passes: Count = Field(8, description="dropout masks of a prediction, T")
+    relation: RelationKind = Field(
+        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
+    )
+    divergence: Divergence = Field(
+        "forward",
+        description="Eq. 5 as KL(pseudo-label || own), distillation, or as printed, reversed",
+    )
+    pseudo_labels: bool = Field(
+        True, description="do clients learn from pseudo-labels? false: from labels alone"
+    )
+
+    @field_validator("refresh", mode="before")
+    @classmethod
+    def _refresh_is_counted(cls, value: object) -> object:
+        if value == "auto" or (type(value) is int and 1 <= value <= 1_000_000):
+            return value
+        raise ValueError("it takes auto, or an integer from 1 to 1000000")
+
+    def refresh_rounds(self, fraction: float) -> int:
+        """Return nu where so large a share of the clients is sampled each round."""
+        return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
+
+
+def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the shapes of the architecture, for one model and for several."""
+    own = model_shapes(client.model, client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"weights": own, "models": own})
+
+
+INSTRUCTIONS = Contract(
+    (
+        ScalarField("own", int, "the client's own number in the pool", low=0),
+        ScalarField("train", bool, "is the client sampled, or does it only search?"),
+        ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
+        TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
+        TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
+        TensorField(
+            "roles",
+            "int64",
+            ("N",),
+            "0 to compare, 1 to fill the list, 2 a newer version of a helper",
+            required=False,
+            low=0,
+            needs=("versions",),
+        ),
+        WeightsField("models", "the models sent", required=False, stacked="N"),
+    )
+)
+REPLIES = Contract(
+    (
+        TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
+        TensorField("versions", "int64", ("H",), "the version held of each", low=0),
+        TensorField("relations", "float64", ("H",), "Corr of each", low=0),
+        WeightsField("weights", "the private model, if the pool's is older", required=False),
+        ScalarField("replaced", int, "helpers replaced in this round", low=0),
+        ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
+        ScalarField(
+            "pseudo_error",
+            float,
+            "share of pseudo-labels that are wrong, where the truth is known",
+            required=False,
+            low=0,
+            high=1,
+        ),
+    )
+)
+SPEC = MethodSpec(
+    title="personalised semi-supervised learning with helpers chosen by their uncertainty",
+    paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
+    headline="personal",
+    settings=UmPfsslSettings,
+    sizes=model_sizes,
+    needs_unlabelled=True,
+    semi=False,
+    one_model=True,
+    default_model="cnn2-dropout",
+    table_model="mlp-dropout",
+    text_model="text-cnn-dropout",
+    signal_model="signal-cnn2-dropout",
+    large_messages=True,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+)

@@ -1,0 +1,70 @@
+"""Velo: its declaration.
+
+Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
+Learning, Computer Networks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from fedhet.methods.felo import SPEC as FELO
+from fedhet.methods.felo import FeloSettings, felo_sizes
+from fedhet.settings.schema import Count, Positive
+from fedhet.wire.contract import Sizes, TensorField
+from fedhet.wire.identity import ClientInfo
+
+
+class VeloSettings(FeloSettings):
+    """Settings of Velo."""
+
+    interval: Count = Field(1, description="rounds between trainings of the CVAE")
+    samples_per_class: Count = Field(
+        1, description="synthetic features of each class that are sent a round, S"
+    )
+    least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.9,
+        description="means are sent while a smaller share of the CVAE's features is nearest to the "
+        "mean of its own class; 0: until the CVAE has been trained once, as printed",
+    )
+    memory: Count = Field(
+        20, description="features of each class that the server keeps, oldest out first"
+    )
+    latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
+    hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
+    deviation: Positive = Field(
+        1.0,
+        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
+        "features",
+    )
+    epochs: Count = Field(50, description="epochs of the CVAE a training")
+    cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
+    cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
+
+
+def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
+    """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
+    felo = felo_sizes(settings, client)
+    return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
+
+
+INSTRUCTIONS = FELO.instructions.replacing(
+    TensorField(
+        "features",
+        "float32",
+        ("P", "S", "D"),
+        "synthetic features of each, or its average S times",
+        required=False,
+        needs=("classes",),
+    )
+)
+SPEC = replace(
+    FELO,
+    title="Felo with synthetic features, from a conditional VAE on the server",
+    settings=VeloSettings,
+    sizes=velo_sizes,
+    instructions=INSTRUCTIONS,
+)
