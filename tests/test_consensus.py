@@ -12,7 +12,7 @@ from fedhet.algorithms.consensus import (
     trimmed_scores,
     weighted_scores,
 )
-from fedhet.algorithms.distillation import digest_loss, distillation_loss
+from fedhet.algorithms.distillation import digest_loss
 from fedhet.errors import KnowledgeError
 from fedhet.server.attacks import nearby_distributions
 from fedhet.wire.contract import Contract, Sizes, TensorField
@@ -124,19 +124,6 @@ def test_a_digest_loss_and_its_gradient(kind, scores):
     loss.backward()
     assert own.grad.abs().sum() > 0
     assert target.grad is None
-
-
-def test_distillation_at_a_temperature():
-    teacher = torch.tensor([[1.0, 2.0, -1.0], [0.0, 3.0, 1.0]], requires_grad=True)
-    student = torch.tensor([[0.5, 0.0, 1.0], [1.0, 1.0, 0.0]], requires_grad=True)
-    p = np.exp(teacher.detach().numpy() / 3.0)
-    q = np.exp(student.detach().numpy() / 3.0)
-    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-    loss = distillation_loss(teacher, student, 3.0)
-    assert loss.item() == pytest.approx(9 * (p * np.log(p / q)).sum(1).mean(), rel=1e-5)
-    loss.backward()
-    assert teacher.grad is None
-    assert student.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

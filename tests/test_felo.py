@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fedhet import models
 from fedhet.algorithms.classwise import (
-    ClassMeans,
     ClassSums,
     Teacher,
     Terms,
@@ -174,38 +173,6 @@ def test_each_term_has_a_weight_and_features_a_scale_of_their_own(known, norm, w
     assert loss.item() == pytest.approx(total, rel=1e-4, abs=1e-3 if norm == "unit" else 0)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.01, 1000))
-def test_what_the_scales_leave_out(seed, factor):
-    """Features and entries `factor` times as large: the printed term is factor ** 2 as large."""
-    features, _, labels = draw(seed)
-    own = reference_means(*draw(seed + 1, 200))
-    larger = {y: (factor * f, p) for y, (f, p, _) in own.items()}
-    x, y = torch.tensor(features), torch.tensor(labels)
-    before, after = teacher_of({y: own[y][:2] for y in own}), teacher_of(larger)
-
-    def ratio(norm, of_features, of_entries):
-        loss = class_feature_loss(of_features * x, y, of_entries, norm)
-        return (loss / class_feature_loss(x, y, before, norm)).numpy()
-
-    np.testing.assert_allclose(ratio("none", factor, after), factor**2, rtol=1e-3)
-    np.testing.assert_allclose(ratio("rms", factor, after), 1, rtol=1e-3)
-    if factor > 0.5:  # far above the least square that is scaled up
-        np.testing.assert_allclose(ratio("unit", factor, before), 1, rtol=1e-2)
-
-
-def test_features_of_one_direction_agree_at_unit_scale_alone():
-    own = reference_means(*draw(5, 200))
-    teacher = teacher_of({y: own[y][:2] for y in own})
-    y = torch.arange(5)
-    along = torch.tensor(np.array([own[k][0] for k in range(5)], np.float32))
-    loss = {norm: class_feature_loss(9 * along, y, teacher, norm) for norm in ("none", "unit")}
-    assert loss["unit"].max() < 1e-3
-    opposite = class_feature_loss(-9 * along, y, teacher, "unit")  # 2 - 2 cos = 4
-    np.testing.assert_allclose(opposite, 4, rtol=1e-3)
-    assert loss["none"].min() > 0.01
-
-
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_features_of_zeros_leave_loss_and_gradient_finite(norm):
     zeros = {y: (np.zeros(7), np.zeros(5)) for y in range(5)}
@@ -259,19 +226,6 @@ def test_feature_loss_reaches_the_extractor_alone(student, teacher, norm):
     assert classifier == 0
 
 
-def test_logit_loss_reaches_the_whole_model(student, teacher):
-    model, x, y = student
-    _, logits = model.features_and_logits(x)
-    class_logit_loss(logits, y, teacher).mean().backward()
-    assert min(gradients(model)) > 0
-
-
-def test_cross_entropy_reaches_the_whole_model(student):
-    model, x, y = student
-    felo_loss(*model.features_and_logits(x), y, None, Terms()).backward()
-    assert min(gradients(model)) > 0
-
-
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_the_gradient_of_equation_1_is_the_sum_of_its_terms_gradients(student, teacher, norm):
     """Layer by layer, for every weight: the classifier gets nothing of the feature term."""
@@ -287,6 +241,8 @@ def test_the_gradient_of_equation_1_is_the_sum_of_its_terms_gradients(student, t
     mse = slopes(lambda s, p: class_feature_loss(s, y, teacher, norm).mean())
     kl = slopes(lambda s, p: class_logit_loss(p, y, teacher).mean())
     whole = slopes(lambda s, p: felo_loss(s, p, y, teacher, Terms(0.5, 3.0, 0.2, norm)))
+    for part in (ce, kl):
+        assert all(slope.abs().sum() > 0 for slope in part.values())
     for name, slope in whole.items():
         expected = ce[name] + 0.5 * (3.0 * mse[name] + 0.2 * kl[name])
         torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
@@ -319,10 +275,3 @@ def test_means_of_bfloat16_batches_are_float32():
     expected = reference_means(features, logits, labels)
     means = sums.means()
     np.testing.assert_allclose(means.features[0], expected[0][0], rtol=1e-4, atol=1e-5)
-
-
-def test_means_are_plain_class_means():
-    means = gathered(*draw(2))
-    assert isinstance(means, ClassMeans)
-    assert means.features.dtype == np.float32
-    assert means.classes.dtype == means.counts.dtype == np.int64

@@ -133,19 +133,6 @@ def test_searching_never_makes_a_list_worse(data, numbers, replace):
     assert replaced(after, candidates, own, 0) == after
 
 
-def test_a_candidate_must_be_more_related_not_equally():
-    helpers = [Helper(0, 1, 0.9), Helper(1, 1, 0.5)]
-    assert {h.number for h in replaced(helpers, [Helper(2, 1, 0.5)], 0, 1)} == {0, 1}
-    assert {h.number for h in replaced(helpers, [Helper(2, 1, 0.6)], 0, 1)} == {0, 2}
-
-
-def test_the_client_takes_up_a_rank_but_does_not_go():
-    helpers = [Helper(0, 1, 0.1), Helper(1, 1, 0.2), Helper(2, 1, 0.3)]
-    assert [h.number for h in replaceable(helpers, 0, 2)] == [1]
-    assert [h.number for h in refreshable(helpers, 0, 2)] == [2]
-    assert [h.number for h in refreshable(helpers, 2, 2)] == []
-
-
 def test_only_newer_versions_replace():
     helpers = [Helper(0, 3, 0.1), Helper(1, 3, 0.2)]
     newer = {0: Helper(0, 4, 0.5), 1: Helper(1, 2, 0.9), 7: Helper(7, 9, 0.9)}

@@ -13,7 +13,6 @@ from fedhet.algorithms.selective import (
     LEAST_ENTROPY,
     Targets,
     correct,
-    entropy,
     fuse,
     fuse_all,
     reliability,
@@ -85,17 +84,6 @@ def test_one_reliable_client_teaches_alone():
     torch.testing.assert_close(fuse(logits, labels).logits, torch.tensor([[0.5, 2.0, 0]]))
 
 
-def test_equal_clients_share():
-    logits, labels = one_sample(*[[0.0, 2.0, 1.0]] * 4)
-    torch.testing.assert_close(reliability(logits, labels), torch.full((4, 1), 0.25))
-
-
-def test_the_surer_client_weighs_more():
-    logits, labels = one_sample([0.0, 1.0, 0], [0.0, 2.0, 0])
-    low, high = reliability(logits, labels).flatten().tolist()
-    assert 0 < low < high < 1
-
-
 @pytest.mark.parametrize("sure", [30.0, 1e4, 1e30])
 def test_at_entropy_0_the_weights_are_finite(sure):
     """1/H has no bound; clients that are sure beyond the floor count alike, others not at all."""
@@ -103,24 +91,6 @@ def test_at_entropy_0_the_weights_are_finite(sure):
     alpha = reliability(logits, labels)
     torch.testing.assert_close(alpha.flatten(), torch.tensor([0.5, 0.5, 0.0]))
     assert fuse(logits, labels).logits.isfinite().all()
-
-
-def test_at_entropy_log_c_the_weights_are_those_of_equation_4():
-    uniform, sharper = [0.0, 0.0, 0.0], [2.0, 0.0, 0.0]
-    logits, labels = torch.tensor([[uniform], [sharper]]), torch.tensor([0])
-    assert entropy(logits[0, 0]).item() == pytest.approx(math.log(3), rel=1e-6)
-    np.testing.assert_allclose(
-        reliability(logits, labels), reference_alpha(logits.numpy(), labels.numpy()), rtol=1e-5
-    )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_clients_is_nothing(seed):
-    logits, labels = (torch.tensor(part) for part in draw(seed))
-    order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(
-        reliability(logits, labels)[order], reliability(logits[order], labels)
-    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -240,36 +210,3 @@ def test_no_gradient_flows_into_the_teacher_nor_from_it_to_the_untaught():
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).float()
     expected = torch.where(taught.unsqueeze(1), q - p, q - one_hot) / 6
     torch.testing.assert_close(own.grad, expected)
-
-
-def least_loss(label, teacher, epsilon):
-    """Return the prediction at which Eq. 5's gradient is 0, found by descent on its logits."""
-    own = np.zeros(CLASSES)
-    for _ in range(4000):
-        wanted = (1 - epsilon) * softmax(teacher)
-        wanted[label] += epsilon
-        own -= softmax(own) - wanted
-    return own
-
-
-@pytest.mark.parametrize("epsilon", [0.51, 0.75, 0.9])
-@pytest.mark.parametrize("seed", range(4))
-def test_above_one_half_no_teacher_outweighs_the_label(seed, epsilon):
-    """What fits Eq. 5 best predicts epsilon + (1 - epsilon) p(label), whatever the logits say."""
-    rng = np.random.default_rng(seed)
-    label, scale = int(rng.integers(CLASSES)), 10.0 ** rng.integers(0, 3)
-    teacher = (scale * rng.normal(size=CLASSES)).astype(np.float32)
-    teacher[label] = teacher.min() - 5
-    own = torch.tensor(least_loss(label, teacher, epsilon)[None], requires_grad=True)
-    each = torch.tensor([label]), torch.tensor(teacher[None]), torch.tensor([True])
-    taught_loss(own, *each, epsilon).backward()
-    torch.testing.assert_close(own.grad, torch.zeros_like(own), atol=2e-3, rtol=0)
-    found = softmax(own.detach().numpy()[0])
-    assert found.argmax() == label
-    expected = epsilon + (1 - epsilon) * softmax(teacher)[label]
-    assert found[label] == pytest.approx(expected, abs=5e-3)
-
-
-def test_below_one_half_a_sure_teacher_outweighs_the_label():
-    teacher = np.array([9.0, 0, 0, 0, 0], np.float32)
-    assert least_loss(2, teacher, 0.25).argmax() == 0

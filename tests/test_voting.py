@@ -105,38 +105,6 @@ def is_tied(predictions, spaces, weights, alpha):
     return False
 
 
-def test_at_0_one_vote_is_enough_and_at_1_nothing_is():
-    votes = [Vote(np.array([0, 1]), np.array([0, 1])), Vote(np.array([0, 0]), np.array([0, 1]))]
-    assert aggregate(votes, 2, 0.0).tolist() == [[True, True], [False, True]]
-    assert not aggregate(votes, 2, 1.0).any()
-
-
-def test_a_tie_at_the_threshold_does_not_join():
-    votes = [Vote(np.array([c]), np.array([0, 1])) for c in (0, 0, 0, 1, 1, 1, 1, 1, 1, 1)]
-    assert aggregate(votes, 2, 0.3).tolist() == [[False], [True]]
-    assert aggregate(votes, 2, np.nextafter(0.3, 0)).tolist() == [[True], [True]]
-
-
-def test_a_class_with_one_owner_needs_the_owner_alone():
-    votes = [Vote(np.array([2, 0]), np.array([0, 2])), Vote(np.array([0, 0]), np.array([0, 1]))]
-    joined = aggregate(votes, 3, 0.6)
-    assert joined[2].tolist() == [True, False]
-    assert joined[1].tolist() == [False, False]
-
-
-def test_weights_decide():
-    votes = [Vote(np.array([0]), np.arange(2), 9.0), Vote(np.array([1]), np.arange(2), 1.0)]
-    assert aggregate(votes, 2, 0.5).ravel().tolist() == [True, False]
-
-
-def test_contradictions_concern_those_who_own_both_classes():
-    joined = np.array([[True, True], [True, False], [False, False]])
-    assert [part.tolist() for part in for_space(joined, np.array([0, 1]))] == [[1], [0]]
-    assert [part.tolist() for part in for_space(joined, np.array([1, 2]))] == [[0], [1]]
-    assert conflicts(joined, np.array([0, 1])) == 1
-    assert conflicts(joined, np.array([1, 2])) == 0
-
-
 def test_nobody_votes():
     assert aggregate([], 3, 0.3).shape == (3, 0)
 
@@ -191,12 +159,6 @@ def test_who_abstains_adds_to_no_count_and_stays_in_the_total(block):
         alone = algorithm_1(predictions, spaces, every, alpha, instances, weights)
         decided += alone != expected
     assert decided > 50, "abstaining makes no difference here"
-
-
-def test_one_vote_of_three_is_a_third_although_the_others_abstain():
-    votes = [Vote(np.array([said]), np.arange(2)) for said in (0, 2, 2)]
-    assert aggregate(votes, 2, 0.3)[:, 0].tolist() == [True, False]
-    assert aggregate(votes, 2, 0.34)[:, 0].tolist() == [False, False]
 
 
 def test_abstentions_are_where_the_two_best_are_close():
