@@ -192,6 +192,15 @@ def test_moreau_gradient_pulls_to_the_local_copy():
         assert not proxy.local[name].requires_grad
 
 
+def test_the_local_copy_does_not_overshoot_the_proxy():
+    model = net("mlp")
+    proxy = MoreauModel(model, state_of(model), 100.0, 1.0)
+    moved(model)
+    proxy.stepped()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(proxy.local[name], parameter.detach())
+
+
 def test_moreau_upload_has_the_copy_and_the_running_statistics():
     model = net("cnn2")
     start = state_of(model)
