@@ -1,23 +1,20 @@
-"""What is known of the methods without importing them, and which commands import no heavy library.
+"""Which commands import no heavy library, as they read the methods' declarations alone.
 
 Time depends on the machine; what is imported does not. `benchmarks/start.py` measures the time.
 """
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fedhet.config.declared import declarations_json, declared, declared_by
-from fedhet.config.values import read_values
+from fedhet.config.values import validated
 from fedhet.data import DataSpec, load
 from fedhet.errors import SettingsError
-from fedhet.methods.registry import find_method, shipped_names
-from fedhet.settings.portable import from_data, to_data
-from fedhet.settings.schema import build, takes
+from fedhet.methods.registry import shipped_names
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "torchvision", "matplotlib", "flwr", "pandas", "sklearn", "ray", "tensorboard"}
@@ -32,7 +29,7 @@ main()
 def imported_by(*words, **environment):
     """Run a command in a new process; return its status, output and top-level modules."""
     done = subprocess.run(
-        [sys.executable, "-c", AFTERWARDS, *words],
+        [sys.executable, "-P", "-c", AFTERWARDS, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
@@ -92,53 +89,27 @@ def test_a_declaration_imports_neither_pytorch_nor_flower():
     assert not imported & HEAVY
 
 
-def test_the_file_of_declarations_is_that_of_the_code():
-    written = (ROOT / "fedhet" / "_generated" / "methods.json").read_text()
-    assert json.loads(written) == json.loads(declarations_json()), "run: make reference"
-
-
-@pytest.mark.parametrize("name", sorted(shipped_names()))
-def test_what_is_read_from_the_file_is_what_the_code_declares(name):
-    """Each setting by the words of an error and by its default; the rest as it is."""
-    from_file, method = declared(name), find_method(name)
-    of_code = method.settings()
-    assert from_file.settings().keys() == of_code.keys()
-    for key, info in from_file.settings().items():
-        assert takes(info) == takes(of_code[key]), key
-        assert (info.default, info.description) == (of_code[key].default, of_code[key].description)
-        assert type(info.default) is type(of_code[key].default), key
-    spec = method.spec
-    assert (from_file.title, from_file.paper) == (spec.title, spec.paper)
-    assert from_file.any_model == spec.any_model
-    assert from_file.table == method.table
-    assert [n for n, _, _ in from_file.client_sends] == [f.name for f in method.spec.replies.fields]
-    assert [n for n, _, _ in from_file.server_sends] == [
-        f.name for f in method.spec.instructions.fields
-    ]
-
-
-@pytest.mark.parametrize("name", sorted(shipped_names()))
-def test_the_defaults_pass_the_first_check(name):
-    """And so do the values of the class itself, by which the file's rules are no stricter."""
-    defaults = find_method(name).spec.settings().flat()
-    assert build(declared(name).schema, defaults).flat() == defaults
-
-
-def test_a_table_survives_the_way_through_json():
-    schema = find_method("fedproto").spec.settings  # it has `lambda`, which Python reserves
-    data = json.loads(json.dumps(to_data(schema)))
-    again = from_data("again", data)
-    assert to_data(again) == data
-    assert "lambda" in again.fields()
-    with pytest.raises(SettingsError, match="'lambda' = -1 is not allowed"):
-        build(again, {"lambda": -1})
+def test_a_new_setting_is_known_to_the_commands_at_once(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fedhet", tmp_path / "fedhet", ignore=ignored)
+    declaration = tmp_path / "fedhet" / "methods" / "felo.py"
+    old, new = "    alpha: ", '    novel: Count = Field(3, description="a new one")\n    alpha: '
+    assert old in declaration.read_text()
+    declaration.write_text(declaration.read_text().replace(old, new))
+    _, said, modules = imported_by("methods", "felo", PYTHONPATH=str(tmp_path))
+    assert "felo.novel" in said
+    assert "a new one" in said
+    assert not modules & HEAVY
+    status, said, _ = imported_by("run", "felo", "--set", "novel=0", PYTHONPATH=str(tmp_path))
+    assert status == 2
+    assert "'felo.novel' = 0 is not allowed: it takes an integer >= 1" in said
 
 
 def test_the_first_check_sorts_the_values():
     values = {"method": "felo", "rounds": 3, "felo.alpha": 0.5, "training.lr": 0.1}
-    found = read_values(values)
-    assert (found.method, found.run.rounds, found.run.training.lr) == ("felo", 3, 0.1)
-    assert found.own == {"alpha": 0.5}
+    found = validated(values)
+    assert (found.method.name, found.run.rounds, found.run.training.lr) == ("felo", 3, 0.1)
+    assert found.own.flat()["alpha"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -153,17 +124,7 @@ def test_the_first_check_sorts_the_values():
 )
 def test_the_first_check_refuses(values, fault):
     with pytest.raises(SettingsError, match=fault):
-        read_values(values)
-
-
-def test_a_method_that_the_file_lacks_is_imported(monkeypatch):
-    found = declared_by(find_method("local"))
-    monkeypatch.setattr("fedhet.config.declared._written", dict)
-    declared.cache_clear()
-    try:
-        assert declared("local") == found
-    finally:
-        declared.cache_clear()
+        validated(values)
 
 
 def test_the_digits_are_scikit_learns():

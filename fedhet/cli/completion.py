@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, get_args, get_origin
 
-from fedhet.config.declared import declared_methods
 from fedhet.config.sources import all_settings, preset_names
+from fedhet.methods.registry import all_methods
 
 Found = list[tuple[str, str]]
 """What may be typed, each with its description."""
@@ -14,8 +14,8 @@ Found = list[tuple[str, str]]
 
 def methods(incomplete: str) -> Found:
     """Return the methods that begin so."""
-    known = declared_methods()[0].values()
-    return [(each.name, each.title) for each in known if each.name.startswith(incomplete)]
+    known = all_methods()[0].values()
+    return [(each.name, each.spec.title) for each in known if each.name.startswith(incomplete)]
 
 
 def presets(incomplete: str) -> Found:

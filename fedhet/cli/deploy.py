@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedhet.cli.options import say, with_settings
-from fedhet.config.values import read_values
+from fedhet.config.values import validated
 from fedhet.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def deploy_local_command(
     ] = None,
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
-    read_values(values)
+    validated(values)
     from fedhet import report
     from fedhet.cli.shown import show_run
     from fedhet.config.resolve import resolve
@@ -75,7 +75,7 @@ def submit_command(
     """Run a federation on a deployed server and its nodes; follow it to its end."""
     if out is not None:
         values["out"] = out
-    read_values(values)
+    validated(values)
     from fedhet.config.resolve import resolve
     from fedhet.deployment.flower_cli import submit
 

@@ -12,7 +12,7 @@ import typer
 from fedhet.cli.options import loading, read_seeds, with_settings
 from fedhet.cli.sweep import check_names, read_grid
 from fedhet.config.sources import parse_pairs
-from fedhet.config.values import read_values
+from fedhet.config.values import validated
 from fedhet.engines.ray.connection import begun
 from fedhet.errors import SettingsError
 
@@ -39,7 +39,7 @@ def run_command(
     if seed is not None:
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
-    engine = read_values(values).run.engine
+    engine = validated(values).run.engine
     on_own_ray = engine.backend == "ray" and not engine.ray_address
     with begun() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
@@ -80,7 +80,7 @@ def sweep_command(
     """Run settings at several values, and all combinations of them; end with a table and a page."""
     swept = read_grid(over, str(values["method"]))
     for point in product(*swept.values()):
-        read_values({**values, **dict(zip(swept, point, strict=True))})
+        validated({**values, **dict(zip(swept, point, strict=True))})
     check_names(swept)
     several = read_seeds(seeds)
     with loading():

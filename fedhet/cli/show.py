@@ -13,10 +13,16 @@ from rich.table import Table
 
 from fedhet.cli import completion
 from fedhet.cli.options import console, with_settings
-from fedhet.config.declared import declared, declared_methods
-from fedhet.config.reference import FIELD_COLUMNS, SETTING_COLUMNS, setting_rows
+from fedhet.config.reference import (
+    FIELD_COLUMNS,
+    SETTING_COLUMNS,
+    default_models,
+    field_rows,
+    setting_rows,
+)
 from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
-from fedhet.config.values import read_values
+from fedhet.config.values import validated
+from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, table_of, unknown
 
@@ -30,26 +36,25 @@ def methods_command(
     if name is not None:
         _show_method(name)
         return
-    found, faults = declared_methods()
-    rows = [(each.name, each.title, each.headline, each.paper) for each in found.values()]
+    found, faults = all_methods()
+    specs = {name: method.spec for name, method in found.items()}
+    rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
     console.print(_table("method", "what it does", "headline", "paper", rows=rows))
     for fault in faults:
         console.print(f"left out: {fault}", markup=False)
 
 
 def _show_method(name: str) -> None:
-    method = declared(name)
-    console.print(f"[bold]{method.name}[/]: {escape(method.title)}\n{escape(method.paper)}")
-    console.print(method.models, markup=False)
+    method = find_method(name)
+    spec = method.spec
+    console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
+    console.print(default_models(method), markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
-    for title, fields in (
-        ("the server sends", method.server_sends),
-        ("a client sends", method.client_sends),
-    ):
-        table = _table(*FIELD_COLUMNS, rows=fields)
-        table.title, table.title_justify = title, "left"
-        console.print(table if fields else f"{title} nothing")
+    for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
+        table = _table(*FIELD_COLUMNS, rows=field_rows(contract))
+        table.title, table.title_justify = f"{sender} sends", "left"
+        console.print(table if contract.fields else f"{sender} sends nothing")
 
 
 def models_command() -> None:
@@ -132,7 +137,7 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
 @with_settings("preset", "config", "dataset", "clients", "set_")
 def partition_command(values: dict[str, object]) -> None:
     """Show how the data is dealt: samples of each class at each client."""
-    read_values(values)
+    validated(values)
     from fedhet.config.resolve import resolve
     from fedhet.data import RunData
 

@@ -7,9 +7,9 @@ from decimal import Decimal, InvalidOperation
 from itertools import product
 from math import prod
 
-from fedhet.config.declared import declared
 from fedhet.config.sources import full_name
 from fedhet.errors import SettingsError
+from fedhet.methods.registry import find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import parse_text
 
@@ -22,7 +22,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     Raises SettingsError for another form, an unknown setting, or a repeated value.
     """
     name, sign, spelled = text.partition("=")
-    known = RunSettings.fields() | declared(method).settings()
+    known = RunSettings.fields() | find_method(method).settings()
     if not sign or not spelled:
         raise SettingsError(f"'{text}' is no sweep: write KEY=START:STOP:STEP, or KEY=a,b,c")
     name = full_name(name.strip(), known)

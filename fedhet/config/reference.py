@@ -1,8 +1,7 @@
 """Generates files from the declarations in the code.
 
 docs/reference.md: every setting and every field of a message. pyproject.toml: the default run
-config of `flwr run`. fedhet/_generated/methods.json: what the commands need of the methods without
-importing them. `python -m fedhet.config.reference`, in the project's root, writes all three.
+config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes both.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.declared import Declared, declarations_json, declared_by
 from fedhet.config.sources import defaults_toml
-from fedhet.methods.registry import find_method, shipped_names
+from fedhet.kinds import Kind
+from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import takes
+from fedhet.settings.schema import kebab, takes
+from fedhet.wire.contract import Contract
 
 HEAD = """# Reference
 
@@ -36,20 +36,21 @@ FIELD_COLUMNS = ("field", "type", "what it is")
 def reference() -> str:
     """Return the reference page as Markdown."""
     parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
-    parts += [_method(declared_by(find_method(name))) for name in sorted(shipped_names())]
+    parts += [_method(find_method(name)) for name in sorted(shipped_names())]
     return "\n".join(parts)
 
 
-def _method(method: Declared) -> str:
+def _method(method: Method) -> str:
+    spec = method.spec
     parts = [
         f"### {method.name}\n",
-        f"{method.title[0].upper()}{method.title[1:]}. {method.paper}.",
-        f"Headline: the {method.headline} protocol. {method.models}\n",
+        f"{spec.title[0].upper()}{spec.title[1:]}. {spec.paper}.",
+        f"Headline: the {spec.headline} protocol. {default_models(method)}\n",
     ]
     if method.settings():
         parts.append(_settings(method.settings()))
-    parts.append(_fields("The server sends", method.server_sends))
-    parts.append(_fields("A client sends", method.client_sends))
+    parts.append(_fields("The server sends", spec.instructions))
+    parts.append(_fields("A client sends", spec.replies))
     return "\n".join(parts)
 
 
@@ -74,8 +75,29 @@ def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _fields(title: str, fields: Iterable[tuple[str, str, str]]) -> str:
-    rows = [(f"`{name}`", kind, line) for name, kind, line in fields]
+def default_models(method: Method) -> str:
+    """Return the method's default models in a sentence, by the kind of data."""
+    others: list[tuple[str, Kind]] = [("a table", "table"), ("text", "text"), ("signals", "signal")]
+    parts = [f"where the data is {words}, {_models(method, kind)}" for words, kind in others]
+    return f"Models, if none are given: {'; '.join([method.spec.pool('image'), *parts])}."
+
+
+def _models(method: Method, kind: Kind) -> str:
+    own = method.spec.own_models(kind)
+    named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
+    return ", and ".join([method.spec.pool(kind), *named])
+
+
+def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
+    """Return the name, type and description of each field of a message."""
+    return [
+        (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
+        for field in contract.fields
+    ]
+
+
+def _fields(title: str, contract: Contract) -> str:
+    rows = [(f"`{name}`", kind, line) for name, kind, line in field_rows(contract)]
     return f"{title}:\n\n{_table(FIELD_COLUMNS, rows)}" if rows else f"{title} nothing.\n"
 
 
@@ -93,8 +115,6 @@ def with_run_config(pyproject: str) -> str:
 
 
 def _write() -> None:
-    # Before the other two, which read it.
-    Path("fedhet/_generated/methods.json").write_text(declarations_json(), encoding="utf-8")
     Path("docs/reference.md").write_text(reference(), encoding="utf-8")
     project = Path("pyproject.toml")
     project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")

@@ -12,13 +12,12 @@ import tomli_w
 
 from fedhet import data, models
 from fedhet.algorithms.augment import augmentation
-from fedhet.config.declared import declared_methods
-from fedhet.config.values import read_values
+from fedhet.config.values import validated
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
-from fedhet.methods.registry import Method, find_method
+from fedhet.methods.registry import Method, all_methods
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, build, kebab, nest, refused
+from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
 from fedhet.wire.contract import poisonable
 
 PUBLIC_FRACTION = 0.2
@@ -60,11 +59,9 @@ def resolve(values: Mapping[str, object]) -> Config:
     A setting of another method is allowed only at its default, because Flower's run config lists
     the settings of every method.
     """
-    given = read_values(values)
-    method, run = find_method(given.method), given.run
-    own = build(method.spec.settings, given.own, f"{method.table}.")
-    chosen = _completed_own(own, run, method)
-    config = Config(_completed(run, method, chosen), method, chosen)
+    given = validated(values)
+    own = _completed_own(given.own, given.run, given.method)
+    config = Config(_completed(given.run, given.method, own), given.method, own)
     _check_names(config)
     return config
 
@@ -134,7 +131,7 @@ def _check_names(config: Config) -> None:
         raise refused("models.pool", run.models.pool, rule)
     for name in run.models.names:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
-            able = ", ".join(m for m, found in declared_methods()[0].items() if found.any_model)
+            able = ", ".join(m for m, found in all_methods()[0].items() if found.spec.any_model)
             rule = (
                 f"{name} has no gradients, which {method.name} trains by; methods for models of "
                 f"any kind: {able}"

@@ -10,9 +10,8 @@ from pathlib import Path
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from fedhet.config.declared import declared, declared_methods
 from fedhet.errors import SettingsError, StateError, nearest
-from fedhet.methods.registry import shipped_names
+from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.settings.run import RENAMED, RunSettings
 from fedhet.settings.schema import flatten, nest, parse_text, table_of, unknown
 
@@ -22,7 +21,7 @@ PRESETS = resources.files("fedhet") / "presets"
 
 def all_settings() -> dict[str, FieldInfo]:
     """Return the settings of every run and of every method, by full name."""
-    return _with_settings_of(declared_methods()[0])
+    return _with_settings_of(all_methods()[0])
 
 
 def defaults_toml() -> str:
@@ -34,7 +33,7 @@ def defaults_toml() -> str:
 def _with_settings_of(names: Iterable[str]) -> dict[str, FieldInfo]:
     found = RunSettings.fields()
     for name in names:
-        found |= declared(name).settings()
+        found |= find_method(name).settings()
     return found
 
 
@@ -44,7 +43,7 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
     KEY is a full name, or its last part if that is unique among the shared settings and those of
     `method`.
     """
-    known = RunSettings.fields() | (declared(method).settings() if method else {})
+    known = RunSettings.fields() | (find_method(method).settings() if method else {})
     values: dict[str, object] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -121,7 +120,7 @@ def overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
     """Return the settings that a run of `method` has, with that method: none of another's own."""
-    tables = {"", declared(method).table, *(table_of(name) for name in RunSettings.fields())}
+    tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
     return {k: v for k, v in values.items() if table_of(k) in tables} | {"method": method}
 
 

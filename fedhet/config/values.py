@@ -1,6 +1,6 @@
-"""A first check of a run's settings, which imports neither PyTorch nor a built-in method.
+"""Validates a run's settings without PyTorch, so that commands refuse a mistyped one at once.
 
-A mistyped name or a value out of range is thus refused at once; `resolve` does the rest.
+What needs the data and the models, `resolve` checks and completes.
 """
 
 from __future__ import annotations
@@ -8,31 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedhet.config.declared import Declared, declared
 from fedhet.config.sources import all_settings
 from fedhet.errors import SettingsError
-from fedhet.settings.portable import has_several_types
+from fedhet.methods.registry import Method, find_method
 from fedhet.settings.run import RENAMED, RunSettings
-from fedhet.settings.schema import build, refused, unknown
+from fedhet.settings.schema import MethodSettings, build, refused, unknown
 
 
 @dataclass(frozen=True)
-class Values:
-    """A run's settings as they were given, sorted."""
+class Given:
+    """A run's settings as they are given: its method, those of every run, and the method's own."""
 
-    method: str
+    method: Method
     run: RunSettings
-    own: Mapping[str, object]
-    """The method's own, by the last part of their names; their types and ranges are checked."""
+    own: MethodSettings
 
 
-def read_values(values: Mapping[str, object]) -> Values:
-    """Sort settings by their full names. Raises SettingsError with a one-line message.
+def validated(values: Mapping[str, object]) -> Given:
+    """Validate settings by their full names. Raises SettingsError with a one-line message.
 
     A setting of another method is allowed only at its default, because Flower's run config lists
     the settings of every method.
     """
-    method = declared(_text("method", values.get("method", RunSettings().method)))
+    method = find_method(_text("method", values.get("method", RunSettings().method)))
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
     for name, value in values.items():
@@ -43,17 +41,10 @@ def read_values(values: Mapping[str, object]) -> Values:
         else:
             _refuse_unless_default(name, value, method)
     run = build(RunSettings, shared)
-    build(method.schema, _of_one_type(own, method), f"{method.table}.")
-    return Values(method.name, run, own)
+    return Given(method, run, build(method.spec.settings, own, f"{method.table}."))
 
 
-def _of_one_type(own: Mapping[str, object], method: Declared) -> dict[str, object]:
-    """Return the settings of a single type; the rules of the others are code, and say more."""
-    known = method.settings()
-    return {k: v for k, v in own.items() if not has_several_types(known[f"{method.table}.{k}"])}
-
-
-def _refuse_unless_default(name: str, value: object, method: Declared) -> None:
+def _refuse_unless_default(name: str, value: object, method: Method) -> None:
     known = all_settings()
     if name in RENAMED:
         raise SettingsError(f"unknown setting '{name}': it is '{RENAMED[name]}'")

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedhet.config.declared import declared
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
+from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine
@@ -132,7 +132,7 @@ def _cell(
 def _digest(values: Values) -> str:
     """Return a short name of what the settings compute, wherever and on whatever it runs."""
     known = RunSettings.fields()
-    every = known | declared(str(values["method"])).settings()
+    every = known | find_method(str(values["method"])).settings()
     whole = {name: info.get_default(call_default_factory=True) for name, info in every.items()}
     kept = {
         k: v for k, v in {**whole, **values}.items() if not (k in known and is_machine(known[k]))
