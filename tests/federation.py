@@ -18,6 +18,7 @@ from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
 from fedhet.engines import inline
+from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
 from fedhet.server.reply_spool import StoredReply
@@ -56,7 +57,7 @@ def settings(method: str, **changes: object) -> dict[str, object]:
 
 def small(method: str = "felo", **changes: object) -> Config:
     """Return the settings of a federation that trains in a second."""
-    if model := find_method(method).spec.default_model:  # all clients have one
+    if "," not in (model := find_method(method).spec.pool(IMAGE)):  # all clients have one
         changes = {"models": model, **changes}
     return resolve({**SMALL, **settings(method, **changes)})
 

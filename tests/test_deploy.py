@@ -19,6 +19,7 @@ from fedhet.data.examples import write_example
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
+from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 
 MODELS = "mlp,cnn2,cnn3"
@@ -86,7 +87,8 @@ def descendants(deployment):
 def of_method(method: str):
     # Simulated, all clients have one process; there and here each trains on one thread.
     rounds = {"cofed.iterations": 2} if method == "cofed" else {}  # which makes three
-    models = find_method(method).spec.default_model or MODELS
+    default = find_method(method).spec.pool(IMAGE)
+    models = MODELS if "," in default else default  # or all clients have one
     return small(method, clients=3, models=models, rounds=3, join_timeout=300.0, **rounds)
 
 

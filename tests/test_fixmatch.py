@@ -6,11 +6,13 @@ import torch
 from federation import Server, client_of, each, records, run, small
 from torch import nn
 
-from fedhet.algorithms.fixmatch import check_shape, confident_labels, strong, unlabelled_loss, weak
+from fedhet.algorithms.fixmatch import confident_labels, unlabelled_loss
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.data import Split
 from fedhet.devices import CPU
 from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import check_changeable, kind_of
+from fedhet.kinds.image_changes import strong, weak
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.run import TrainingSettings
 
@@ -74,8 +76,8 @@ def test_digits_are_not_mirrored():
 
 @pytest.mark.parametrize("shape", [(5,), (2, 8, 8), (8, 8)])
 def test_what_is_no_image_is_refused(shape):
-    with pytest.raises(DataError, match=r"images \[1 or 3, H, W\], the samples have shape"):
-        check_shape(shape)
+    with pytest.raises(DataError, match=r"images \[1 or 3, H, W\].*, the samples have shape"):
+        check_changeable(kind_of(shape), shape, "FixMatch augments")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -128,7 +130,7 @@ def around(labelled, unlabelled, batch=16, **changes):
     settings = TrainingSettings(batch_size=batch, semi="fixmatch", **changes)
     model, generator = Spy(), torch.Generator().manual_seed(0)
     parts = split(labelled, 0.5), split(unlabelled, 0.5)
-    return model, FixMatch(*parts, model, settings, CPU, generator)
+    return model, FixMatch(*parts, (1, 8, 8), model, settings, CPU, generator)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.config.resolve import check, resolve
 from fedhet.errors import KnowledgeError, ModelError, SettingsError
-from fedhet.kinds import kind_of, text_shape
+from fedhet.kinds import SIGNAL, TEXT, kind_of, text_shape
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models.registry import MODELS
 from fedhet.wire.identity import ClientInfo, read_properties
 
-TEXT = text_shape(24, 50)
-TEXTS = [name for name, info in MODELS.items() if info.takes == "text"]
-SIGNALS = [name for name, info in MODELS.items() if info.takes == "signal"]
+SHAPE = text_shape(24, 50)
+TEXTS = [name for name, info in MODELS.items() if info.takes is TEXT]
+SIGNALS = [name for name, info in MODELS.items() if info.takes is SIGNAL]
 
 
 def tokens(lengths, width, seed=0):
@@ -31,7 +31,7 @@ def tokens(lengths, width, seed=0):
 
 @cache
 def model(name):
-    return models.build(name, TEXT, 3, seed=0).eval()
+    return models.build(name, SHAPE, 3, seed=0).eval()
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -54,7 +54,7 @@ def test_logits_do_not_depend_on_padding(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_padding_gets_no_gradient_and_every_weight_gets_one(name):
-    made = models.build(name, TEXT, 3, seed=1).train()
+    made = models.build(name, SHAPE, 3, seed=1).train()
     F.cross_entropy(made(tokens([9, 12, 24, 6], 24)), torch.tensor([0, 1, 2, 0])).backward()
     for part, parameter in made.named_parameters():
         assert parameter.grad is not None, part
@@ -104,7 +104,7 @@ def close(left, right):
 @pytest.mark.parametrize("name", [name for name in [*TEXTS, *SIGNALS] if MODELS[name].narrows])
 def test_a_narrow_model_is_the_leading_part_of_the_whole_one(name):
     """Where all else is zero, both give the same logits (HeteroFL averages such parts)."""
-    shape = TEXT if name in TEXTS else (2, 32)
+    shape = SHAPE if name in TEXTS else (2, 32)
     whole, part = (models.build(n, shape, 3, seed=0).eval() for n in (name, f"{name}-x0.5"))
     state = whole.state_dict()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_what_a_model_does_not_take_it_says():
         ("signal-gru", (5,), "takes signals"),
         ("signal-cnn2", (2, 4), "of 8 steps or more"),
         ("ft-transformer", (3, 8), "takes rows"),
-        ("mlp", TEXT, "takes numbers, not texts"),
+        ("mlp", SHAPE, "takes numbers, not texts"),
         ("resnet10", (2, 64), "takes images"),
     ):
         with pytest.raises(ModelError, match=fault):
@@ -149,9 +149,9 @@ def test_ft_transformer_column_by_column():
 
 
 def test_a_text_is_described_and_read_back():
-    info = ClientInfo("a", "text-bag", 5, 2, TEXT)
-    assert kind_of(TEXT) == "text"
-    assert read_properties(info.properties(), "node").shape == TEXT
+    info = ClientInfo("a", "text-bag", 5, 2, SHAPE)
+    assert kind_of(SHAPE) is TEXT
+    assert read_properties(info.properties(), "node").shape == SHAPE
     for odd in ("0,24", "0,0,50", "0,24,0", "0,24,70000", "0,1,1,1", "3,0,8"):
         with pytest.raises(KnowledgeError, match="shape"):
             read_properties({**info.properties(), "shape": odd}, "node")

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
-from fedhet.algorithms import augment, randaugment
 from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
@@ -21,6 +20,7 @@ from fedhet.data import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.devices import CPU
 from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import augmentation, image_changes, randaugment
 from fedhet.seeding import torch_generator
 from fedhet.settings.deal import training_of
 from fedhet.settings.run import TrainingSettings
@@ -188,7 +188,7 @@ def all_shifts(image, reach, pad):
 )
 def test_each_image_is_shifted_by_a_draw_of_its_own(reflect, pad):
     x = images(300, 3, 16, 17)
-    shifted = augment.shift(x, draws(), reflect=reflect)
+    shifted = image_changes.shift(x, draws(), reflect=reflect)
     found = [
         all_shifts(before, 2, pad).index(after.numpy().tobytes())
         for before, after in zip(x, shifted, strict=True)
@@ -199,7 +199,7 @@ def test_each_image_is_shifted_by_a_draw_of_its_own(reflect, pad):
 
 def test_about_half_of_the_images_are_mirrored():
     x = images(400, 1, 8, 8)
-    flipped = augment.flip(x, draws())
+    flipped = image_changes.flip(x, draws())
     mirrored = [np.array_equal(a, b[..., ::-1]) for a, b in zip(flipped, x.numpy(), strict=True)]
     same = [torch.equal(a, b) for a, b in zip(flipped, x, strict=True)]
     assert sum(mirrored) + sum(same) == 400
@@ -231,7 +231,7 @@ def test_each_image_draws_two_operations(monkeypatch):
     """With operations that mark images by powers of 30, the two can be read off."""
     marks = [lambda x, n=n: x * 30 + n for n in range(23)]
     monkeypatch.setattr(randaugment, "OPERATIONS", marks)
-    codes = augment.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
+    codes = image_changes.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
     read = ((codes.double() + 1) / 2).round().long()
     for place in (read % 30, read // 30):
         counts = torch.bincount(place, minlength=23)
@@ -245,7 +245,7 @@ def test_each_image_draws_two_operations(monkeypatch):
 
 def test_erased_is_one_rectangle_of_a_fiftieth_to_a_fifth():
     x = torch.ones(500, 3, 40, 30)
-    erased = augment.erase(x, draws())
+    erased = image_changes.erase(x, draws())
     areas = []
     for image in erased:
         rows, columns = ((image[0] == -1).any(1), (image[0] == -1).any(0))
@@ -262,7 +262,7 @@ def test_erased_is_one_rectangle_of_a_fiftieth_to_a_fifth():
 
 @pytest.mark.parametrize("name", ["crop", "flip", "crop-flip", "randaugment"])
 def test_an_augmentation_draws_from_its_generator_alone(name):
-    change, x = augment.augmentation(name, (3, 8, 8)), images(9, 3, 8, 8)
+    change, x = augmentation(name, (3, 8, 8)), images(9, 3, 8, 8)
     state = torch.get_rng_state()
     assert torch.equal(change(x, draws(1)), change(x, draws(1)))
     assert not torch.equal(change(x, draws(1)), change(x, draws(2)))
@@ -270,9 +270,9 @@ def test_an_augmentation_draws_from_its_generator_alone(name):
 
 
 def test_none_is_none_and_a_table_is_refused():
-    assert augment.augmentation("none", (30,)) is None
+    assert augmentation("none", (30,)) is None
     with pytest.raises(DataError, match=r"'training.augment' = 'crop' changes images .* \[30\]"):
-        augment.augmentation("crop", (30,))
+        augmentation("crop", (30,))
 
 
 def test_a_table_is_refused_before_the_run(tmp_path):

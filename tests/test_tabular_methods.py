@@ -11,10 +11,11 @@ from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
 from fedhet.config.sources import all_settings, read_toml
 from fedhet.data import is_table
+from fedhet.kinds import TABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import RunSettings
 
-TABLE = {
+SETTINGS = {
     "data.dataset": "breast-cancer",
     "clients": 3,
     "training.local-epochs": 1,
@@ -27,7 +28,7 @@ SCIKIT = "sk-tree,sk-svm,sk-gam,sk-mlp"
 @pytest.mark.parametrize("name", each(method_names()))
 def test_every_method_runs_on_a_table(name, tmp_path):
     known = {k: v for k, v in SMALL.get(name, {}).items() if k in find_method(name).settings()}
-    config = resolve({"method": name, **TABLE, **known})
+    config = resolve({"method": name, **SETTINGS, **known})
     check(config)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
@@ -72,9 +73,9 @@ def test_the_pool_is_the_methods():
 
 def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
     spec = find_method("um-pfssl").spec
-    assert replace(spec, table_model="").pool("table") == "mlp"
-    assert replace(spec, table_model="", any_model=True).pool("table") == "mlp"
-    assert replace(spec, one_model=False, table_model="").pool("table") == "mlp,mlp2,mlp3"
+    assert replace(spec, models={}).pool(TABLE) == "mlp"
+    assert replace(spec, models={}, any_model=True).pool(TABLE) == "mlp"
+    assert replace(spec, one_model=False, models={}).pool(TABLE) == "mlp,mlp2,mlp3"
 
 
 def test_a_methods_own_models_are_for_tables_too():

@@ -308,7 +308,7 @@ def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
 
 
 def test_token_changes_keep_words_and_order():
-    from fedhet.algorithms.token_changes import REACH, left_out, moved, strong_tokens
+    from fedhet.kinds.token_changes import REACH, left_out, moved, strong_tokens
 
     rng = numpy_rng(0, "tokens")
     lengths = rng.integers(1, 40, 200)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fedhet.algorithms.augment import augmentation
 from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.arrays import group, grouped
 from fedhet.client_runtime.state import ClientState
 from fedhet.devices import Compute
+from fedhet.kinds import augmentation
 from fedhet.seeding import torch_generator
 from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.training import Augment, Optimization, optimization

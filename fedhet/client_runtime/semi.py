@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor, nn
 
-from fedhet.algorithms.fixmatch import check_shape, confident_labels, strong, unlabelled_loss, weak
+from fedhet.algorithms.fixmatch import confident_labels, unlabelled_loss
 from fedhet.data import UNKNOWN, Split
 from fedhet.devices import Compute
+from fedhet.kinds import Shape, check_changeable, kind_of
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import LossOfBatch, batches, evaluating
 
@@ -37,17 +38,19 @@ class FixMatch:
         self,
         labelled: Split,
         unlabelled: Split,
+        shape: Shape,
         model: nn.Module,
         settings: TrainingSettings,
         compute: Compute,
         draws: Generator,
     ) -> None:
-        """`model` is put into evaluation mode for pseudo-labels.
+        """Take samples of `shape`; `model` is put into evaluation mode for pseudo-labels.
 
         Raises DataError for samples that cannot be augmented.
         """
-        if unlabelled.x.dtype != torch.int64:  # no texts
-            check_shape(tuple(unlabelled.x.shape[1:]))
+        kind = kind_of(shape)
+        check_changeable(kind, shape, "FixMatch augments")
+        self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
         self._unlabelled, self._model, self._settings = unlabelled, model, settings
         self._compute, self._draws = compute, draws
         every = len(labelled) + len(unlabelled)
@@ -66,8 +69,8 @@ class FixMatch:
         """Predictions; pseudo-labels among them; those of known truth; those that are wrong."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Return weakly augmented images [N, ...]: what is learned with labels."""
-        return self._compute.images(weak(x, self._draws))
+        """Return weakly augmented samples [N, ...]: what is learned with labels."""
+        return self._compute.images(self._weak(x, self._draws))
 
     def beside(self, loss_of: LossOfBatch, predict: Predict) -> LossOfBatch:
         """Return `loss_of` a labelled batch, plus the weighted loss of the next unlabelled one.
@@ -82,15 +85,16 @@ class FixMatch:
         return lambda x, y: loss_of(x, y) + weight * self.loss(predict)
 
     def loss(self, predict: Predict) -> Tensor:
-        """Return the loss of the next batch of unlabelled images (Eq. 4), a scalar."""
+        """Return the loss of the next batch of unlabelled samples (Eq. 4), a scalar."""
         rows = next(self._batches)
         x = self._compute.images(self._unlabelled.x[rows])
         with torch.no_grad(), evaluating(self._model):
             guessed, confident = confident_labels(
-                predict(self._compute.images(weak(x, self._draws))), self._settings.semi_threshold
+                predict(self._compute.images(self._weak(x, self._draws))),
+                self._settings.semi_threshold,
             )
         self._count(rows, guessed, confident)
-        logits = predict(self._compute.images(strong(x, self._draws)))
+        logits = predict(self._compute.images(self._strong(x, self._draws)))
         return unlabelled_loss(logits, guessed, confident)
 
     def figures(self) -> dict[str, float]:

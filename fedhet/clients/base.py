@@ -213,7 +213,8 @@ class HetClient(NumPyClient):
             self.train_epochs(x, y, loss_of, optimizing, generator, **options)
             return
         model, draws = self.network, self.recipe.draws
-        semi = FixMatch(Split(x, y), self.unlabelled, model, self.training, self.compute, draws)
+        own, shape = Split(x, y), self.info.shape
+        semi = FixMatch(own, self.unlabelled, shape, model, self.training, self.compute, draws)
         options["batch_size"], loss_of = semi.batch_size, semi.beside(loss_of, predict)
         self.train_epochs(
             semi.x, semi.y, loss_of, optimizing, generator, augment=semi.augment, **options

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fedhet.config.sources import defaults_toml
-from fedhet.kinds import Kind
+from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import kebab, takes
@@ -77,13 +77,13 @@ def _literal(value: object) -> str:
 
 def default_models(method: Method) -> str:
     """Return the method's default models in a sentence, by the kind of data."""
-    others: list[tuple[str, Kind]] = [("a table", "table"), ("text", "text"), ("signals", "signal")]
-    parts = [f"where the data is {words}, {_models(method, kind)}" for words, kind in others]
-    return f"Models, if none are given: {'; '.join([method.spec.pool('image'), *parts])}."
+    others = [kind for kind in KINDS if kind is not IMAGE]
+    parts = [f"where the data is {kind.data}, {_models(method, kind)}" for kind in others]
+    return f"Models, if none are given: {'; '.join([method.spec.pool(IMAGE), *parts])}."
 
 
 def _models(method: Method, kind: Kind) -> str:
-    own = method.spec.own_models(kind)
+    own = method.spec.defaults(kind)
     named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
     return ", and ".join([method.spec.pool(kind), *named])
 

@@ -11,10 +11,10 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
-from fedhet.algorithms.augment import augmentation
 from fedhet.config.values import validated
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError, nearest
+from fedhet.kinds import augmentation, plurals
 from fedhet.methods.registry import Method, all_methods
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
@@ -87,14 +87,14 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
         data_table["labelled_alpha"] = LABELLED_ALPHA
     changes["data"] = run.data.model_copy(update=data_table)
     if run.models.pool == default.models.pool:
-        pool = spec.pool(data.kind(run.data))
+        pool = spec.pool(data.sample_kind(run.data))
         changes["models"] = run.models.model_copy(update={"pool": pool})
     return run.model_copy(update=changes)
 
 
 def _completed_own(own: MethodSettings, run: RunSettings, method: Method) -> MethodSettings:
     """Fill in the method's default models for the kind of data, as `_completed` does."""
-    default, found = type(own)(), method.spec.own_models(data.kind(run.data))
+    default, found = type(own)(), method.spec.defaults(data.sample_kind(run.data))
     unset = {k: v for k, v in found.items() if getattr(own, k) == getattr(default, k)}
     return own.model_copy(update=unset)
 
@@ -159,8 +159,9 @@ def _check_semi(run: RunSettings, method: Method) -> None:
     if not method.spec.semi:
         rule = f"none with {method.name}, which has a way of its own to train"
         raise refused("training.semi", run.training.semi, rule)
-    if data.kind(run.data) in ("table", "signal"):
-        rule = f"images or texts with 'training.semi' = '{run.training.semi}', which augments them"
+    if not data.sample_kind(run.data).semi:
+        able = plurals("semi", "or")
+        rule = f"{able} with 'training.semi' = '{run.training.semi}', which augments them"
         raise refused("data.dataset", run.data.dataset, rule)
     if run.training.augment != "none":
         rule = f"none with 'training.semi' = '{run.training.semi}', which augments by its own rules"

@@ -1,6 +1,6 @@
 """Data: datasets by name, the store of a run's data, and a site's own data folder."""
 
-from fedhet.data.datasets import dataset_names, is_table, kind, load
+from fedhet.data.datasets import dataset_names, is_table, load, sample_kind
 from fedhet.data.hub import KIND as HUB
 from fedhet.data.labelled import joined, labelled_parts, split_labels
 from fedhet.data.partition import client_name
@@ -12,6 +12,6 @@ from fedhet.data.user_dataset import KIND as OWN
 
 __all__ = [
     "GENERATED", "HUB", "MADE_HERE", "OWN", "UNKNOWN", "UNUSED", "ClientData", "DataSpec",
-    "Dataset", "RunData", "Split", "client_name", "dataset_names", "is_table", "joined", "kind",
-    "labelled_parts", "load", "refuse_overlap", "site_data", "split_labels",
+    "Dataset", "RunData", "Split", "client_name", "dataset_names", "is_table", "joined",
+    "labelled_parts", "load", "refuse_overlap", "sample_kind", "site_data", "split_labels",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from fedhet.data.tabular import read_adult, read_breast_cancer
 from fedhet.data.texts import read_texts
 from fedhet.data.user_dataset import KIND, PLACE, read_own
 from fedhet.errors import DataError, SettingsError, nearest
-from fedhet.kinds import Kind
+from fedhet.kinds import IMAGE, SIGNAL, TABLE, TEXT, Kind, named
 from fedhet.seeding import numpy_rng
 from fedhet.settings.run import DataSettings
 
@@ -59,14 +59,14 @@ def is_table(name: str) -> bool:
     return kind in _TABLES or (kind == "npz" and folder != "" and has_rows(folder))
 
 
-def kind(table: DataSettings) -> Kind:
+def sample_kind(table: DataSettings) -> Kind:
     """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
     if table.sample_kind != "auto":
-        return table.sample_kind
-    named = table.dataset.partition(":")[0]
-    if named in ("text", "signal"):
-        return "text" if named == "text" else "signal"
-    return "table" if is_table(table.dataset) else "image"
+        return named(table.sample_kind)
+    source = table.dataset.partition(":")[0]
+    if source in ("text", "signal"):
+        return TEXT if source == "text" else SIGNAL
+    return TABLE if is_table(table.dataset) else IMAGE
 
 
 @global_random_kept()

@@ -20,6 +20,7 @@ from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
 from fedhet.data.tokens import tokenized, vocabulary_of
 from fedhet.errors import DataError
+from fedhet.kinds import TEXT
 
 KIND, PLACE = "hf", "NAME"
 TESTS = ("test", "validation")
@@ -40,7 +41,7 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
     if found[-1].x.shape[1:] != found[0].x.shape[1:]:
         raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
-    words = vocabulary_of(spec) if spec.sample_kind == "text" else 0
+    words = vocabulary_of(spec) if spec.sample_kind == TEXT.name else 0
     return Dataset(
         spec.dataset, found[0], found[1] if test is not None else None, classes, vocabulary=words
     )
@@ -131,7 +132,7 @@ def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataS
 
 
 def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
-    if spec.sample_kind == "text":
+    if spec.sample_kind == TEXT.name:
         if spec.text_column not in rows.features:
             raise DataError(
                 f"hf:{name}: has no column {spec.text_column!r} ('data.text-column'), but "

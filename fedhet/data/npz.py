@@ -13,25 +13,22 @@ import torch
 
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, refuse_more
 from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import IMAGE, Kind
 
 MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
 _PARTS = ("train", "test")
 _READ_AS = {"x.npy": 4, "y.npy": 8}  # bytes a value, as float32 and int64
-_ALLOWED_X = (
-    "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
-)
-_ALLOWED_SIGNALS = "of signals x must be [N, channels, time] or [N, time], finite numbers"
 
 
-def read_npz(path: Path, spec: DataSpec, *, signal: bool = False) -> Split:
-    """Read a file's arrays x and y. [N, H, W] gets a channel; all but uint8 becomes float32.
+def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE) -> Split:
+    """Read a file's arrays x and y, as the kind of samples has them (`Kind.checked`).
 
-    Of signals, [N, C, T], [N, T] gets a channel, and everything becomes float32. Raises DataError
-    for any fault of the file, and if it takes more than `data.max-bytes`.
+    Rows of tables are read as images are. Raises DataError for any fault of the file, and if it
+    takes more than `data.max-bytes`.
     """
     x, y = _arrays(path, spec)
     labels = checked_labels(y, path)
-    samples = checked_signals(x, path) if signal else checked_samples(x, path)
+    samples = kind.checked(x, path)
     if len(samples) != len(labels):
         raise DataError(f"{path}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples), torch.from_numpy(labels))
@@ -62,7 +59,7 @@ def read_owners(path: Path, name: str, spec: DataSpec) -> Index:
     return np.unique(owners, return_inverse=True)[1].astype(np.int64)
 
 
-def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
+def same_form(first: Split, other: Split, where: str, path: Path) -> None:
     """Raise DataError unless `path`'s samples have the same shape and type as those of `where`."""
     for what, left, right in (
         ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
@@ -72,7 +69,7 @@ def same_kind(first: Split, other: Split, where: str, path: Path) -> None:
             raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
 
 
-def read_clients(folder: str, spec: DataSpec, *, signal: bool = False) -> Dataset:
+def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if present, DIR/common.npz as one dataset.
 
     Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
@@ -84,14 +81,14 @@ def read_clients(folder: str, spec: DataSpec, *, signal: bool = False) -> Datase
         )
     root = Path(folder).expanduser()
     files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
-    splits = _read_all(files, spec, signal=signal)
+    splits = _read_all(files, spec, kind)
     common = None
     if (root / "common.npz").exists():
-        common = read_npz(root / "common.npz", spec, signal=signal)
+        common = read_npz(root / "common.npz", spec, kind)
     every = [*zip(files, splits, strict=True)]
     every += [(root / "common.npz", common)] if common is not None else []
     for path, split in every:
-        same_kind(splits[0], split, files[0].name, path)
+        same_form(splits[0], split, files[0].name, path)
         least = 2 if path.parent.name == "train" else 1
         if len(split) < least:
             raise DataError(f"{path}: has {len(split)} samples, at least {least} are needed")
@@ -133,11 +130,11 @@ def _count(root: Path) -> int:
     return clients
 
 
-def _read_all(files: list[Path], spec: DataSpec, *, signal: bool) -> list[Split]:
+def _read_all(files: list[Path], spec: DataSpec, kind: Kind) -> list[Split]:
     """Read files that together may take `data.max-bytes`."""
     splits: list[Split] = []
     for path in files:
-        splits.append(read_npz(path, spec, signal=signal))
+        splits.append(read_npz(path, spec, kind))
         refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, path.parents[1])
     return splits
 
@@ -206,40 +203,3 @@ def checked_labels(y: npt.NDArray[Any], path: Path | str) -> npt.NDArray[np.int6
         odd = labels.min() if labels.min() < 0 else labels.max()
         raise DataError(f"{path}: y holds the label {odd}, allowed are 0 to {MAX_CLASSES - 1}")
     return labels
-
-
-def checked_samples(x: npt.NDArray[Any], path: Path | str) -> npt.NDArray[Any]:
-    """Return samples [N, F] or [N, C, H, W]: bytes as they are, all else as float32.
-
-    [N, H, W] gets a channel. Raises DataError, which names `path`, for anything else.
-    """
-    shape = list(x.shape)
-    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or _channels_last(shape):
-        raise DataError(f"{path}: {_ALLOWED_X}; it is {x.dtype} {shape}")
-    samples = x if x.dtype == np.uint8 else _finite(x, path, _ALLOWED_X)
-    samples = np.ascontiguousarray(samples)
-    return samples[:, None] if samples.ndim == 3 else samples
-
-
-def checked_signals(x: npt.NDArray[Any], path: Path | str) -> npt.NDArray[Any]:
-    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T].
-
-    Raises DataError, which names `path`, for anything else.
-    """
-    shape = list(x.shape)
-    if x.ndim not in (2, 3) or x.dtype.kind not in "iuf" or min(shape[1:]) < 1:
-        raise DataError(f"{path}: {_ALLOWED_SIGNALS}; it is {x.dtype} {shape}")
-    samples = _finite(x, path, _ALLOWED_SIGNALS)
-    return samples[:, None] if samples.ndim == 2 else samples
-
-
-def _finite(x: npt.NDArray[Any], path: Path | str, allowed: str) -> npt.NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # overflow is refused below
-        samples = np.ascontiguousarray(x.astype(np.float32))
-    if not np.isfinite(samples).all():
-        raise DataError(f"{path}: x holds NaN or infinite values; {allowed}")
-    return samples
-
-
-def _channels_last(shape: list[int]) -> bool:
-    return len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] > 4

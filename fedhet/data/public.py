@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
-from fedhet.data.tabular import generated
-from fedhet.data.texts import generated_texts
 from fedhet.errors import DataError, SettingsError
-from fedhet.kinds import Shape, described, kind_of
+from fedhet.kinds import Shape, described, kind_of, plurals
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
-"""The `public-dataset` that is generated: the training set's columns, each permuted."""
+"""The `public-dataset` that is generated from the training set, as its kind of samples says."""
 UNUSED = "unused"
 """The `public-dataset` of the training rows that `data.max-samples` leaves out."""
 MADE_HERE = (GENERATED, UNUSED)
@@ -90,13 +89,21 @@ def public_dataset(
 
 
 def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
-    if spec.public_samples < 1:
+    """Return generated samples like the dataset's; their labels have no meaning."""
+    size, kind = spec.public_samples, kind_of(dataset.shape)
+    if size < 1:
         raise SettingsError(
             f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
         )
-    make = generated_texts if kind_of(dataset.shape) == "text" else generated
-    rows = make(dataset, spec.public_samples, spec.seed)
-    return replace(dataset, train=rows, test=None, subclasses=None)
+    if not kind.generates:
+        raise SettingsError(
+            f"data.public-dataset = {GENERATED!r} is for {plurals('generates', 'and')}; samples of "
+            f"{dataset.name!r} have {described(dataset.shape)}"
+        )
+    rng = numpy_rng(spec.seed, "public", "generated")
+    x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
+    made = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
+    return replace(dataset, train=made, test=None, subclasses=None)
 
 
 def _unused(spec: DataSpec, whole: Dataset) -> Dataset:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedhet.data.npz import read_clients, read_npz, read_owners, same_kind
+from fedhet.data.npz import read_clients, read_npz, read_owners, same_form
 from fedhet.data.spec import Dataset, DataSpec
 from fedhet.errors import SettingsError
+from fedhet.kinds import SIGNAL
 
 
 def read_signals(folder: str, spec: DataSpec) -> Dataset:
@@ -21,12 +22,12 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
             raise SettingsError(
                 f"data.by = {spec.by!r}: takes {path}, and {root} holds a file for each client"
             )
-        return read_clients(folder, spec, signal=True)
-    train = read_npz(path, spec, signal=True)
+        return read_clients(folder, spec, SIGNAL)
+    train = read_npz(path, spec, SIGNAL)
     test = None
     if (root / "test.npz").exists():
-        test = read_npz(root / "test.npz", spec, signal=True)
-        same_kind(train, test, "train.npz", root / "test.npz")
+        test = read_npz(root / "test.npz", spec, SIGNAL)
+        same_form(train, test, "train.npz", root / "test.npz")
     highest = max(int(split.y.max()) for split in (train, test) if split is not None and len(split))
     return Dataset(
         spec.dataset,

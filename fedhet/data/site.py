@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fedhet.data.datasets import kind
+from fedhet.data.datasets import sample_kind
 from fedhet.data.folder import (
     UNLABELLED,
     class_folders,
@@ -15,7 +15,7 @@ from fedhet.data.folder import (
     refuse_unlabelled,
     unlabelled_files,
 )
-from fedhet.data.npz import read_npz, same_kind
+from fedhet.data.npz import read_npz, same_form
 from fedhet.data.partition import hold_out
 from fedhet.data.spec import (
     UNKNOWN,
@@ -29,6 +29,7 @@ from fedhet.data.spec import (
 from fedhet.data.texts import TXT, find_rows, read_files, read_folder, site_rows
 from fedhet.data.tokens import vocabulary_of
 from fedhet.errors import DataError
+from fedhet.kinds import TEXT
 
 
 @global_random_kept()
@@ -87,7 +88,7 @@ def site_data(
 
 def _holds_texts(train: Path, spec: DataSpec) -> bool:
     """Tell whether a site's tree holds texts, as `data.sample-kind` or some .txt file says."""
-    return train.is_dir() and (kind(spec) == "text" or any(train.glob("*/*.txt")))
+    return train.is_dir() and (sample_kind(spec) is TEXT or any(train.glob("*/*.txt")))
 
 
 def _without_labels(
@@ -176,13 +177,13 @@ def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split
     if not path.exists():
         return train, None
     test = _within(path, classes, spec)
-    same_kind(train, test, "train.npz", path)
+    same_form(train, test, "train.npz", path)
     return train, test
 
 
 def _within(path: Path, classes: int, spec: DataSpec) -> Split:
     """Read a file, with labels among the run's classes."""
-    split = read_npz(path, spec, signal=kind(spec) == "signal")
+    split = read_npz(path, spec, sample_kind(spec))
     if len(split) and int(split.y.max()) >= classes:
         raise DataError(
             f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "

@@ -1,4 +1,4 @@
-"""Tabular data: breast cancer from scikit-learn, Adult from its files, and generated rows.
+"""Tabular data: breast cancer from scikit-learn, and Adult from its files.
 
 Tables are encoded by scikit-learn's encoders, fitted on the whole training set: categorical columns
 are one-hot, numeric columns centred and scaled. `Dataset.columns` tells which features belong to
@@ -20,8 +20,7 @@ import torch
 
 from fedhet.data.rows import read_bounded
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
-from fedhet.errors import DataError, SettingsError
-from fedhet.kinds import described, kind_of
+from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 
 _FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
@@ -70,31 +69,6 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
             f"{root.resolve()}; put UCI's files there, or allow --set download=true"
         )
     return _encoded(spec.dataset, train, test)
-
-
-def generated(dataset: Dataset, size: int, seed: int) -> Split:
-    """Return rows [size, F], scaled, whose columns are those of the training set, each permuted.
-
-    CoFED, Section 5.7: "randomly generated with valid values". The rule is that of the authors'
-    published script: each column's values are in an order of its own, so that columns are
-    independent, and no row's value is drawn twice before all are. The labels have no meaning.
-    Raises SettingsError for images and signals.
-    """
-    if kind_of(dataset.shape) != "table":
-        raise SettingsError(
-            "data.public-dataset = 'generated' is for tables and texts; samples "
-            f"of {dataset.name!r} have {described(dataset.shape)}"
-        )
-    x, rng = dataset.train.x, numpy_rng(seed, "public", "generated")
-    columns = torch.split(x, list(dataset.columns or (1,) * x.shape[1]), dim=1)
-    drawn = [column[torch.from_numpy(_permuted(len(x), size, rng))] for column in columns]
-    return Split(torch.cat(drawn, dim=1), torch.zeros(size, dtype=torch.int64))
-
-
-def _permuted(rows: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Return `size` of the numbers below `rows`: one permutation after another."""
-    passes = -(-size // rows)
-    return np.concatenate([rng.permutation(rows) for _ in range(passes)])[:size]
 
 
 def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:

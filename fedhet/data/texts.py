@@ -17,7 +17,6 @@ from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, refuse_more
 from fedhet.data.tokens import tokenized, vocabulary_of
 from fedhet.errors import DataError, SettingsError, nearest
-from fedhet.seeding import numpy_rng
 
 TXT = (".txt",)
 
@@ -121,21 +120,6 @@ def read_folder(root: Path, classes: Sequence[str], spec: DataSpec) -> Split:
     """Return the texts <class>/*.txt below `root`."""
     files, labels = listing(root, classes, TXT)
     return Split(read_files(files, spec), torch.from_numpy(labels))
-
-
-def generated_texts(dataset: Dataset, size: int, seed: int) -> Split:
-    """Return texts [size, L] of the training set's tokens in a random order, without a meaning.
-
-    As generated rows of tables: each token is as frequent as in the training set, and its place
-    says nothing. Lengths are those of the training texts, in an order of their own.
-    """
-    x, rng = dataset.train.x.numpy(), numpy_rng(seed, "public", "generated")
-    every = x[x != 0]
-    lengths = rng.choice((x != 0).sum(1), size)
-    inside = np.arange(x.shape[1]) < lengths[:, None]
-    rows = np.zeros((size, x.shape[1]), np.int64)
-    rows[inside] = rng.choice(every, int(inside.sum()))
-    return Split(torch.from_numpy(rows), torch.zeros(size, dtype=torch.int64))
 
 
 def _read_tree(path: Path, spec: DataSpec) -> Dataset:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedhet.data.npz import checked_labels, checked_samples
+from fedhet.data.npz import checked_labels
 from fedhet.data.spec import Dataset, Split
 from fedhet.errors import DataError, nearest
+from fedhet.kinds import IMAGE
 
 KIND, PLACE = "python", "module:function"
 _KEYS = ("train", "test", "classes")
@@ -78,7 +79,7 @@ def _split(where: str, pair: Any) -> Split:
         x, y = map(np.asarray, pair)
     except Exception as error:
         raise DataError(f"{where}: must be a pair (x, y) of arrays ({error})") from error
-    samples, labels = checked_samples(x, where), checked_labels(y, where)
+    samples, labels = IMAGE.checked(x, where), checked_labels(y, where)
     if len(samples) != len(labels) or not len(labels):
         raise DataError(f"{where}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples).clone(), torch.from_numpy(labels).clone())

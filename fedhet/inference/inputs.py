@@ -14,12 +14,11 @@ from torch import Tensor
 from fedhet.client_runtime.record import ClientRecord
 from fedhet.data import DataSpec
 from fedhet.data.folder import decoded
-from fedhet.data.npz import checked_samples, checked_signals
 from fedhet.data.texts import read_files
 from fedhet.data.tokens import tokenized
 from fedhet.devices import scaled
 from fedhet.errors import DataError
-from fedhet.kinds import kind_of
+from fedhet.kinds import TEXT, kind_of
 from fedhet.runs.units import natural
 
 MODES = {1: "L", 3: "RGB"}
@@ -67,8 +66,7 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model takes texts, a sequence of str")
         return tokenized(list(x), _spec(record), where)
-    checked = checked_signals if kind_of(tuple(record.shape)) == "signal" else checked_samples
-    values = checked(np.asarray(x), where)
+    values = kind_of(tuple(record.shape)).checked(np.asarray(x), where)
     if list(values.shape[1:]) != record.shape:
         raise DataError(
             f"{where}: has samples of shape {list(values.shape[1:])}, {record.client}'s model "
@@ -99,7 +97,7 @@ def _array(path: Path) -> Any:
 
 
 def _is_text(record: ClientRecord) -> bool:
-    return kind_of(tuple(record.shape)) == "text"
+    return TEXT.fits(tuple(record.shape))
 
 
 def _spec(record: ClientRecord) -> DataSpec:

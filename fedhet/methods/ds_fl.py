@@ -52,9 +52,7 @@ SPEC = replace(
     title="sharpened mean of soft labels on unlabelled public data, and a server's model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
-    table_settings={"server_model": "mlp"},
-    text_settings={"server_model": "text-cnn"},
-    signal_settings={"server_model": "signal-cnn2"},
+    own_models={"server_model": "model"},
     instructions=INSTRUCTIONS,
     replies=REPLIES,
 )

@@ -52,8 +52,6 @@ SPEC = MethodSpec(
     sizes=part_sizes,
     kinds=("private", "global"),
     one_model=True,
-    default_model="cnn2",
-    table_model="mlp",
     instructions=INSTRUCTIONS,
     replies=REPLIES,
 )

@@ -96,9 +96,7 @@ SPEC = MethodSpec(
     headline="common",
     settings=FedGemsSettings,
     needs_public=True,
-    table_settings={"server_model": "mlp3"},
-    text_settings={"server_model": "text-transformer"},
-    signal_settings={"server_model": "signal-resnet"},
+    own_models={"server_model": "large_model"},
     instructions=INSTRUCTIONS,
     replies=REPLIES,
 )

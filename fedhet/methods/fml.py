@@ -50,11 +50,7 @@ SPEC = replace(
     sizes=meme_sizes,
     kinds=("private", "proxy", "global"),
     one_model=False,
-    default_model="",
-    table_model="",
-    table_settings={"meme": "mlp"},
-    text_settings={"meme": "text-cnn"},
-    signal_settings={"meme": "signal-cnn2"},
+    own_models={"meme": "model"},
     instructions=INSTRUCTIONS,
     replies=REPLIES,
 )

@@ -82,10 +82,7 @@ SPEC = MethodSpec(
     sizes=part_sizes,
     kinds=("private", "global"),
     semi=False,  # its batch norms have no statistics to predict with until training is over
-    default_model="cnn2",
-    table_model="mlp",
-    text_model="text-cnn",
-    signal_model="signal-cnn2",
+    models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     instructions=INSTRUCTIONS,
     replies=REPLIES,
 )

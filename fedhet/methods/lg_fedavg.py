@@ -37,6 +37,4 @@ SPEC = replace(
     headline="personal",
     settings=LgFedAvgSettings,
     one_model=False,
-    default_model="",
-    table_model="",
 )

@@ -10,27 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fedhet.kinds import Kind
-from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import ClientInfo
 
 NOTHING = Contract()
 """The contract of empty messages."""
-TABLE_POOL = "mlp,mlp2,mlp3"
-"""The default pool of models where the data is a table."""
-TABLE_MODEL = "mlp"
-"""The same for a method whose clients must have one architecture."""
-TABLE_POOL_OF_ANY = "sk-tree,sk-svm,sk-gam,sk-mlp"
-"""The same for a method whose models need no gradients: CoFED's four kinds, Section 5.7."""
-TEXT_POOL = "text-bag,text-cnn,text-gru,text-lstm,text-transformer"
-"""The default pool of models of texts."""
-TEXT_MODEL = "text-cnn"
-"""The same for a method whose clients must have one architecture."""
-SIGNAL_POOL = "signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp"
-"""The default pool of models of signals."""
-SIGNAL_MODEL = "signal-cnn2"
-"""The same for a method whose clients must have one architecture."""
 
 
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
@@ -65,20 +50,10 @@ class MethodSpec:
     """Whether its clients may learn from unlabelled samples as `training.semi` says."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
-    default_model: str = ""
-    """The default model of all clients; empty: the usual pool."""
-    table_model: str = ""
-    """The default model of all clients where the data is a table; empty: as for other methods."""
-    table_settings: Mapping[str, str] = field(default_factory=dict)
-    """Defaults of the method's own settings where the data is a table, by name: its models."""
-    text_model: str = ""
-    """As `table_model`, where the data is text."""
-    text_settings: Mapping[str, str] = field(default_factory=dict)
-    """As `table_settings`, where the data is text."""
-    signal_model: str = ""
-    """As `table_model`, where the data is signals."""
-    signal_settings: Mapping[str, str] = field(default_factory=dict)
-    """As `table_settings`, where the data is signals."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The default models of the clients by kind of data; of other kinds, the kind's own."""
+    own_models: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
+    """The method's own settings that name a model, with the default of the kind that each takes."""
     any_model: bool = False
     """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
     large_messages: bool = False
@@ -91,21 +66,9 @@ class MethodSpec:
 
     def pool(self, kind: Kind) -> str:
         """Return the default pool of models for a kind of data."""
-        if kind == "image":
-            return self.default_model or RunSettings().models.pool
-        own, model, pool = {
-            "table": (self.table_model, TABLE_MODEL, TABLE_POOL),
-            "text": (self.text_model, TEXT_MODEL, TEXT_POOL),
-            "signal": (self.signal_model, SIGNAL_MODEL, SIGNAL_POOL),
-        }[kind]
-        usual = TABLE_POOL_OF_ANY if kind == "table" and self.any_model else pool
-        return own or (model if self.one_model else usual)
+        usual = (kind.pool_of_any if self.any_model else "") or kind.pool
+        return self.models.get(kind.name) or (kind.model if self.one_model else usual)
 
-    def own_models(self, kind: Kind) -> Mapping[str, str]:
-        """Return the defaults of the method's own settings that name models, for a kind of data."""
-        own = {
-            "table": self.table_settings,
-            "text": self.text_settings,
-            "signal": self.signal_settings,
-        }
-        return own.get(kind, {})
+    def defaults(self, kind: Kind) -> dict[str, str]:
+        """Return the defaults of `own_models` for a kind of data."""
+        return {setting: getattr(kind, name) for setting, name in self.own_models.items()}

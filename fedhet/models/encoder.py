@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedhet.data.encoders import configuration, encoder_folder, encoder_parts
 from fedhet.errors import ModelError
-from fedhet.kinds import PADDING, Shape, kind_of
+from fedhet.kinds import PADDING, TEXT, Shape
 from fedhet.models.het import HetModel, join
 from fedhet.models.texts import mean_of, present, trimmed
 
@@ -33,8 +33,8 @@ def check_encoder(name: str) -> None:
 def assemble_encoder(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
     """Return the encoder with its linear layers. Raises ModelError if texts do not fit it."""
     layers, frozen, folder = encoder_parts(name)
-    if kind_of(shape) != "text":
-        raise ModelError(f"model '{name}' takes texts (text:PATH), not shape {shape}")
+    if not TEXT.fits(shape):
+        raise ModelError(f"model '{name}' takes {TEXT.wanted}, not shape {shape}")
     encoder = _Encoder(folder, frozen)
     if shape[2] > encoder.vocabulary or shape[1] > encoder.longest:
         raise ModelError(

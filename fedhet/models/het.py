@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import kind_of
 
 
 class HetModel(nn.Sequential):
@@ -54,17 +54,10 @@ def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     module.eval()
     try:
         with torch.no_grad():
-            return tuple(module(blank(2, tuple(shape))).shape)
+            return tuple(module(kind_of(tuple(shape)).blank(2, tuple(shape))).shape)
     finally:
         for part, mode in training.items():
             part.training = mode
-
-
-def blank(count: int, shape: Shape) -> Tensor:
-    """Return `count` samples of `shape`: zeros, or texts of one token."""
-    if kind_of(shape) == "text":
-        return torch.ones(count, 1, dtype=torch.int64)
-    return torch.zeros(count, *shape)
 
 
 class Within(nn.Module):

@@ -11,13 +11,7 @@ from functools import partial
 from torch import nn
 
 from fedhet.errors import ModelError
-from fedhet.kinds import Kind, Shape, kind_of
-
-_WANTS = {
-    "text": "texts (text:PATH)",
-    "signal": "signals [C, T] (signal:DIR)",
-    "table": "rows [F] of a table",
-}
+from fedhet.kinds import IMAGE, Kind, Shape, kind_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +19,7 @@ class ModelInfo:
     """A registered model: `extractor(shape)` builds [N, *shape] -> [N, D], D its native width.
 
     `min_side` is the minimum side of an image, or steps of time of a signal; None: any shape is
-    accepted, also flat vectors. `takes` is the kind of the samples, if it is no image.
+    accepted, also flat vectors. `takes` is the kind of the samples, if they are not images.
     """
 
     name: str
@@ -42,22 +36,19 @@ class ModelInfo:
 
     def check(self, shape: Shape) -> None:
         """Raise ModelError, with the allowed shapes, if samples of this shape do not fit."""
-        if kind_of(shape) == "text" and self.takes != "text":
-            allowed = "takes numbers, not texts; text-cnn and others that `fedhet models` lists do"
-            raise ModelError(f"model '{self.name}' {allowed}")
-        least = self.min_side or 1
-        if self.takes is not None:
-            fits, allowed = kind_of(shape) == self.takes, _WANTS[self.takes]
-            if self.takes == "signal":
-                fits, allowed = fits and shape[1] >= least, f"{allowed} of {least} steps or more"
-        elif self.min_side is None:
-            fits, allowed = len(shape) > 0, "samples of any shape"
-        else:
-            fits = len(shape) == 3 and min(shape[1:]) >= self.min_side
-            allowed = f"images [C, H, W] of side {self.min_side} or more"
-        if not fits or min(shape[1:] if self.takes == "text" else shape) < 1:
-            anything = self.min_side is None and self.takes is None
-            hint = "" if anything or kind_of(shape) == "text" else "; 'mlp' takes any shape"
+        kind, taken = kind_of(shape), self.takes
+        if taken is None and self.min_side is not None:
+            taken = IMAGE
+        if taken is not kind and not kind.is_numeric:
+            raise ModelError(
+                f"model '{self.name}' takes numbers, not {kind.plural}; {kind.model} and others "
+                "that `fedhet models` lists do"
+            )
+        side = self.min_side or 1
+        fits = taken.fits(shape) and taken.side(shape) >= side if taken else len(shape) > 0
+        if not fits or min((taken or kind).sizes(shape)) < 1:
+            allowed = taken.minimum(side) if taken else "samples of any shape"
+            hint = "; 'mlp' takes any shape" if taken and kind.is_numeric else ""
             raise ModelError(f"model '{self.name}' takes {allowed}, not shape {shape}{hint}")
 
 

@@ -111,8 +111,9 @@ def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
             info.check(tuple(shape))
         return
     if any_model and _is_classical(name, tuple(shape), classes):
-        if name in WITHOUT_GRADIENTS and kind_of(shape) == "text":
-            raise ModelError(f"model '{name}' takes numbers, not texts")
+        kind = kind_of(tuple(shape))
+        if name in WITHOUT_GRADIENTS and not kind.is_numeric:
+            raise ModelError(f"model '{name}' takes numbers, not {kind.plural}")
         return
     shapes(name, shape, classes)
 
@@ -196,7 +197,7 @@ def _native_width(name: str, shape: Shape) -> int:
     its compiler; and it cannot look at the lengths of texts.
     """
     on_meta = prod(shape) > MOST_COMPUTED or is_pretrained(name)
-    device = "meta" if on_meta and kind_of(shape) != "text" else "cpu"
+    device = "meta" if on_meta and kind_of(shape).is_numeric else "cpu"
     with seeded(0, "width", name), torch.device(device):
         return output_shape(find(name).extractor(shape), shape)[1]
 

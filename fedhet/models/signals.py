@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.kinds import Shape
+from fedhet.kinds import SIGNAL, Shape
 from fedhet.models.dropout import Dropout
 from fedhet.models.info import ModelInfo, share_of
 
@@ -83,7 +83,7 @@ class SignalGru(nn.Module):
 def _info(
     name: str, line: str, source: str, build: Callable[..., nn.Module], narrows: bool = True
 ) -> ModelInfo:
-    return ModelInfo(name, "signal", line, source, 8, build, narrows, "signal")
+    return ModelInfo(name, "signal", line, source, 8, build, narrows, SIGNAL)
 
 
 CNN2 = partial(cnn, widths=(16, 32))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from fedhet.kinds import PADDING, Shape
+from fedhet.kinds import PADDING, TEXT, Shape
 from fedhet.models.dropout import Dropout
 from fedhet.models.info import ModelInfo, share_of
 from fedhet.models.transformer import encoder_layers
@@ -152,7 +152,7 @@ class TextTransformer(nn.Module):
 
 
 def _info(name: str, line: str, source: str, build: Callable[..., nn.Module]) -> ModelInfo:
-    return ModelInfo(name, "text", line, source, None, build, name in NARROW, "text")
+    return ModelInfo(name, "text", line, source, None, build, name in NARROW, TEXT)
 
 
 CNN_LINE = f"convs over 3, 4 and 5 words, {WIDTH} of each"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fedhet.errors import ModelError, nearest
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import IMAGE, Shape
 from fedhet.models.het import HetModel, join, output_shape
 
 START = "timm:"
@@ -29,8 +29,8 @@ def check_timm(name: str) -> None:
 def assemble_timm(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
     """Return the network with a linear classifier. Raises ModelError if images do not fit it."""
     check_timm(name)
-    if kind_of(shape) != "image":
-        raise ModelError(f"model '{name}' takes images [C, H, W], not shape {list(shape)}")
+    if not IMAGE.fits(shape):
+        raise ModelError(f"model '{name}' takes {IMAGE.wanted}, not shape {list(shape)}")
     try:
         network = _network(name, shape)
         features = output_shape(network, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedhet.kinds import Shape
+from fedhet.kinds import TABLE, Shape
 from fedhet.models.info import ModelInfo
 
 WIDTH = 32
@@ -55,6 +55,6 @@ MODELS = (
         "Gorishniy et al. 2021; small",
         None,
         FtTransformer,
-        takes="table",
+        takes=TABLE,
     ),
 )

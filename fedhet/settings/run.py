@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.kinds import IMAGE, KINDS, augmentation_names
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
@@ -41,6 +42,12 @@ from fedhet.settings.schema import (
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
+if TYPE_CHECKING:
+    SampleKind = str
+    Augmentation = str
+else:
+    SampleKind = Literal[("auto", *(kind.name for kind in KINDS))]
+    Augmentation = Literal[augmentation_names()]
 
 
 class DataSettings(Schema):
@@ -52,7 +59,7 @@ class DataSettings(Schema):
         "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR, medmnist:FILE, hf:NAME or "
         "python:module:function",
     )
-    sample_kind: Literal["auto", "image", "table", "text", "signal"] = Field(
+    sample_kind: SampleKind = Field(
         "auto",
         description="what a sample is; auto = as 'dataset' says; for sites with folders of their "
         "own, of which 'dataset' says nothing",
@@ -160,7 +167,7 @@ class ModelSettings(Schema):
     """The clients' models."""
 
     pool: Pool = Field(
-        "cnn2,cnn3,mlp,gems-resnet11,resnet10",
+        IMAGE.pool,
         description="models, comma-separated, as `fedhet models` lists them, cnn2*3 for three in a "
         "row; left at this default, "
         "the pool is one for tables where the data is a table (texts, signals: likewise), and a "
@@ -218,7 +225,7 @@ class TrainingSettings(Schema):
     clip: NonNegative = Field(
         0.0, description="greatest norm of a step's gradient, which is scaled down to it; 0 = any"
     )
-    augment: Literal["none", "crop", "flip", "crop-flip", "randaugment", "tokens"] = Field(
+    augment: Augmentation = Field(
         "none",
         description="random changes to each training image: shifted by up to an eighth with black "
         "borders, mirrored, both, or both and two operations of RandAugment; to each training "

@@ -1,4 +1,4 @@
-"""Random changes to training images, an own draw for each image; those to texts by name.
+"""Random changes to training images, a draw of its own for each image.
 
 Images [N, C, H, W] are float32, scaled to [-1, 1]. All draws come from a CPU generator that the
 caller seeds.
@@ -7,45 +7,18 @@ caller seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedhet.algorithms.token_changes import changed_tokens
-from fedhet.errors import DataError
-from fedhet.kinds import described, kind_of
+from fedhet.kinds.base import Change
 
-Change = Callable[[Tensor, Generator], Tensor]
-"""(images [N, C, H, W], generator) -> the changed images, of the same shape."""
 BLACK = -1.0
 IN_A_ROW = 2
 """How many operations RandAugment applies to an image."""
-
-
-def augmentation(name: str, shape: tuple[int, ...]) -> Change | None:
-    """Return the change that `training.augment` names, for samples of `shape`; None for "none".
-
-    Raises DataError if the samples are not images with one or three channels; of "tokens", texts.
-    """
-    if name == "none":
-        return None
-    if name == "tokens":
-        if kind_of(shape) != "text":
-            raise DataError(
-                f"'training.augment' = {name!r} changes texts, the samples have {described(shape)}"
-            )
-        return changed_tokens
-    check_images(shape, f"'training.augment' = {name!r} changes")
-    return CHANGES[name]
-
-
-def check_images(shape: tuple[int, ...], what: str) -> None:
-    """Raise DataError, beginning with `what`, unless samples are images [1 or 3, H, W]."""
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(f"{what} images [1 or 3, H, W], the samples have {described(shape)}")
 
 
 def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
@@ -73,7 +46,7 @@ def rand_augment(x: Tensor, generator: Generator) -> Tensor:
 
     Its operations are torchvision's, which is imported only here: it takes as long as PyTorch.
     """
-    from fedhet.algorithms.randaugment import operated
+    from fedhet.kinds.randaugment import operated
 
     bright = (x + 1) / 2
     for _ in range(IN_A_ROW):
@@ -116,12 +89,27 @@ def in_order(*changes: Change) -> Change:
     return change
 
 
+def weak(x: Tensor, generator: Generator) -> Tensor:
+    """Shift images by up to an eighth; mirror colour images at random (FixMatch's weak change).
+
+    A mirrored digit is not a digit, so that grey images are not mirrored.
+    """
+    return shift(flip(x, generator) if x.shape[1] == 3 else x, generator, reflect=True)
+
+
+def strong(x: Tensor, generator: Generator) -> Tensor:
+    """Apply the weak change, RandAugment and random erasing (FixMatch's strong change)."""
+    return erase(rand_augment(weak(x, generator), generator), generator)
+
+
 CHANGES: Mapping[str, Change] = MappingProxyType(
     {
         "crop": shift,
         "flip": flip,
         "crop-flip": in_order(flip, shift),
         "randaugment": in_order(flip, shift, rand_augment),
+        "weak": weak,
+        "strong": strong,
     }
 )
-"""What `training.augment` may name for images, but for none."""
+"""The changes of images by name: `training.augment`, and FixMatch's."""

@@ -7,10 +7,14 @@ All draws come from a CPU generator that the caller seeds, and depend on L, not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Generator, Tensor
 
-from fedhet.kinds import PADDING
+from fedhet.kinds.base import Change
+from fedhet.kinds.text import PADDING
 
 WEAK, STRONG = 0.1, 0.3
 """The share of tokens that a weak and a strong change leave out."""
@@ -49,3 +53,9 @@ def strong_tokens(x: Tensor, generator: Generator) -> Tensor:
 def changed_tokens(x: Tensor, generator: Generator) -> Tensor:
     """Leave out a tenth of the tokens, and move the others: `training.augment` = tokens."""
     return moved(left_out(x, generator, WEAK), generator)
+
+
+CHANGES: Mapping[str, Change] = MappingProxyType(
+    {"tokens": changed_tokens, "weak": weak_tokens, "strong": strong_tokens}
+)
+"""The changes of texts by name: `training.augment`, and FixMatch's (ours: it has images alone)."""
