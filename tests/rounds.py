@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,13 @@ def reply_of(result) -> Knowledge:
     return decode(parameters_to_ndarrays(result.parameters), "test")[1]
 
 
-def altered(result, change: Callable[[dict[str, Array]], None]):
-    """Return a reply whose tensors `change` has changed in place."""
+def altered(result, change: Callable[[dict[str, Array]], None], **signed: object):
+    """Return a reply whose tensors `change` has changed in place, and `signed` its envelope."""
     envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
     tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
     change(tensors)
     result = copy.copy(result)
-    message = encode(envelope, Knowledge(tensors, knowledge.scalars))
+    message = encode(replace(envelope, **signed), Knowledge(tensors, knowledge.scalars))
     result.parameters = ndarrays_to_parameters(message)
     return result
 
@@ -78,17 +79,27 @@ def state_of(model) -> dict[str, Array]:
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
 
 
-def opened(config: Config, directory: Path, before: int = 1, partition: int = 1) -> HetClient:
-    """Return a new client, with the state on disk as it was before a round of the run `run`."""
-    node_config = {"partition-id": partition, "num-partitions": config.run.clients}
+def opened(
+    config: Config, directory: Path, before: int = 1, partition: int = 1, **own: object
+) -> HetClient:
+    """Return a new client, with the state on disk as it was before a round of the run `run`.
+
+    `own`: further settings of its node.
+    """
+    node_config = {"partition-id": partition, "num-partitions": config.run.clients, **own}
     client = config.method.client(config, read_node(node_config, config.run, str(directory)))
     client.state.restore("run", before=before)
     return client
 
 
-def fitted(client: HetClient, number: int, knowledge: Knowledge) -> Arrays:
-    """Return the tensors of a client's reply in a round of the run `run`."""
+def replied(client: HetClient, number: int, knowledge: Knowledge) -> Knowledge:
+    """Return a client's reply to an instruction in a round of the run `run`."""
     envelope = Envelope("run", client.run.method, number, "server")
     arrays, _, metrics = client.fit(encode(envelope, knowledge), {})
     assert "error" not in metrics, metrics
-    return decode(arrays, "test")[1].tensors
+    return decode(arrays, "test")[1]
+
+
+def fitted(client: HetClient, number: int, knowledge: Knowledge) -> Arrays:
+    """Return the tensors of such a reply."""
+    return replied(client, number, knowledge).tensors

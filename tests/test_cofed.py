@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import rounds
 import torch
-from federation import Server, records, run, small, without_times
+from federation import Server, records, run, small
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from rounds import instruction_of, reply_of, same
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import KnowledgeError, SettingsError
@@ -42,16 +43,8 @@ def cofed(**changes):
     return small("cofed", **{"rounds": 10, **TASKS, **changes})
 
 
-def opened(config, directory, index=0):
-    node_config = {"partition-id": index, "num-partitions": config.run.clients}
-    node = read_node(node_config, config.run, str(directory))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    return client
-
-
-def said(parameters):
-    return decode(parameters_to_ndarrays(parameters), "test")[1]
+def opened(config, directory):
+    return rounds.opened(config, directory, partition=0)
 
 
 def first_round(config, directory):
@@ -69,7 +62,7 @@ def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path
     public = len(server.strategy.public_set(labelled=False))
     assert public == 280
     for _, result in answers:
-        knowledge = said(result.parameters)
+        knowledge = reply_of(result)
         assert set(knowledge.tensors) == {"predictions", "space"}
         assert not knowledge.scalars
         assert knowledge.tensors["predictions"].dtype == np.uint8
@@ -83,9 +76,9 @@ def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path
 def test_the_last_round_sends_nothing_back(tmp_path):
     server, _ = first_round(cofed(), tmp_path / "run")
     asked = server.ask(2)
-    assert all(said(ins.parameters).scalars == {"predict": False} for _, ins in asked)
+    assert all(instruction_of(each).scalars == {"predict": False} for each in asked)
     for _, result in server.answers(asked):
-        assert said(result.parameters) == Knowledge()
+        assert reply_of(result) == Knowledge()
 
 
 def vote_by_hand(votes, alpha):
@@ -104,12 +97,12 @@ def vote_by_hand(votes, alpha):
 def test_each_client_is_told_the_classes_of_its_own_space(tmp_path, alpha):
     server, answers = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
     votes = {
-        proxy.name: [said(result.parameters).tensors[k].tolist() for k in ("predictions", "space")]
+        proxy.name: [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
         for proxy, result in answers
     }
     sets = vote_by_hand(list(votes.values()), alpha)
     for proxy, ins in server.ask(2):
-        labels = said(ins.parameters).tensors["labels"]
+        labels = instruction_of((proxy, ins)).tensors["labels"]
         assert labels.dtype == np.uint8
         for index, label in enumerate(labels.tolist()):
             mine = [c for c in votes[proxy.name][1] if index in sets[c]]
@@ -179,7 +172,7 @@ def test_given_weights_decide_the_vote(tmp_path):
     server, answers = first_round(
         cofed(**{"cofed.credibility": spelled, "cofed.threshold": 0.6}), tmp_path / "run"
     )
-    said_by = {proxy.name: said(result.parameters).tensors for proxy, result in answers}
+    said_by = {proxy.name: reply_of(result).tensors for proxy, result in answers}
     weight = {name: weights.get(name, 1.0) for name in said_by}
     assert weight["client-1"] == 1.0
     differs = False
@@ -275,7 +268,7 @@ def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
     config = cofed(**{"cofed.margin": 0.3, "cofed.threshold": 0.3, "models": "mlp"})
     server, answers = first_round(config, tmp_path / "run")
     votes = [
-        [said(result.parameters).tensors[k].tolist() for k in ("predictions", "space")]
+        [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
         for _, result in answers
     ]
     assert any(5 in predictions for predictions, _ in votes)
@@ -376,10 +369,7 @@ def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
     """Sections 4.5 and 5.2: its optimiser, rate and epochs in both, its minibatch in the first."""
     index, own_settings, optimizer, lr, size, epochs = SITES[site]
     config = cofed(models="mlp", **DEALT, **{"cofed.update-batch-size": 40})
-    node_config = {"partition-id": index, "num-partitions": 4, **own_settings}
-    node = read_node(node_config, config.run, str(tmp_path))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
+    client = rounds.opened(config, tmp_path, partition=index, **own_settings)
     make = {
         "adam": lambda p: torch.optim.Adam(p, lr=lr),
         "adamw": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0),
@@ -474,7 +464,7 @@ def test_who_comes_late_trains_alone_first(tmp_path):
     server.strategy.aggregate_fit(1, server.answers(asked[1:]), [])
     server.close(1)
     late = asked[0][0].name
-    told = {proxy.name: said(ins.parameters) for proxy, ins in server.ask(2)}
+    told = {each[0].name: instruction_of(each) for each in server.ask(2)}
     assert not told[late].tensors
     assert all(told[name].tensors for name in told if name != late)
     server.play(2)
@@ -547,16 +537,14 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
         server.play(2)
         server.close(2)
     saved = {name: value.copy() for name, value in server.strategy.state_dict().items()}
-    expected = {p.name: said(ins.parameters) for p, ins in server.ask(at + 1)}
+    expected = {each[0].name: instruction_of(each) for each in server.ask(at + 1)}
     new = Server(config, tmp_path / "new")
     new.strategy.load_state_dict(saved)
-    told = {p.name: said(ins.parameters) for p, ins in new.ask(at + 1)}
+    told = {each[0].name: instruction_of(each) for each in new.ask(at + 1)}
     for name, knowledge in expected.items():
         assert knowledge.scalars == told[name].scalars
         assert np.array_equal(knowledge.tensors["labels"], told[name].tensors["labels"])
-    again = new.strategy.state_dict()
-    assert again.keys() == saved.keys()
-    assert all(np.array_equal(again[name], saved[name]) for name in saved)
+    assert same(new.strategy.state_dict(), saved)
 
 
 @pytest.mark.parametrize("model", ["mlp", "sk-tree", "sk-mlp"])
@@ -579,19 +567,6 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
     files = list((tmp_path / "run" / "state").rglob("*"))
     suffixes = {path.suffix for path in files if path.is_file() and path.name != "client.json"}
     assert suffixes == {".safetensors"}
-
-
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    one, other = (run(cofed(), tmp_path / name) for name in ("one", "other"))
-    assert without_times(one) == without_times(other)
-
-
-@pytest.mark.slow
-def test_ray_and_inline_give_the_same_numbers(tmp_path):
-    models_ = "mlp,sk-tree,sk-svm,cnn2"
-    inline = run(cofed(models=models_), tmp_path / "inline")
-    ray = run(cofed(models=models_, backend="ray"), tmp_path / "ray")
-    assert without_times(inline) == without_times(ray)
 
 
 NOTHING = Measured({}, None, 0.0, 0.0, 0.0)

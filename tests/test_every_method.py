@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
+from federation import Server, client_of, records, run, small, without_times
 from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, instruction_of, same, state_of
 
@@ -106,3 +106,19 @@ def test_a_label_space_of_its_own(tmp_path, method):
             logits = model.eval()(client.x[:3])
             assert torch.isinf(logits[:, torch.tensor(~inside)]).all(), kind
             assert torch.isfinite(logits[:, torch.tensor(inside)]).all(), kind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", method_names())
+def test_ray_gives_the_numbers_of_inline(tmp_path, method):
+    """With models of any kind where the method takes them, and half of the clients a round."""
+    models = {"cofed": "mlp,sk-tree,sk-svm,cnn2", "local": "mlp,sk-tree"}.get(method, "")
+    pool = {"models": models} if models else {}
+    inline, ray = (
+        run(quick(method, clients=4, fraction=0.5, backend=b, **pool), tmp_path / b)
+        for b in ("inline", "ray")
+    )
+    assert without_times(inline) == without_times(ray)
+    numbers = [[record["method"] for record in records(tmp_path / b)] for b in ("inline", "ray")]
+    assert numbers[0] == numbers[1]

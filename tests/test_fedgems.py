@@ -2,45 +2,26 @@
 
 import copy
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+import rounds
 import torch
-from federation import Server, records, run, small, without_times
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from federation import Server, client_of, records, run, small
+from rounds import altered, instruction_of, reply_of, same
 from torch import nn
 
-from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.data import RunData
 from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.seeding import derive
-from fedhet.wire.knowledge import Knowledge, decode, encode
+from fedhet.wire.knowledge import Knowledge
 
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}
 
 
 def fedgems(**changes):
     return small("fedgems", **{**FEW, **changes})
-
-
-def said(parameters):
-    return decode(parameters_to_ndarrays(parameters), "test")[1].tensors
-
-
-def client_of(server, proxy):
-    config = server.strategy.log.config
-    number = int(proxy.name.removeprefix("client-"))
-    node_config = {"partition-id": number, "num-partitions": config.run.clients}
-    directory = server.log.directory / "state"
-    return open_client(config, read_node(node_config, config.run, str(directory)))
-
-
-def play(server, number):
-    """Run a round; return what was asked and answered."""
-    asked, answers = server.play(number)
-    return asked, answers
 
 
 # --- the paper, written out -----------------------------------------------------------------
@@ -200,9 +181,9 @@ class PaperServer:
         return counts
 
 
-def bits(parameters, name, count):
+def bits(asked, name, count):
     """Return the samples whose bit a field of an instruction sets; all if it is absent."""
-    found = said(parameters).get(name)
+    found = instruction_of(asked).tensors.get(name)
     return list(range(count)) if found is None else list(np.flatnonzero(np.unpackbits(found)))
 
 
@@ -244,14 +225,14 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     seen = set()
     for number in (1, 2, 3):
         expected, instructed = paper.asked(), server.ask(number)
-        for _, ins in instructed:
-            assert bits(ins.parameters, "wanted", 40) == expected
+        for each in instructed:
+            assert bits(each, "wanted", 40) == expected
             if number > 1:
-                logits = said(ins.parameters)["logits"]
+                logits = instruction_of(each).tensors["logits"]
                 np.testing.assert_allclose(logits, paper.l_s, rtol=2e-3, atol=2e-3)
         replies = server.answers(instructed)
-        told = [said(result.parameters)["logits"] for _, result in replies]
-        answers = {i: [logits[k] for logits in told] for k, i in enumerate(expected)}
+        given = [reply_of(result).tensors["logits"] for _, result in replies]
+        answers = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
         strategy.aggregate_fit(number, replies, [])
         counts = paper.learn(number, answers)
         figures = strategy.state.record.method
@@ -280,7 +261,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
     for changes in ({"fedgems.selective": False}, named):
         server = Server(fedgems(rounds=2, **changes), tmp_path / str(len(states)))
         for number in (1, 2):
-            play(server, number)
+            server.play(number)
         states.append(server.strategy.learner.model.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=0)
@@ -303,15 +284,16 @@ def test_fedgem_has_no_components_to_take_away(name, value, default):
 def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
     server = Server(fedgems(rounds=2), tmp_path / "run")
     for number in (1, 2):
-        asked, answers = play(server, number)
-        rows = bits(asked[0][1].parameters, "wanted", 60)
+        asked, answers = server.play(number)
+        rows = bits(asked[0], "wanted", 60)
         assert 0 < len(rows) < 60
         for proxy, result in answers:
-            client = client_of(server, proxy)
+            client = client_of(proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
                 own = model(RunData.of(client.run).public_set((1, 8, 8), 10).x[rows])
-            np.testing.assert_allclose(said(result.parameters)["logits"], own, rtol=1e-4, atol=1e-5)
+            found = reply_of(result).tensors["logits"]
+            np.testing.assert_allclose(found, own, rtol=1e-4, atol=1e-5)
         assert server.strategy.state.record.method["upload_ratio"] == len(rows) / 60
 
 
@@ -319,7 +301,7 @@ def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
     ratios, ups = [], []
     server = Server(fedgems(rounds=5, lr=0.01), tmp_path / "gems")
     for number in range(1, 6):
-        play(server, number)
+        server.play(number)
         ratios.append(server.strategy.state.record.method["upload_ratio"])
         ups.append(server.strategy.state.record.bytes_up)
     assert ratios[0] > 0.7
@@ -328,7 +310,7 @@ def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
     assert all(whole * r <= up < 4 * 500 + whole * r for up, r in zip(ups, ratios, strict=True))
     gem = Server(fedgems(rounds=2, **{"fedgems.selective": False}), tmp_path / "gem")
     for number in (1, 2):
-        play(gem, number)
+        gem.play(number)
         assert gem.strategy.state.record.method["upload_ratio"] == 1
         assert whole < gem.strategy.state.record.bytes_up < whole + 4 * 500
 
@@ -366,13 +348,15 @@ def unstable(**changes):
 
 def lie(answers):
     """Let client-1 be sure of a class drawn at random for each sample, within the contract."""
-    result = next(result for proxy, result in answers if proxy.name == "client-1")
-    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
-    drawn = np.random.default_rng(0).integers(0, 10, len(knowledge.tensors["logits"]))
-    sure = (1e11 * np.eye(10)[drawn]).astype(np.float32)
-    poisoned = encode(envelope, replace(knowledge, tensors={"logits": sure}))
-    result.parameters = ndarrays_to_parameters(poisoned)
-    return answers
+
+    def sure(tensors):
+        drawn = np.random.default_rng(0).integers(0, 10, len(tensors["logits"]))
+        tensors["logits"] = (1e11 * np.eye(10)[drawn]).astype(np.float32)
+
+    return [
+        (proxy, altered(result, sure) if proxy.name == "client-1" else result)
+        for proxy, result in answers
+    ]
 
 
 def all_of(server):
@@ -398,8 +382,7 @@ def test_a_hostile_reply_that_makes_the_server_diverge_costs_its_round(tmp_path)
         server.strategy.aggregate_fit(number, lie(answers) if number == 2 else answers, [])
         diverged.append(server.strategy.state.record.method.get("diverged", 0))
         after = all_of(server)
-        same = all(np.array_equal(before[name], after.get(name)) for name in before)
-        assert same == (number == 2)
+        assert same(before, after) == (number == 2)
         assert all(np.isfinite(value).all() for value in after.values() if value.dtype.kind == "f")
     server.close(4)
     assert diverged == [0, 1, 0, 0], "without the lie it does not"
@@ -423,11 +406,11 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
     server = Server(unstable(rounds=rounds, lr=rates, divergences=limit), tmp_path / "run")
     before = all_of(server)
     for number in range(1, last):
-        play(server, number)
+        server.play(number)
     with pytest.raises(StateError, match=f"has diverged {last} rounds running, up to round {last}"):
-        play(server, last)
+        server.play(last)
     after = all_of(server)
-    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert same(before, after)
     assert all(np.isfinite(value).all() for value in after.values()), "as a checkpoint must be"
 
 
@@ -438,9 +421,9 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
     )
     server = Server(config, tmp_path / "run")
     before, notices = all_of(server), notices_of(server)
-    play(server, 1)
+    server.play(1)
     assert server.strategy.state.record.method["diverged"] == 1
-    assert all(np.array_equal(before[name], value) for name, value in all_of(server).items())
+    assert same(before, all_of(server))
     loss = float(notices[-1].partition("the loss is ")[2].partition(")")[0])
     assert math.isfinite(loss)
 
@@ -463,9 +446,9 @@ def test_rounds_that_diverge_count_only_if_they_are_running(tmp_path):
 
 def test_before_the_server_has_trained_it_has_nothing_to_say(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
-    asked, _ = play(server, 1)
-    assert all("logits" not in said(ins.parameters) for _, ins in asked)
-    assert all("logits" in said(ins.parameters) for _, ins in server.ask(2))
+    asked, _ = server.play(1)
+    assert all("logits" not in instruction_of(each).tensors for each in asked)
+    assert all("logits" in instruction_of(each).tensors for each in server.ask(2))
 
 
 def frozen_but_for(strategy, rows_of_round):
@@ -494,7 +477,7 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
         asked = server.ask(number)
         logits = strategy.logits.copy()
         for proxy, ins in asked:
-            told = said(ins.parameters)
+            told = instruction_of((proxy, ins)).tensors
             if number == 1:
                 continue
             part = "changed" in told
@@ -507,9 +490,7 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
         for proxy, _ in answers:
             had[proxy.name] = number
             if number > 1:
-                np.testing.assert_array_equal(
-                    client_of(server, proxy).state.tensors["logits"], logits
-                )
+                np.testing.assert_array_equal(client_of(proxy).state.tensors["logits"], logits)
         strategy.aggregate_fit(number, answers, [])
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
@@ -517,31 +498,27 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
 def test_who_did_not_answer_is_told_all_anew(tmp_path):
     server = Server(fedgems(rounds=5), tmp_path / "run")
     frozen_but_for(server.strategy, {n: np.arange(n) for n in range(2, 6)})
-    play(server, 1)
-    play(server, 2)
+    server.play(1)
+    server.play(2)
     answers = server.answers(server.ask(3))
     server.strategy.aggregate_fit(3, answers[1:], [])
-    whole = ["changed" not in said(ins.parameters) for _, ins in server.ask(4)]
+    whole = ["changed" not in instruction_of(each).tensors for each in server.ask(4)]
     names = [proxy.name for proxy, _ in answers]
     assert whole == [name == names[0] for name in names]
 
 
 def test_a_part_that_is_more_bytes_is_sent_whole(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
-    play(server, 1)
-    play(server, 2)
-    assert all("changed" not in said(ins.parameters) for _, ins in server.ask(3))
+    server.play(1)
+    server.play(2)
+    assert all("changed" not in instruction_of(each).tensors for each in server.ask(3))
 
 
 # --- a client -------------------------------------------------------------------------------
 
 
 def opened(tmp_path, **changes):
-    config = fedgems(**changes)
-    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    return client
+    return rounds.opened(fedgems(**changes), tmp_path, partition=0)
 
 
 def client_by_the_paper(client, model, number, teacher, epsilon):
@@ -676,7 +653,7 @@ def test_generated_rows_are_refused(tmp_path):
 def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     server = Server(fedgems(rounds=2), tmp_path / "run")
     for number in (1, 2):
-        play(server, number)
+        server.play(number)
         server.close(number)
     strategy = server.strategy
     common = RunData.of(strategy.run).common_test
@@ -703,43 +680,29 @@ def test_a_restored_server_goes_on_bit_for_bit(tmp_path):
     config = fedgems(rounds=4, fraction=0.75)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
-        play(server, number)
+        server.play(number)
     saved = {name: np.array(value) for name, value in server.strategy.state_dict().items()}
     assert {"logits", "changed", "pool/logits", "pool/known"} <= saved.keys()
     assert any(name.startswith("model/") for name in saved)
     other = Server(config, tmp_path / "other")
     other.strategy.load_state_dict(saved)
     asked = server.ask(3)
-    again = {proxy.name: said(ins.parameters) for proxy, ins in other.ask(3)}
-    for proxy, ins in asked:
-        told = said(ins.parameters)
-        assert told.keys() == again[proxy.name].keys()
-        for name, tensor in told.items():
-            np.testing.assert_array_equal(tensor, again[proxy.name][name])
+    for one, two in zip(asked, other.ask(3), strict=True):
+        assert same(instruction_of(one).tensors, instruction_of(two).tensors)
     answers = server.answers(asked)
     replies = list(server.strategy._replies(answers, []))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
-    for name, value in server.strategy.state_dict().items():
-        np.testing.assert_array_equal(value, other.strategy.state_dict()[name])
+    assert same(server.strategy.state_dict(), other.strategy.state_dict())
 
 
 def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
     config = fedgems(rounds=3)
     server = Server(config, tmp_path / "run")
-    play(server, 1)
-    asked, _ = play(server, 2)
+    server.play(1)
+    asked, _ = server.play(2)
     proxy = asked[0][0]
-    kept = client_of(server, proxy).state.tensors["logits"].clone()
-    node = client_of(server, proxy).node
+    kept = client_of(proxy).state.tensors["logits"].clone()
+    node = client_of(proxy).node
     fresh = config.method.client(config, node)
     fresh.state.restore(server.log.run_name, before=3)
     torch.testing.assert_close(fresh.state.tensors["logits"], kept)
-
-
-@pytest.mark.slow
-def test_the_numbers_are_the_same_on_ray(tmp_path):
-    found = [
-        run(fedgems(backend=backend, attack="ofom"), tmp_path / backend)
-        for backend in ("inline", "ray")
-    ]
-    assert without_times(found[0]) == without_times(found[1])

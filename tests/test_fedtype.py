@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, records, run, small, training
-from flwr.common import parameters_to_ndarrays
+from rounds import clients, fitted, instruction_of, learn, opened, replied, same, state_of
 from torch.nn import functional as F
 
 from fedhet.algorithms.local_models import START_SCALE, LocalModel
-from fedhet.arrays import grouped
-from fedhet.client_runtime.node import read_node
+from fedhet.arrays import group, grouped
 from fedhet.clients.fedtype import Reciprocity
 from fedhet.data import Split
 from fedhet.errors import SettingsError
 from fedhet.models import build
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.knowledge import Knowledge
 
 CHANGES = {"clients": 3, "models": "mlp,cnn2,cnn3", "fedtype.proxy": "mlp3"}
 
@@ -28,19 +27,20 @@ def client(tmp_path):
     return opened(fedtype(), tmp_path)
 
 
-def opened(config, directory, partition=1):
-    node_config = {"partition-id": partition, "num-partitions": config.run.clients}
-    node = read_node(node_config, config.run, str(directory))
-    made = config.method.client(config, node)
-    made.state.restore("run", before=1)
-    return made
+def instruction(client):
+    proxy = build(client.settings.proxy, client.info.shape, client.info.classes, seed=7)
+    return Knowledge(grouped("proxy", state_of(proxy)))
 
 
-def message(client):
-    state = build(
-        client.settings.proxy, client.info.shape, client.info.classes, seed=7
-    ).state_dict()
-    return Knowledge(grouped("proxy", {k: v.numpy() for k, v in state.items()}))
+def mean_of(server, replies, kind):
+    """Return the mean by samples of a kind of the replies' weights, in float64."""
+    samples = {name: server.strategy.members[name].info.samples for name in replies}
+    parts = {name: group(tensors, kind) for name, tensors in replies.items()}
+    return {
+        key: sum(samples[n] * part[key].astype(float) for n, part in parts.items())
+        / sum(samples.values())
+        for key in next(iter(parts.values()))
+    }
 
 
 def reciprocity(client):
@@ -96,8 +96,7 @@ def test_data_is_parted_7_2_1(client):
 
 
 def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
-    config = fedtype()
-    server = Server(config, tmp_path / "run")
+    server = Server(fedtype(), tmp_path / "run")
     payloads = []
     for number in (1, 2):
         asked = server.ask(number)
@@ -105,15 +104,10 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
         payloads += [b"".join(ins.parameters.tensors) for _, ins in asked]
         payloads += [b"".join(result.parameters.tensors) for _, result in answers]
         server.strategy.aggregate_fit(number, answers, [])
-        told = server.strategy.configure_evaluate(number, None, server.manager)
-        payloads += [b"".join(ins.parameters.tensors) for _, ins in told]
-        for partition in range(3):
-            node_config = {"partition-id": partition, "num-partitions": 3}
-            from fedhet.client_runtime.cache import open_client
-
-            node = read_node(node_config, config.run, str(tmp_path / "run" / "state"))
-            private = open_client(config, node).models["private"]
-            for name, tensor in private.state_dict().items():
+        judging = server.strategy.configure_evaluate(number, None, server.manager)
+        payloads += [b"".join(ins.parameters.tensors) for _, ins in judging]
+        for client in clients(server).values():
+            for name, tensor in client.models["private"].state_dict().items():
                 # A row is long enough not to be met by chance.
                 if tensor.is_floating_point() and tensor.numel() >= 16:
                     piece = tensor.flatten()[:16].numpy().tobytes()
@@ -148,16 +142,11 @@ def test_three_kinds_of_accuracy(tmp_path):
 
 def test_the_last_global_is_what_the_server_aggregated_last(tmp_path):
     server = Server(fedtype(rounds=1), tmp_path / "run")
-    answers = server.answers(server.ask(1))
-    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("proxy") for _, a in answers]
-    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
-    server.strategy.aggregate_fit(1, answers, [])
-    told = server.strategy.configure_evaluate(1, None, server.manager)
-    assert len(told) == 3
-    _, knowledge = decode(parameters_to_ndarrays(told[0][1].parameters), "t")
-    for name, tensor in knowledge.group("proxy").items():
-        expected = sum(w * s[name].astype(np.float64) for w, s in zip(weights, sent, strict=True))
-        np.testing.assert_allclose(tensor, expected / sum(weights), rtol=1e-4, atol=1e-5)
+    expected = mean_of(server, learn(server, 1), "proxy")
+    asked = server.strategy.configure_evaluate(1, None, server.manager)
+    assert len(asked) == 3
+    for name, tensor in instruction_of(asked[0]).group("proxy").items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "pfedme", "pfedbayes"])
@@ -169,17 +158,11 @@ def test_every_aggregation_runs_and_is_reproducible(tmp_path, aggregation):
 
 def test_pfedbayes_averages_mean_and_scale(tmp_path):
     server = Server(fedtype(**{"fedtype.aggregation": "pfedbayes"}), tmp_path / "run")
-    asked = server.ask(1)
-    _, told = decode(parameters_to_ndarrays(asked[0][1].parameters), "t")
-    assert all((v == np.float32(START_SCALE)).all() for v in told.group("scale").values())
-    answers = server.answers(asked)
-    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("scale") for _, a in answers]
-    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
-    server.strategy.aggregate_fit(1, answers, [])
-    _, told = decode(parameters_to_ndarrays(server.ask(2)[0][1].parameters), "t")
-    for name, tensor in told.group("scale").items():
-        expected = sum(w * s[name] for w, s in zip(weights, sent, strict=True)) / sum(weights)
-        np.testing.assert_allclose(tensor, expected, rtol=1e-4)
+    start = instruction_of(server.ask(1)[0]).group("scale")
+    assert all((v == np.float32(START_SCALE)).all() for v in start.values())
+    expected = mean_of(server, learn(server, 1), "scale")
+    for name, tensor in instruction_of(server.ask(2)[0]).group("scale").items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-4)
         assert (tensor != np.float32(START_SCALE)).any()
 
 
@@ -187,24 +170,20 @@ def test_pfedme_mixes_by_beta(tmp_path):
     config = fedtype(**{"fedtype.aggregation": "pfedme", "fedtype.moreau-beta": 0.25})
     server = Server(config, tmp_path / "run")
     before = {k: v.copy() for k, v in server.strategy.proxy.items()}
-    answers = server.answers(server.ask(1))
-    sent = [decode(parameters_to_ndarrays(a.parameters), "t")[1].group("proxy") for _, a in answers]
-    weights = [server.strategy.members[proxy.name].info.samples for proxy, _ in answers]
-    server.strategy.aggregate_fit(1, answers, [])
+    mean = mean_of(server, learn(server, 1), "proxy")
     for name, tensor in server.strategy.proxy.items():
-        mean = sum(w * s[name] for w, s in zip(weights, sent, strict=True)) / sum(weights)
-        expected = 0.75 * before[name] + 0.25 * mean
+        expected = 0.75 * before[name] + 0.25 * mean[name]
         np.testing.assert_allclose(tensor, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_proxy_starts_each_round_from_the_servers(client):
-    told = message(client)
-    client.train(1, told)
+    sent = instruction(client)
+    client.train(1, sent)
     client.settings = client.settings.model_copy(update={"aggregation": "fedavg"})
     client.run = training(client.run, lr=1e-12)
-    client.train(2, told)
+    client.train(2, sent)
     for name, value in client.models["proxy"].state_dict().items():
-        np.testing.assert_allclose(value.numpy(), told.tensors[f"proxy/{name}"], atol=1e-5)
+        np.testing.assert_allclose(value.numpy(), sent.tensors[f"proxy/{name}"], atol=1e-5)
 
 
 @pytest.mark.parametrize("local_epochs", [1, 3, 7])
@@ -235,7 +214,7 @@ def test_a_switch_changes_the_run(tmp_path, changes):
         if "fedtype.g" in changes:
             # A proxy that gets worse in every epoch, so that g matters.
             client.run = training(client.run, lr=0.5)
-        client.fit(encode(Envelope("run", "fedtype", 1, "server"), message(client)), {})
+        fitted(client, 1, instruction(client))
         trained.append(torch.cat([p.flatten() for p in client.models["private"].parameters()]))
     assert not torch.equal(*trained)
 
@@ -263,38 +242,26 @@ def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
     config = fedtype(max_samples=60, min_samples=10, clients=3, models="cnn2", **chosen)
     client = opened(config, tmp_path)
     client.held_out = Split(client.held_out.x[:1], client.held_out.y[:1])
-    arrays, count, metrics = client.fit(
-        encode(Envelope("run", "fedtype", 1, "server"), message(client)), {}
-    )
-    assert "error" not in metrics
-    assert count > 0
-    said = decode(arrays, "t")[1].scalars
+    figures = replied(client, 1, instruction(client)).scalars
     if infinite == "skip":
-        assert said == {}
+        assert figures == {}
     else:  # the sets are whole, so that the models agree on each
-        assert said["eta"] == 1
-        assert said["proxy_set"] == len(client.label_set)
+        assert figures["eta"] == 1
+        assert figures["proxy_set"] == len(client.label_set)
 
 
 def test_a_client_of_two_samples_trains_on_both(tmp_path):
     config = fedtype(clients=2, max_samples=4, min_samples=1, test_fraction=0.0, partition="iid")
     client = opened(config, tmp_path)
     assert (len(client.held_out), len(client.y)) == (0, 2)
-    arrays, _, metrics = client.fit(
-        encode(Envelope("run", "fedtype", 1, "server"), message(client)), {}
-    )
-    assert "error" not in metrics
-    assert decode(arrays, "t")[1].scalars == {}
+    assert replied(client, 1, instruction(client)).scalars == {}
 
 
 def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
     client = opened(fedtype(models="cnn2", **{"fedtype.proxy": "cnn2"}), tmp_path)
-    before = {kind: model.state_dict() for kind, model in client.models.items()}
-    before = {kind: {k: v.clone() for k, v in state.items()} for kind, state in before.items()}
+    before = {kind: state_of(model) for kind, model in client.models.items()}
     reciprocity(client)
-    for kind, model in client.models.items():
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, before[kind][name]), name
+    assert all(same(state_of(model), before[kind]) for kind, model in client.models.items())
 
 
 @pytest.mark.parametrize(
@@ -328,11 +295,9 @@ def test_the_change_of_accuracy_goes_on_over_rounds(tmp_path):
     """With one epoch a round, Eq. 7 sees a change only if the last round's accuracy is kept."""
     client = opened(fedtype(local_epochs=1), tmp_path)
     for number in (1, 2):
-        told = encode(Envelope("run", "fedtype", number, "server"), message(client))
-        client.fit(told, {})
+        fitted(client, number, instruction(client))
     assert client.state.facts["proxy_accuracy"] == client.accuracy
-    again = opened(fedtype(local_epochs=1), tmp_path)
-    again.state.restore("run", before=3)
+    again = opened(fedtype(local_epochs=1), tmp_path, before=3)
     assert again.accuracy == client.accuracy
     again.state.facts["proxy_accuracy"] = 2.0  # more than it can be now
     assert reciprocity(again).imitation.penalty > 0.5

@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 from federation import small
+from rounds import opened, state_of
 
 from fedhet.arrays import grouped
-from fedhet.client_runtime.node import read_node
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 
@@ -201,17 +201,20 @@ VARIANTS = [
 ]
 
 
+def started(directory, chosen):
+    """Return a client with settings of its method, a proxy, and the instruction that sends it."""
+    config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
+    client = opened(config, directory)
+    client.state.facts["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy
+    proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
+    return client, proxy, Knowledge(grouped("proxy", state_of(proxy)))
+
+
 @pytest.mark.parametrize(
     "chosen", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) or "as-is"
 )
 def test_a_round_is_algorithm_1(tmp_path, chosen):
-    config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
-    node = read_node({"partition-id": 1, "num-partitions": 3}, config.run, str(tmp_path))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    client.state.facts["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy
-    proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
-    sent = Knowledge(grouped("proxy", {k: v.numpy().copy() for k, v in proxy.state_dict().items()}))
+    client, proxy, sent = started(tmp_path, chosen)
     paper = Paper(client, proxy, 1.0, chosen)
     for _ in range(EPOCHS):
         paper.epoch()
@@ -227,15 +230,8 @@ def test_the_variants_differ_from_one_another(tmp_path):
     """Each variant is a round of its own: a switch that did nothing would pass the test above."""
     ends = []
     for number, chosen in enumerate(VARIANTS):
-        config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
-        node = read_node({"partition-id": 1, "num-partitions": 3}, config.run, str(tmp_path))
-        client = config.method.client(config, node)
-        client.state.restore(f"run-{number}", before=1)
-        client.state.facts["proxy_accuracy"] = 1.0
-        proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
-        client.train(
-            1, Knowledge(grouped("proxy", {k: v.numpy() for k, v in proxy.state_dict().items()}))
-        )
+        client, _, sent = started(tmp_path / str(number), chosen)
+        client.train(1, sent)
         kinds = [model.state_dict() for model in client.models.values()]
         ends.append(torch.cat([tensor.flatten() for kind in kinds for tensor in kind.values()]))
     alike = {(i, j) for i in range(len(ends)) for j in range(i) if torch.equal(ends[i], ends[j])}

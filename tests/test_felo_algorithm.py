@@ -2,33 +2,28 @@
 
 import numpy as np
 import pytest
+import rounds
 import torch
 from federation import Server, client_of, records, run, small
-from flwr.common import parameters_to_ndarrays
+from rounds import instruction_of, learn, reply_of, state_of
 
 from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
 from fedhet.arrays import grouped
-from fedhet.client_runtime.node import read_node
 from fedhet.runs.measures import Measured
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import FeloStrategy
 from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import Knowledge, decode
+from fedhet.wire.knowledge import Knowledge
 
 
 def opened(tmp_path, **changes):
-    config = small(local_epochs=2, models="mlp", **changes)
-    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    return client
+    return rounds.opened(small(local_epochs=2, models="mlp", **changes), tmp_path, partition=0)
 
 
 def weights(seed):
-    state = models.build("mlp", (1, 8, 8), 10, seed=seed, feature_dim=64).state_dict()
-    return {name: tensor.numpy() for name, tensor in state.items()}
+    return state_of(models.build("mlp", (1, 8, 8), 10, seed=seed, feature_dim=64))
 
 
 def class_knowledge(classes=(0, 2, 3, 4, 5, 6, 7, 9)):
@@ -120,12 +115,8 @@ def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, 
         np.testing.assert_allclose(ours, tensor, rtol=1e-3, atol=3e-4)
 
 
-def said(result):
-    return decode(parameters_to_ndarrays(result.parameters), "test")[1].tensors
-
-
 def expected_average(clients, by_samples):
-    """Line 4, over what each client said last."""
+    """Line 4, over each client's last reply."""
     rows = {}
     for part in clients:
         for row, y in enumerate(part["classes"].tolist()):
@@ -148,28 +139,21 @@ def test_the_server_averages_what_each_client_said_last(tmp_path, weighting):
     server = Server(config, tmp_path / "run")
     last = {}
     for number in (1, 2, 3):
-        answers = server.answers(server.ask(number))
-        assert len(answers) == 2
-        last |= {proxy.name: said(result) for proxy, result in answers}
-        server.strategy.aggregate_fit(number, answers, [])
+        replies = learn(server, number)
+        assert len(replies) == 2
+        last |= replies
     assert len(last) > 2
-    _, told = decode(parameters_to_ndarrays(server.ask(4)[0][1].parameters), "test")
+    sent = instruction_of(server.ask(4)[0]).tensors
     expected = expected_average([last[name] for name in sorted(last)], weighting == "samples")
-    assert told.tensors["classes"].tolist() == sorted(expected)
-    for row, y in enumerate(told.tensors["classes"].tolist()):
-        np.testing.assert_allclose(
-            told.tensors["features"][row], expected[y][0], rtol=1e-4, atol=1e-5
-        )
-        np.testing.assert_allclose(
-            told.tensors["logits"][row], expected[y][1], rtol=1e-4, atol=1e-5
-        )
+    assert sent["classes"].tolist() == sorted(expected)
+    for row, y in enumerate(sent["classes"].tolist()):
+        np.testing.assert_allclose(sent["features"][row], expected[y][0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sent["logits"][row], expected[y][1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_first_round_teaches_nothing(tmp_path):
     server = Server(small(), tmp_path / "run")
-    for _, ins in server.ask(1):
-        _, told = decode(parameters_to_ndarrays(ins.parameters), "test")
-        assert not told.tensors
+    assert not any(instruction_of(asked).tensors for asked in server.ask(1))
 
 
 def test_the_run_starts_from_initial_training(tmp_path):
@@ -216,7 +200,7 @@ def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected
 def weight_of(answers, members, architecture):
     """Line 5: the mean weights of an architecture, by samples, in float64; None: nobody has it."""
     own = [
-        (decode(parameters_to_ndarrays(result.parameters), "t")[1].group("weights"), info.samples)
+        (reply_of(result).group("weights"), info.samples)
         for proxy, result in answers
         if (info := members[proxy.name].info).model == architecture
     ]
@@ -236,22 +220,15 @@ def accuracy_of(architecture, weights, split):
     return sum(p == y for p, y in zip(predicted, split.y.tolist(), strict=True)) / len(predicted)
 
 
-def rounds_by_hand(server, count):
-    """Yield each round's number and replies, before the server has aggregated them."""
-    for number in range(1, count + 1):
-        answers = server.answers(server.ask(number))
-        yield number, answers
-        server.strategy.aggregate_fit(number, answers, [])
-        server.close(number)
-
-
 @pytest.mark.parametrize("method", ["felo", "velo"])
 def test_the_averages_are_judged_as_received_and_at_last_as_aggregated(tmp_path, method):
     """In round 2 those of round 1; after the last round those of the last, at every client."""
     server = Server(small(method, rounds=3, models="mlp,cnn2"), tmp_path / "run")
     members, averaged = server.strategy.members, {}
-    for number, answers in rounds_by_hand(server, 3):
+    for number in (1, 2, 3):
+        _, answers = server.play(number)
         averaged[number] = {a: weight_of(answers, members, a) for a in ("mlp", "cnn2")}
+        server.close(number)
     clients = {proxy.name: client_of(proxy) for proxy, _ in answers}
     found = [record["accuracy"] for record in records(tmp_path / "run")]
     assert all(set(found[0][protocol]) == {"private"} for protocol in ("personal", "common"))
@@ -284,8 +261,7 @@ def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(
     assert len(alike) == 2
     expected = weight_of(answers, server.strategy.members, of[sampled])
     for proxy, ins in told:
-        _, knowledge = decode(parameters_to_ndarrays(ins.parameters), "t")
-        received = knowledge.group("weights")
+        received = instruction_of((proxy, ins)).group("weights")
         assert set(received) == (set(expected) if proxy.name in alike else set())
         for name, tensor in received.items():
             np.testing.assert_allclose(tensor, expected[name], rtol=1e-5, atol=1e-6)
@@ -299,8 +275,8 @@ def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(
 def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
     changes = {"rounds": 2, "fraction": 0.5, f"{method}.share-weights": False}
     server = Server(small(method, **changes), tmp_path / "run")
-    for _ in rounds_by_hand(server, 1):
-        pass
+    server.play(1)
+    server.close(1)
     server.play(2)
     assert not server.strategy.configure_evaluate(2, None, server.manager)
     for record in records(tmp_path / "run"):

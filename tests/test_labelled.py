@@ -7,6 +7,7 @@ import torch
 from federation import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import opened
 
 from fedhet.arrays import grouped
 from fedhet.client_runtime.node import read_node
@@ -74,11 +75,6 @@ def test_too_few_samples_are_named():
         DataError, match=r"site-a: has 3 training samples, at least 4 are needed with"
     ):
         split_labels(samples(3), 0.5, 2, 0, "site-a")
-
-
-def opened(config, directory):
-    node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory))
-    return config.method.client(config, node)
 
 
 def test_a_yardstick_trains_on_the_same_labelled_part(tmp_path):

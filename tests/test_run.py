@@ -2,12 +2,11 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from federation import Server, records, run, small, without_times
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from rounds import altered, instruction_of, reply_of
 
 from fedhet import simulate as simulation
 from fedhet.client_runtime.cache import open_client
@@ -18,7 +17,7 @@ from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import DataError, SettingsError, StateError
 from fedhet.server_app import components
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 
 @pytest.fixture(scope="module")
@@ -149,79 +148,32 @@ def test_a_state_of_another_model_is_refused(felo):
     assert states(directory)[1].read_bytes() == before
 
 
-def _edit(result, change):
-    """Return a reply whose knowledge was changed on its way."""
-    envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
-    tensors = {name: array.copy() for name, array in knowledge.tensors.items()}
-    envelope = replace(envelope, **(change(tensors) or {}))
-    result.parameters = ndarrays_to_parameters(encode(envelope, Knowledge(tensors)))
-    return result
-
-
-def _nan(tensors):
-    tensors["features"][0, 0] = np.nan
-
-
-def _wrong_class(tensors):
-    tensors["classes"][0] = 10
-
-
-def _twice(tensors):
-    tensors["classes"][:] = 3
-
-
-def _narrow(tensors):
-    tensors["features"] = tensors["features"][:, :-1]
-
-
-def _double(tensors):
-    tensors["logits"] = tensors["logits"].astype(np.float64)
-
-
-def _missing(tensors):
-    del tensors["counts"]
-
-
-def _extra(tensors):
-    tensors["labels"] = np.zeros(3)
-
-
-def _weights(tensors):
-    tensors["weights/classifier.weight"] = np.zeros((10, 3), np.float32)
-
-
-def _fewer(tensors):
-    del tensors["weights/classifier.weight"]
-
-
-def _liar(tensors):
-    return {"sender": "client-0"}
-
-
-def _late(tensors):
-    return {"round": 7}
-
-
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("changes", "signed", "fault"),
     [
-        (_nan, "features: holds NaN or infinity"),
-        (_wrong_class, "classes: holds 10, must be from 0 to 9"),
-        (_twice, "classes: holds 3 more than once"),
-        (_narrow, "features: has shape"),
-        (_double, "logits: is float64, must be float32"),
-        (_missing, "counts: missing"),
-        (_extra, "labels: not in the contract"),
-        (_weights, "weights/classifier.weight: is float32 [10, 3], must be float32 [10, 64]"),
-        (_fewer, "weights/classifier.weight: missing"),
-        (_liar, "sender: signs as 'client-0'"),
-        (_late, "round: is 7, must be 1"),
+        ({"features": lambda x: x * np.nan}, {}, "features: holds NaN or infinity"),
+        ({"classes": lambda x: x * 0 + 10}, {}, "classes: holds 10, must be from 0 to 9"),
+        ({"classes": lambda x: x * 0 + 3}, {}, "classes: holds 3 more than once"),
+        ({"features": lambda x: x[:, :-1]}, {}, "features: has shape"),
+        ({"logits": lambda x: x.astype(float)}, {}, "logits: is float64, must be float32"),
+        ({"counts": None}, {}, "counts: missing"),
+        ({"labels": lambda _: np.zeros(3)}, {}, "labels: not in the contract"),
+        ({"weights/classifier.weight": lambda x: x[:, :3]}, {},
+         "weights/classifier.weight: is float32 [10, 3], must be float32 [10, 64]"),
+        ({"weights/classifier.weight": None}, {}, "weights/classifier.weight: missing"),
+        ({}, {"sender": "client-0"}, "sender: signs as 'client-0'"),
+        ({}, {"round": 7}, "round: is 7, must be 1"),
     ],
-)
-def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, change, fault):
+)  # fmt: skip
+def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, changes, signed, fault):
+    def edit(tensors):
+        for name, change in changes.items():
+            value = tensors.pop(name, None)
+            tensors |= {} if change is None else {name: change(value)}
+
     server = Server(small(), tmp_path / "run")
     answers = [
-        (proxy, _edit(result, change) if proxy.name == "client-2" else result)
+        (proxy, altered(result, edit, **signed) if proxy.name == "client-2" else result)
         for proxy, result in server.answers(server.ask(1))
     ]
     server.strategy.aggregate_fit(1, answers, [])
@@ -320,24 +272,18 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
 def test_weights_are_not_sent_where_they_are_not_shared(tmp_path):
     server = Server(small(**{"felo.share-weights": False}), tmp_path / "run")
     _, result = server.answers(server.ask(1))[0]
-    _, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
-    assert set(knowledge.tensors) == {"classes", "features", "logits", "counts"}
+    assert set(reply_of(result).tensors) == {"classes", "features", "logits", "counts"}
 
 
 def test_felo_never_mixes_architectures(tmp_path):
     server = Server(small(), tmp_path / "run")
-    answers = server.answers(server.ask(1))
-    sent = {
-        proxy.name: decode(parameters_to_ndarrays(result.parameters), "test")[1].group("weights")
-        for proxy, result in answers
-    }
+    _, answers = server.play(1)
+    sent = {proxy.name: reply_of(result).group("weights") for proxy, result in answers}
     samples = {name: m.info.samples for name, m in server.strategy.members.items()}
-    server.strategy.aggregate_fit(1, answers, [])
     for proxy, ins in server.ask(2):
-        _, told = decode(parameters_to_ndarrays(ins.parameters), "test")
         number = int(proxy.name[-1])
         group = [f"client-{k}" for k in (number % 2, number % 2 + 2)]
-        for name, tensor in told.group("weights").items():
+        for name, tensor in instruction_of((proxy, ins)).group("weights").items():
             total = sum(samples[g] for g in group)
             expected = sum(samples[g] * sent[g][name].astype(np.float64) for g in group) / total
             np.testing.assert_allclose(

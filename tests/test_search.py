@@ -5,13 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+import rounds
 import torch
 from federation import Server, small
 from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.algorithms.search import Candidate, adjusted, best, grid
-from fedhet.client_runtime.node import read_node
 from fedhet.clients.cofed import Trials, candidates
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
@@ -40,10 +40,7 @@ GRID = {
 
 def opened(directory, models_="mlp", index=0, **changes):
     config = small("cofed", **{**TASKS, "models": models_, "local-epochs": 3, **changes})
-    node = read_node({"partition-id": index, "num-partitions": 4}, config.run, str(directory))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    return client
+    return rounds.opened(config, directory, partition=index)
 
 
 PREDICT = Knowledge(scalars={"predict": True})
@@ -219,10 +216,8 @@ def test_what_was_found_is_kept_with_the_private_model(tmp_path):
         server.play(number)
         server.close(number)
     found = []
-    for index in (0, 1):
-        place = {"partition-id": index, "num-partitions": 2}
-        node = read_node(place, config.run, str(tmp_path / "run" / "state"))
-        client = config.method.client(config, node)
+    for index, (proxy, _) in enumerate(server.ask(3)):
+        client = config.method.client(config, proxy._proxy._node)
         client.state.restore(server.log.run_name, before=3)
         found.append({k: v for k, v in client.state.facts.items() if k.startswith("search.")})
         if index == 0:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import rounds
 import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
@@ -16,7 +17,6 @@ from fedhet import models
 from fedhet.algorithms.helpers import Helper, to_arrays
 from fedhet.algorithms.uncertainty import predictive
 from fedhet.arrays import grouped
-from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import FedhetError, KnowledgeError, SettingsError
@@ -40,12 +40,8 @@ def weights(seed):
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def opened(tmp_path, **changes):
-    config = um(**changes)
-    node = read_node({"partition-id": 0, "num-partitions": 5}, config.run, str(tmp_path))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
-    return client
+def opened(tmp_path, before=1, **changes):
+    return rounds.opened(um(**changes), tmp_path, before=before, partition=0)
 
 
 def message(own=0, train=True, rows=(), held=0):
@@ -253,8 +249,7 @@ def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
     client.train(1, message(train=False))
     first = client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
     client.state.save(2)
-    again = opened(tmp_path)
-    again.state.restore("run", before=3)
+    again = opened(tmp_path, before=3)
     second = again.train(3, message(train=False))
     for name in ("numbers", "versions", "relations"):
         np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
@@ -661,15 +656,3 @@ def test_no_more_is_in_flight_than_allowed(tmp_path):
         stub.fit = counted
     pool.play(2)
     assert 1 <= most <= pool.log.workers == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ray_gives_the_same(tmp_path):
-    found = []
-    for backend in ("ray", "inline"):
-        config = um(clients=4, rounds=4, fraction=0.5, backend=backend)
-        run(config, tmp_path / backend)
-        kept = ("accuracy", "loss", "method", "bytes_up", "bytes_down", "asked", "failed")
-        found.append([{k: each[k] for k in kept} for each in records(tmp_path / backend)])
-    assert found[0] == found[1]

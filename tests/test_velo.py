@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+import rounds
 import torch
 from federation import Server, records, run, small
-from flwr.common import parameters_to_ndarrays
+from rounds import instruction_of, same
 
 from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
 from fedhet.client_runtime.messages import read_instruction
-from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.errors import KnowledgeError, SettingsError
@@ -18,7 +18,7 @@ from fedhet.seeding import torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import read_means
 from fedhet.training import batches
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 WIDTH = 8
 CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3, "velo.epochs": 3}
@@ -59,10 +59,6 @@ def told(strategy, round):
 
 def weights(strategy):
     return {name: tensor.clone() for name, tensor in strategy.cvae.state_dict().items()}
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(np.array_equal(left[k], right[k]) for k in left)
 
 
 def test_before_anyone_is_heard_nothing_is_taught(tmp_path):
@@ -345,9 +341,7 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 
 
 def opened(config, directory):
-    node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(directory))
-    client = config.method.client(config, node)
-    client.state.restore("run", before=1)
+    client = rounds.opened(config, directory, partition=0)
     client.state.facts["participations"] = 1
     return client
 
@@ -460,8 +454,7 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
         for round in (1, 2):
             server.play(round)
             server.close(round)
-        ins = server.ask(3)[0][1]
-        sent[method] = decode(parameters_to_ndarrays(ins.parameters), "test")[1].tensors
+        sent[method] = instruction_of(server.ask(3)[0]).tensors
     assert sent["felo"].keys() == sent["velo"].keys()
     for name, value in sent["felo"].items():
         ours = sent["velo"][name]
