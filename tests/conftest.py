@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
+
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 PROCESSES = {
     "test_cli",

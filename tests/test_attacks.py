@@ -46,7 +46,7 @@ def logits_of(names, seed=0, shape=(6, 4)):
 # --- the equations --------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_z_max_of_equations_8_and_9(benign, malicious):
     supporters = math.floor(benign / 2 + 1) - malicious

@@ -15,10 +15,6 @@ SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 
 
-def often(examples):
-    return settings(max_examples=examples, deadline=None, derandomize=True)
-
-
 def exact_mean(values, weights):
     total = sum(map(Fraction, weights))
     pairs = zip(values, weights, strict=True)
@@ -58,7 +54,7 @@ def some_models(draw):
     ]
 
 
-@often(100)
+@settings(max_examples=100, derandomize=True)
 @given(some_models())
 def test_the_average_is_the_exact_mean_to_the_last_bit(models):
     result = average_weights(models)
@@ -86,7 +82,7 @@ def test_sorted_clients_give_the_same_bits_whoever_answers_first():
     assert len(results) == 1
 
 
-@often(60)
+@settings(max_examples=60, derandomize=True)
 @given(some_models())
 def test_copies_of_one_model_average_to_that_model(models):
     (first, _), *_ = models
@@ -95,7 +91,7 @@ def test_copies_of_one_model_average_to_that_model(models):
         assert result[name].tobytes() == tensor.tobytes()
 
 
-@often(60)
+@settings(max_examples=60, derandomize=True)
 @given(some_models())
 def test_a_model_of_no_samples_has_no_say(models):
     silent = {name: np.full_like(tensor, 1e30) for name, tensor in models[0][0].items()}
@@ -137,7 +133,7 @@ def test_counters_are_rounded(dtype):
     assert result.dtype == dtype
 
 
-@often(100)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 999)), min_size=1))
 def test_a_counter_is_within_half_of_the_exact_mean(pairs):
     result = average_weights([({"n": np.array(value)}, weight) for value, weight in pairs])["n"]

@@ -310,12 +310,6 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
         method.spec.replies.check("client-0", other, {}, sizes)
 
 
-@pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan"), "0.3"])
-def test_a_margin_is_a_difference_of_probabilities(margin):
-    with pytest.raises(SettingsError, match=r"'cofed.margin' = .* it takes a number >= 0 and < 1"):
-        resolve({"method": "cofed", "cofed.margin": margin})
-
-
 # --- what a client does ---------------------------------------------------------------------
 
 

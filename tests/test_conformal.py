@@ -139,7 +139,7 @@ def some_sets(rng, samples, classes):
 # pi, rho, o (Eq. 6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(exact_rows())
 def test_mass_above_and_rank_with_ties_are_exact(rows):
     rho, rank = mass_above_and_rank(as_tensor(rows))
@@ -176,7 +176,7 @@ def test_mass_above_and_rank_leave_the_probabilities_alone():
 # Scores
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     exact_rows(),
     st.integers(0, 8).map(lambda k: Fraction(k, 8)),
@@ -199,7 +199,7 @@ def test_raps_scores_are_exact(rows, u, penalty, k_reg, on_tensor):
 # Sets (Eq. 6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 10_000),
     st.integers(2, 30),
@@ -305,7 +305,7 @@ def test_top_sets_of_equally_likely_labels_have_the_size(size):
 # Consensus (Eq. 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_consensus_matches_python_sets(seed, classes):
     rng = np.random.default_rng(seed)
@@ -361,7 +361,7 @@ def test_the_penalty_never_falls_below_lambda_and_grows_as_accuracy_falls(form):
         assert all(left > right for left, right in itertools.pairwise(values))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.floats(-1, -1e-3), st.sampled_from(FORMS), st.integers(0, 8))
 def test_sets_shrink_where_accuracy_falls(seed, delta, form, k_reg):
     logits, labels = some_logits(seed, 100, 15)
@@ -391,7 +391,7 @@ def test_sets_shrink_in_earnest(form):
 # The threshold (Appendix B, step 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=60),
     st.sampled_from(["0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.5", "0.9"]),
@@ -402,7 +402,7 @@ def test_conformal_quantile_with_ties_matches_brute_force(scores, theta):
     assert tau.item() == reference_quantile(scores, Fraction(theta))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=60),
     st.sampled_from([0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.9]),
@@ -606,7 +606,7 @@ def test_coverage_holds_with_a_fixed_u_and_many_ties():
 # The losses (Eq. 1, Eq. 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 30), st.booleans())
 def test_imitation_loss_and_gradient_match_a_loop_over_samples(seed, classes, averaged):
     rng = np.random.default_rng(seed)

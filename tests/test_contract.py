@@ -546,7 +546,7 @@ def accepted(message):
 def test_the_check_agrees_with_the_oracle():
     verdicts = {True: 0, False: 0}
 
-    @settings(max_examples=600, deadline=None, derandomize=True)
+    @settings(max_examples=600, derandomize=True)
     @given(near_sound())
     def agrees(message):
         expected = oracle(*message)

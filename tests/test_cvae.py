@@ -75,7 +75,7 @@ def reference_loss(model, features, labels, noise, deviation):
     return -np.mean(bounds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.3, 3))
 def test_the_loss_is_the_negative_of_equation_2(seed, samples, deviation):
     model, parts = made(seed), drawn(seed + 1, samples)
@@ -187,7 +187,7 @@ def reference_standardised(features):
     return centre, spread, scaled
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10_000),
     st.integers(1, 20),
@@ -373,7 +373,7 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
     assert single >= 0.99
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 30), st.sampled_from([0, 3, 1e4]))
 def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, count, offset):
     """Feature by feature; some classes have a mean but no features."""
@@ -395,7 +395,7 @@ def test_of_no_feature_there_is_no_separation():
         separation(torch.zeros(0, 3, 2), torch.zeros(0, dtype=torch.long), torch.zeros(4, 2))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 6))
 def test_the_newest_of_each_class_are_kept(labels, most):
     kept = []

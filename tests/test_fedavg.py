@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, records, run, settings, small
+from federation import Server, client_of, records, run, small
 from rounds import PLAIN, instruction_of, reply_of, same
 from torch.nn import functional as F
 
@@ -282,9 +282,3 @@ def test_lg_fedavgs_heads_agree_whatever_the_extractors(tmp_path):
     assert {reply_of(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {
         (10, 64)
     }
-
-
-def test_settings_are_the_methods_own():
-    assert "fedprox.mu" in settings("fedprox", mu=0.5)
-    with pytest.raises(FedhetError, match=r"'pfedme\.beta'"):
-        federation("pfedme", **{"pfedme.beta": 0.0})

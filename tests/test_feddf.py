@@ -14,7 +14,7 @@ from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.data import RunData
-from fedhet.errors import DivergedError, SettingsError
+from fedhet.errors import DivergedError
 from fedhet.models import build
 
 
@@ -234,9 +234,3 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
     common = summary["accuracy"]["common"]
     assert set(common) == {"private", "global"}
     assert common["global"]["mean"] > 0.4
-
-
-def test_the_settings():
-    with pytest.raises(SettingsError, match=r"'feddf\.lr' = 0"):
-        federation(**{"feddf.lr": 0.0})
-    assert federation().run.data.public_fraction == 0.2

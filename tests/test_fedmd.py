@@ -21,7 +21,6 @@ from rounds import (
 )
 
 from fedhet.clients.fedmd import Consensus
-from fedhet.errors import SettingsError
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge
 
@@ -356,15 +355,6 @@ def test_the_consensus_forgets_a_client(tmp_path, method):
 
 
 # Settings and runs
-
-
-def test_settings():
-    with pytest.raises(SettingsError, match=r"'fedmd\.sample'.*at least 2"):
-        md("fedmd", own_sample=1)
-    with pytest.raises(SettingsError, match=r"'ds-fl\.temperature'"):
-        md("ds-fl", own_temperature=0.0)
-    with pytest.raises(SettingsError, match=r"'cronus\.trim'"):
-        md("cronus", own_trim=0.5)
 
 
 LEARNED = {"fedmd": 0.6, "ds-fl": 0.5, "cronus": 0.45}

@@ -21,7 +21,6 @@ from rounds import (
 from torch import nn
 
 from fedhet.algorithms.prototypes import NearestPrototype
-from fedhet.errors import SettingsError
 from fedhet.runs.measures import Measured
 from fedhet.server.exchange import Reply
 from fedhet.wire.knowledge import Knowledge
@@ -307,13 +306,6 @@ def test_nothing_but_prototypes_travels(tmp_path):
     sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", "features"}
     assert not sent.scalars
-
-
-def test_settings():
-    with pytest.raises(SettingsError, match=r"'fedproto\.lambda' = -1"):
-        fedproto(**{"fedproto.lambda": -1.0})
-    with pytest.raises(SettingsError, match=r"'fedproto\.weighting'.*samples, clients"):
-        fedproto(**{"fedproto.weighting": "client"})
 
 
 def test_a_run_learns(tmp_path):

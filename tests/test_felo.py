@@ -97,7 +97,7 @@ def gathered(features, logits, labels, classes=5, batch=9):
     return sums.means()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(1, 60), st.sets(st.integers(0, 4), min_size=1))
 def test_class_means(seed, samples, holds):
     drawn = draw(seed, samples, holds=sorted(holds))

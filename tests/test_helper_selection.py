@@ -59,7 +59,7 @@ def replace_helper(k, lists, held, server, corr, R, drawn):
             lists[k][lists[k].index(worst)] = r
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 100_000),
     clients=st.integers(2, 12),

@@ -34,10 +34,6 @@ ENVELOPE = Envelope("run-1", "felo", 3, SENDER)
 PLENTY = 10**9
 
 
-def often(examples):
-    return settings(max_examples=examples, deadline=None, derandomize=True)
-
-
 def send(knowledge, envelope=ENVELOPE):
     """What Flower puts on the wire: one .npy for each array."""
     return list(ndarrays_to_parameters(encode(envelope, knowledge)).tensors)
@@ -106,7 +102,7 @@ scalars = st.one_of(
 )
 
 
-@often(200)
+@settings(max_examples=200, derandomize=True)
 @given(st.dictionaries(keys, tensors, max_size=4), st.dictionaries(keys, scalars, max_size=4))
 def test_round_trip_through_flower(sent_tensors, sent_scalars):
     envelope, knowledge = receive(send(Knowledge(sent_tensors, sent_scalars)))
@@ -150,7 +146,7 @@ def test_round_trip_whatever_the_order_in_memory():
         assert came.tolist() == view.tolist()
 
 
-@often(50)
+@settings(max_examples=50, derandomize=True)
 @given(st.text(), st.text(), st.integers(0, 2**32 - 1), st.text())
 def test_round_trip_of_the_envelope(run, method, round, sender):
     sent = Envelope(run, method, round, sender)
@@ -257,7 +253,7 @@ def whole_or_refused(payload):
     return knowledge
 
 
-@often(1500)
+@settings(max_examples=1500, derandomize=True)
 @given(st.data())
 def test_bytes_flipped(data):
     payload = [bytearray(part) for part in send(SAMPLE)]
@@ -278,7 +274,7 @@ def test_every_byte_of_a_header_turned_into_each_sign_of_its_grammar():
             whole_or_refused([head, changed])
 
 
-@often(300)
+@settings(max_examples=300, derandomize=True)
 @given(st.integers(0, 200), st.binary(max_size=40))
 def test_a_manifest_overwritten_inside_a_sound_array(position, noise):
     head, *rest = encode(ENVELOPE, SAMPLE)
@@ -294,7 +290,7 @@ def test_a_manifest_cut_at_every_position_inside_a_sound_array():
         whole_or_refused(ndarrays_to_parameters([head[:end], *rest]).tensors)
 
 
-@often(300)
+@settings(max_examples=300, derandomize=True)
 @given(st.binary(max_size=300))
 def test_noise_is_refused(noise):
     refusal(lambda: receive([noise]), "array 0")
@@ -304,7 +300,7 @@ SIGNS = ("{", "}", "(", ")", "[", "]", ",", ":", "-", "+", "0", "1", "2", "9" * 
 SIGNS += ("'descr'", "'shape'", "'fortran_order'", "'f4'", "'<f4'", "'", "'''", "\\", "#", "\n")
 
 
-@often(300)
+@settings(max_examples=300, derandomize=True)
 @given(st.lists(st.sampled_from(SIGNS), max_size=25).map(" ".join))
 def test_noise_in_the_grammar_of_headers_is_refused(header):
     refusal(lambda: receive([npy(header)]), "array 0")
@@ -625,7 +621,7 @@ def test_any_round_means_any_from_1(round):
         expect(envelope, run=None, method="felo", round=None, sender="server")
 
 
-@often(200)
+@settings(max_examples=200, derandomize=True)
 @given(st.text(max_size=20))
 def test_a_name_is_one_part_of_a_path(text):
     if is_name(text):

@@ -220,7 +220,7 @@ def test_moreau_upload_has_the_copy_and_the_running_statistics():
 # pFedBayes
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10_000), st.integers(1, 40), st.floats(-4, 1), st.floats(-4, 1))
 def test_gaussian_kl_is_that_of_torch(seed, size, magnitude, other_magnitude):
     generator = torch.Generator().manual_seed(seed)

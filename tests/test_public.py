@@ -31,7 +31,7 @@ def folder(path, x, y):
 
 
 @given(seed=st.integers(0, 100), share=st.floats(0.05, 0.6))
-@hypothesis_settings(max_examples=10, deadline=None)
+@hypothesis_settings(max_examples=10)
 def test_a_share_of_the_training_set_is_nobodys(seed, share):
     whole = load(DIGITS.but(public_fraction=0.0))
     spec = DIGITS.but(seed=seed, public_fraction=share, partition="iid")

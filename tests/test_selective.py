@@ -57,7 +57,7 @@ def draw(seed, clients=4, samples=12, scale=3.0):
     return logits, rng.integers(0, CLASSES, samples)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.1, 1.0, 3.0, 10.0]))
 def test_the_weights_of_equation_4(seed, clients, scale):
     logits, labels = draw(seed, clients, scale=scale)
@@ -130,7 +130,7 @@ def test_nothing_asked_teaches_nothing():
     assert lesson.logits.shape == (0, CLASSES)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_every_sample_is_in_one_part(seed, self_training, self_distillation):
     """Lines 5 to 12 of Algorithm 1; without a component (Table 5) as if its line were not there."""

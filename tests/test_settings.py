@@ -21,10 +21,6 @@ from fedhet.settings.run import PLACE, RunSettings, where_it_ran
 from fedhet.settings.schema import MethodSettings, Schema, allowed, build, kebab
 
 
-def often(examples):
-    return settings(max_examples=examples, deadline=None, derandomize=True)
-
-
 def refusal(call, *parts):
     """The one line of the SettingsError, which holds each of `parts`."""
     with pytest.raises(SettingsError) as caught:
@@ -702,7 +698,7 @@ def test_a_pair_that_is_wrong(pair, parts):
     refusal(lambda: resolve(parse_pairs([pair])), *parts)
 
 
-@often(300)
+@settings(max_examples=300, derandomize=True)
 @given(st.sampled_from(sorted(all_settings())), st.text(max_size=15))
 def test_any_text_resolves_or_earns_one_line(name, text):
     try:
@@ -834,7 +830,7 @@ def mine(tmp_path_factory):
     return tmp_path_factory.mktemp("settings") / "mine.toml"
 
 
-@often(150)
+@settings(max_examples=150, derandomize=True)
 @given(values=some_settings(plain))
 def test_the_same_settings_from_every_source(mine, values):
     mine.write_text(tomli_w.dumps(_in_tables(values)), encoding="utf-8")
@@ -851,7 +847,7 @@ def test_the_same_settings_from_every_source(mine, values):
         assert config.flat()[name] == value
 
 
-@often(150)
+@settings(max_examples=150, derandomize=True)
 @given(values=some_settings(texts))
 def test_a_config_comes_back_from_what_it_says(mine, values):
     config = resolve(values)
@@ -863,7 +859,7 @@ def test_a_config_comes_back_from_what_it_says(mine, values):
     assert again.to_toml() == config.to_toml()
 
 
-@often(60)
+@settings(max_examples=60, derandomize=True)
 @given(values=some_settings(plain), other=some_settings(plain))
 def test_different_settings_are_different_configs(values, other):
     one, two = resolve(values), resolve(other)

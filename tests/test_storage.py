@@ -154,7 +154,7 @@ facts = st.dictionaries(
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(facts, st.dictionaries(names, st.integers(0, 3), max_size=4))
 def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
     path = tmp_path_factory.getbasetemp() / "facts" / "state.safetensors"
@@ -178,7 +178,7 @@ def test_a_state_that_is_saved_again_is_replaced(store):
     assert files(store.root) == [STATE]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8))
 def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
     with tempfile.TemporaryDirectory() as root:
@@ -237,7 +237,7 @@ def test_a_name_that_leads_elsewhere(tmp_path, name):
     assert files(tmp_path) == []
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.text("ab./\\~\0\n-", max_size=6), st.text("ab./\\~\0\n-", max_size=6))
 def test_a_state_lies_below_its_root(run, client):
     root = Path("/state")
@@ -277,7 +277,7 @@ def test_a_file_too_long(store):
     fault(store.path(1))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
 def test_bytes_flipped_in_the_header(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"

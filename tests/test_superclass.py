@@ -93,7 +93,7 @@ def test_a_grouping_must_fit(grouping, fault):
         load(DIGITS.but(superclasses=grouping))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     subclasses=st.sampled_from(["all", "1", "1-2"]),

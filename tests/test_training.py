@@ -36,10 +36,6 @@ from fedhet.training import (
 )
 
 
-def often(examples):
-    return settings(max_examples=examples, deadline=None, derandomize=True)
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -47,7 +43,7 @@ def generator(seed=0):
 # --- batches --------------------------------------------------------------------------------
 
 
-@often(300)
+@settings(max_examples=300, derandomize=True)
 @given(st.integers(2, 300), st.integers(1, 64), st.integers(0, 2**40))
 def test_an_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
     cut = batches(samples, batch_size, generator(seed))
@@ -62,7 +58,7 @@ def test_an_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
     assert len(sizes) == max(whole + (rest > 1), 1)
 
 
-@often(100)
+@settings(max_examples=100, derandomize=True)
 @given(st.integers(2, 100), st.integers(1, 20), st.integers(0, 1000))
 def test_the_same_generator_gives_the_same_batches(samples, batch_size, seed):
     first, second = (batches(samples, batch_size, generator(seed)) for _ in range(2))
@@ -279,7 +275,7 @@ def numpy_score(weight, bias, x, y):
     return (logits.argmax(1) == y).mean(), -log_probability[np.arange(len(y)), y].mean()
 
 
-@often(60)
+@settings(max_examples=60, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(2, 6), st.integers(0, 1000))
 def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
     rng = np.random.default_rng(seed)
@@ -528,7 +524,7 @@ def test_the_memory_format():
 paths = st.lists(st.one_of(st.integers(-(10**20), 10**20), st.text(max_size=8)), max_size=4)
 
 
-@often(400)
+@settings(max_examples=400, derandomize=True)
 @given(st.integers(0, 3), paths, st.integers(0, 3), paths)
 def test_derive_tells_any_two_paths_apart(seed, names, other_seed, others):
     one, two = derive(seed, *names), derive(other_seed, *others)

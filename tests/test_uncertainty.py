@@ -58,7 +58,7 @@ def images(count=12, shape=(1, 8, 8), seed=0):
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(2, 12))
 def test_entropy_is_that_of_equation_10(seed, samples, classes):
     rows = distributions(seed, samples, classes)
@@ -72,7 +72,7 @@ def test_entropy_lies_between_none_and_that_of_the_uniform():
     assert entropy(torch.full((1, 4), 0.25)).item() == pytest.approx(math.log(4), rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 15))
 def test_each_sample_takes_the_prediction_of_its_surest_helper(seed, helpers, samples):
     predictions = distributions(seed, helpers, samples, 5)
@@ -92,7 +92,7 @@ def test_a_helper_that_gives_nan_is_the_least_certain():
     assert certainty(entropy(predictions[0]), 4) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 30), st.integers(2, 12))
 def test_certainty_is_what_is_left_of_the_greatest_entropy(seed, samples, classes):
     rows = distributions(seed, samples, classes)

@@ -13,7 +13,7 @@ from fedhet.algorithms.cvae import synthesise, train_cvae
 from fedhet.client_runtime.messages import read_instruction
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.errors import KnowledgeError
 from fedhet.seeding import torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import read_means
@@ -486,26 +486,3 @@ def test_the_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
     for record in records(tmp_path / "run"):
         assert record["failed"] == {}
         assert np.isfinite(record["method"]["cvae_loss"])
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "rule"),
-    [
-        ("interval", 0, "an integer >= 1"),
-        ("samples-per-class", 0, "an integer >= 1"),
-        ("memory", 0, "an integer >= 1"),
-        ("latent-dim", 0, "an integer >= 1"),
-        ("deviation", 0.0, "a number > 0"),
-        ("least-separation", -0.1, "a number >= 0 and <= 1"),
-        ("least-separation", 1.1, "a number >= 0 and <= 1"),
-        ("feature-weight", -1.0, "a number >= 0"),
-        ("logit-weight", float("nan"), "a number >= 0"),
-        ("feature-norm", "l2", "one of none, rms, unit"),
-        ("interval", 1.5, "an integer >= 1"),
-    ],
-)
-def test_a_wrong_setting_earns_one_line(setting, value, rule):
-    with pytest.raises(
-        SettingsError, match=rf"'velo.{setting}' = {value!r} is not allowed.*{rule}"
-    ):
-        small("velo", **{f"velo.{setting}": value})

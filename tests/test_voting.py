@@ -109,7 +109,7 @@ def test_nobody_votes():
     assert aggregate([], 3, 0.3).shape == (3, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), order=st.randoms(use_true_random=False))
 def test_the_order_of_equal_voters_changes_nothing(seed, order):
     classes, spaces, predictions, _, alpha, _ = drawn(seed)
@@ -172,7 +172,7 @@ def test_abstentions_are_where_the_two_best_are_close():
         undecided(probabilities[:, :1], 0.5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10_000), margin=st.sampled_from([0.01, 0.3, 0.7, 0.99]))
 def test_the_published_rule(seed, margin):
     """`maxk(y, 2)`, then keep where their difference is below -margin (sorted, best first)."""
