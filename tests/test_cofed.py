@@ -212,7 +212,7 @@ def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(server.log, "notice", notices.append)
     del server.strategy.members["client-3"]
     server.strategy.init()
-    assert notices == ["cofed.credibility: no client 'client-3' is there yet"]
+    assert notices == ["cofed.credibility: no client 'client-3' has joined yet"]
     assert server.strategy.weights == {"client-3": 5.0}
 
 

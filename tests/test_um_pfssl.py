@@ -482,7 +482,7 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path):
     wire.strategy._read_list = lambda reply: (_ for _ in ()).throw(KnowledgeError("x", "y", "z"))
     wire.strategy.aggregate_fit(3, answers, [])
     assert wire.strategy.lists == before
-    assert any("helper list stays as it was" in notice for notice in notices)
+    assert any("helper list is unchanged" in notice for notice in notices)
 
 
 def test_replies_wait_on_disk(tmp_path):

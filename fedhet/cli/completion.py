@@ -1,4 +1,4 @@
-"""What a shell completes: methods, presets, and settings with their values."""
+"""Shell completion: methods, presets, and settings with their values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedhet.config.sources import all_settings, preset_names
 from fedhet.methods.registry import all_methods
 
 Found = list[tuple[str, str]]
-"""What may be typed, each with its description."""
+"""The completions, each with its description."""
 
 
 def methods(incomplete: str) -> Found:
-    """Return the methods that begin so."""
+    """Return the methods whose names start with `incomplete`."""
     known = all_methods()[0].values()
     return [(each.name, each.spec.title) for each in known if each.name.startswith(incomplete)]
 
 
 def presets(incomplete: str) -> Found:
-    """Return the presets that begin as the last one in a comma-separated text."""
+    """Return the presets whose names start with the last in a comma-separated text."""
     before, comma, last = incomplete.rpartition(",")
     return [
         (f"{before}{comma}{name}", line)
@@ -29,7 +29,7 @@ def presets(incomplete: str) -> Found:
 
 
 def settings(incomplete: str) -> Found:
-    """Return the settings as `KEY=`, or after the sign the values of a setting that has a few."""
+    """Return the settings as `KEY=` or, after the sign, the values of a setting that has few."""
     name, sign, value = incomplete.partition("=")
     known = all_settings()
     if not sign:

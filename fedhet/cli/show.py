@@ -29,7 +29,8 @@ from fedhet.settings.schema import Schema, table_of, unknown
 
 def methods_command(
     name: Annotated[
-        str | None, typer.Argument(help="One method, in full.", autocompletion=completion.methods)
+        str | None,
+        typer.Argument(help="A method, to show in full.", autocompletion=completion.methods),
     ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
@@ -71,7 +72,8 @@ def models_command() -> None:
 
 def presets_command(
     name: Annotated[
-        str | None, typer.Argument(help="One preset, in full.", autocompletion=completion.presets)
+        str | None,
+        typer.Argument(help="A preset, to show in full.", autocompletion=completion.presets),
     ] = None,
 ) -> None:
     """List the presets, or the settings of one."""
@@ -91,7 +93,7 @@ def settings_command(
         bool, typer.Option(help="All settings of all methods at their defaults, as TOML.")
     ] = False,
 ) -> None:
-    """List the settings that every run has, or those of a name."""
+    """List the settings of every run, or those of a table or a word."""
     if toml:
         console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
         return
@@ -122,7 +124,7 @@ def _settings_of(name: str) -> dict[str, FieldInfo]:
 
 
 def _sections() -> dict[str, str]:
-    """Return the tables of settings that every run has, each with a line on what is in it."""
+    """Return the tables of settings that every run has, each with its description."""
     named = {"": inspect.getdoc(RunSettings)}
     for name, info in RunSettings.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
@@ -136,7 +138,7 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
 
 @with_settings("preset", "config", "dataset", "clients", "set_")
 def partition_command(values: dict[str, object]) -> None:
-    """Show how the data is dealt: samples of each class at each client."""
+    """Show how the data is partitioned: samples of each class at each client."""
     validated(values)
     from fedhet.config.resolve import resolve
     from fedhet.data import RunData

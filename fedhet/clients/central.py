@@ -18,7 +18,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CentralClient(LocalClient):
-    """Trains as a client does alone, but on the samples of all; other clients only evaluate."""
+    """Trains like a `local` client, but on all clients' samples; the others only evaluate."""
 
     settings: CentralSettings
 
@@ -30,7 +30,7 @@ class CentralClient(LocalClient):
             self._read_all()
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the model of the trainer; the others have none."""
+        """Build the trainer's model; the other clients have none."""
         return {"private": self._new_model()} if self.info.name == trainer(self.run) else {}
 
     def sizes(self) -> Sizes:
@@ -43,7 +43,7 @@ class CentralClient(LocalClient):
         return Knowledge(grouped("weights", to_arrays(self.network)))
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model that the server sent, if it did."""
+        """Return the model that the server sent, if any."""
         weights = knowledge.group("weights")
         if not weights:
             return {}

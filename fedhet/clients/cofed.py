@@ -33,13 +33,13 @@ from fedhet.wire.knowledge import Knowledge
 FOUND_OPTIMIZER, FOUND_RATE, FOUND_DECAY, FOUND_FACTOR = (
     f"search.{name}" for name in ("optimizer", "lr", "decay", "update")
 )
-"""The facts in which a client keeps what it has found."""
+"""Keys of the client's facts under which it keeps the result of its search."""
 LEAST_TO_SEARCH = 3
-"""Samples: two to train on, and one that is held out."""
+"""The smallest number of samples to search with: two to train on, and one held out."""
 
 
 class CofedClient(HetClient):
-    """Trains alone, sends its predictions on the public set, and learns from the vote of all.
+    """Trains alone, sends its predictions on the public set, and learns from the vote.
 
     Its model and training stay private: any model with `fit` and `predict` may take part.
     """
@@ -57,7 +57,7 @@ class CofedClient(HetClient):
         return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run those of steps 1, 4 and 2 of Section 4.1 that are due.
+        """Run steps 1, 4 and 2 of Section 4.1, as far as they are due.
 
         The client's first participation trains on its own data (step 1). If pseudolabels were sent,
         it runs the update training (step 4). Then, if asked, it predicts the public set (step 2).
@@ -82,7 +82,7 @@ class CofedClient(HetClient):
     def evaluation(self, knowledge: Knowledge) -> Scores:
         """Return the scores of the current model, and of the model after local training.
 
-        The latter were measured then; until an update training both are the same.
+        The latter were measured at that time; before any update training, both are the same.
         """
         measured = super().evaluation(knowledge) if self._updated else {}
         kinds = ("local",) if self._updated else ("local", "private")
@@ -96,7 +96,7 @@ class CofedClient(HetClient):
 
     @property
     def training(self) -> TrainingSettings:
-        """Return what this client trains with: what its search has found, if it has searched."""
+        """Return the training settings: those that the search has found, if there was one."""
         facts, own = self.state.facts, super().training
         if FOUND_RATE not in facts:
             return own
@@ -109,7 +109,7 @@ class CofedClient(HetClient):
 
     @property
     def _updated(self) -> bool:
-        """Tell whether the model has had an update training since local training."""
+        """Return whether the model has had an update training since local training."""
         return "labels" in self.state.tensors
 
     def _train_locally(self, round: int) -> None:
@@ -126,7 +126,7 @@ class CofedClient(HetClient):
             self.state.facts[f"local.{protocol}"] = score.accuracy
 
     def _update(self, round: int) -> None:
-        """Train on the client's own data and R_i, as before but for the minibatches."""
+        """Train on the client's own data and R_i, as in local training but for the minibatches."""
         if FOUND_RATE in self.state.facts:
             self.state.facts[FOUND_FACTOR] = Trials(self, round).update()
         self.fit_private(
@@ -151,7 +151,7 @@ class CofedClient(HetClient):
 
     @property
     def _searches(self) -> bool:
-        """Tell whether there is something to search for, and enough data to hold some out."""
+        """Return whether there is something to search for, and enough data to hold some out."""
         a_network = not isinstance(self.private, Refitted)
         return self.settings.search == "grid" and a_network and len(self.y) >= LEAST_TO_SEARCH
 
@@ -166,8 +166,8 @@ class CofedClient(HetClient):
 class Trials:
     """The search of Section 5.2: trainings on a part of the client's own data, scored on the rest.
 
-    They leave the client's models and random draws as they were. The part that is held out is the
-    same in every round; the final training has all of the data.
+    They do not change the client's models or random draws. The held-out part is the same in every
+    round; the final training uses all data.
     """
 
     def __init__(self, client: CofedClient, round: int) -> None:
@@ -188,9 +188,9 @@ class Trials:
         return best(tried, lambda each: self._score(self._trained(each)))
 
     def update(self) -> float:
-        """Return the best factor on the learning rate found, for update training.
+        """Return the best factor for the learning rate found, for update training.
 
-        The model that goes on has not seen what is held out either.
+        The model that is trained further has not seen the held-out part either.
         """
         facts = self.client.state.facts
         found = Candidate(
@@ -202,7 +202,7 @@ class Trials:
         return factors[tried.index(chosen)]
 
     def _trained(self, candidate: Candidate) -> nn.Module:
-        """Return a new model after local training, but for what is held out."""
+        """Return a new model after local training on all but the held-out part."""
         model = self.client.setup()["private"]
         self.client.compute.place(model)
         within, training = self.client.samples.within_space(model), self.client.training
@@ -212,7 +212,7 @@ class Trials:
         return within
 
     def _updated(self, model: nn.Module, candidate: Candidate) -> nn.Module:
-        """Return the model after update training, but for what is held out."""
+        """Return the model after update training on all but the held-out part."""
         x, y = self.client.training_set()
         given = len(self.client.y)  # R_i follows the client's own samples
         data = Split(concatenated(self.own.x, x[given:]), torch.cat([self.own.y, y[given:]]))

@@ -20,13 +20,13 @@ from fedhet.training import Optimization, batches, cross_entropy_of
 class CronusClient(FedMdClient):
     """Adds the loss on a batch of public samples to that on each batch of its own.
 
-    The first participation has no soft labels yet, and is the paper's initialisation phase.
+    In its first participation there are no soft labels: the paper's initialisation phase.
     """
 
     settings: CronusSettings
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Train the local epochs on both; on the own data alone before there is a consensus."""
+        """Train the local epochs on both, or on its own data until there is a consensus."""
         if consensus is None:
             self._revisit(round, optimizing)
             return
@@ -41,7 +41,7 @@ class CronusClient(FedMdClient):
         self.train_own(loss_of, self.private, optimizing, self.generator(round, "batches"))
 
     def _public_batches(self, consensus: Consensus, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield, without end, batches of such a size that the passes end with the local epochs."""
+        """Yield batches endlessly, of a size at which the passes end with the local epochs."""
         training, samples = self.training, len(consensus.scores)
         steps = training.local_epochs * math.ceil(len(self.y) / training.batch_size)
         size = math.ceil(self.settings.digest_epochs * samples / steps)

@@ -19,7 +19,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgClient(HetClient):
-    """Starts each round from the averages, trains on its own data, and sends what is averaged."""
+    """Starts each round from the averages, trains on its own data, and sends the result."""
 
     settings: FedAvgSettings
 
@@ -28,7 +28,7 @@ class FedAvgClient(HetClient):
         return {"private": self.build_model(self.settings.width)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training, and the averages as last received, with its own rest."""
+        """Return the model after training and, if averages were received, the model with them."""
         models = {"private": self.private}
         if weights := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.width), weights)
@@ -52,7 +52,7 @@ class FedAvgClient(HetClient):
         return {k: v.detach().clone() for k, v in self.network.state_dict().items()}
 
     def steps(self) -> int:
-        """Return the optimiser steps on each batch."""
+        """Return the number of optimiser steps per batch."""
         return 1
 
     def reply(self, local: LocalModel) -> dict[str, Array]:

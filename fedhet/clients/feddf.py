@@ -11,6 +11,6 @@ from fedhet.methods.feddf import FedDfSettings
 
 
 class FedDfClient(FedAvgClient):
-    """Trains as in FedAvg; in the first round the server has no model, and it starts anew."""
+    """Trains as in FedAvg; in the first round, when the server has no model, from a new one."""
 
     settings: FedDfSettings

@@ -31,9 +31,9 @@ from fedhet.training import Optimization, evaluating, statistics_kept
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32
-"""Samples in a batch of D' at least, or a training batch: batch norms see too few otherwise."""
+"""The smallest batch of D', unless a training batch is smaller: batch norms need samples."""
 Pair = tuple[Tensor, Tensor]
-"""Something of the private model, and the same of the proxy."""
+"""A tensor of the private model, and the same of the proxy."""
 
 
 class FedTypeClient(HetClient):
@@ -162,7 +162,7 @@ class Reciprocity:
 
     @property
     def is_silent(self) -> bool:
-        """Tell whether D' is too small for the sets to say anything."""
+        """Return whether D' is too small for the sets to be informative."""
         return self.imitation.is_silent(len(self.client.held_out))
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class Reciprocity:
         self.imitation.calibrate(proxy, private, torch.searchsorted(self.client.space, held.y))
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return what `views` gives for a part of D'; a small D' is joined by training samples."""
+        """Return what `views` gives for a part of D'; training samples are added to a small one."""
         missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing].to(x.device)
         with self.client.compute.autocast():
@@ -197,9 +197,9 @@ class Reciprocity:
 
     @torch.no_grad()
     def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
-        """Return the logits of both models that sets are made from, in the mode for it.
+        """Return the logits of both models from which sets are made, in the mode that is set.
 
-        `trained` are those of a training step, if there are any. A single sample is evaluated:
+        `trained` are those of a training step, if any. A single sample is always evaluated, since
         batch norm cannot train on it.
         """
         if self.settings.mode == "training" and len(x) > 1:
@@ -236,7 +236,7 @@ class Reciprocity:
 
 
 def set_rules(settings: FedTypeSettings, labels: int) -> SetRules:
-    """Return how sets are made where they may hold any of so many labels."""
+    """Return how sets are made that may hold any of so many labels."""
     own = settings
     k_reg = free_ranks(labels) if isinstance(own.k_reg, str) else own.k_reg
     return SetRules(

@@ -32,9 +32,9 @@ class HeteroFlClient(FedAvgClient):
     settings: HeteroFlSettings
 
     def prepare(self) -> None:
-        """Narrow the client's model to its level; a site may itself name a narrow one."""
+        """Narrow the client's model to its level; a site may name a narrow model itself."""
         narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
-        if is_registered(narrow):  # or else the server refuses the run's model
+        if is_registered(narrow):  # otherwise the server refuses the run's model
             self.info = replace(self.info, model=narrow)
         self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
         """The classes that the client has no samples of, bool [C]."""

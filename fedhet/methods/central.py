@@ -1,9 +1,4 @@
-"""Centralised training: its declaration.
-
-No paper; the rows "Centralized", "Centralized-All" and, for the server, "Stand-Alone" of FedGEMS'
-Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge
-Fusion) are its three choices of data.
-"""
+"""Centralised training: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -21,13 +16,13 @@ class CentralSettings(MethodSettings):
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="what is trained on: all clients' training samples, the labelled public data "
-        "beside them, or the public data alone",
+        description="the training data: all clients' training samples, these and the labelled "
+        "public data, or the public data alone",
     )
     model: ModelName = Field("", description="the one model; empty = that of the first client")
 
     def uses_public(self) -> bool:
-        """Tell whether public data is trained on."""
+        """Return whether the model is trained on public data."""
         return self.trains_on != "clients"
 
 

@@ -1,8 +1,4 @@
-"""CoFED: its declaration.
-
-Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
-Federated Multitask Learning.
-"""
+"""CoFED: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -17,8 +13,6 @@ from fedhet.wire.contract import Contract, ScalarField, TensorField
 from fedhet.wire.identity import is_name
 
 EQUAL, SAMPLES = "equal", "samples"
-
-
 MOST_WEIGHT = 1e6
 
 
@@ -92,7 +86,8 @@ class CofedSettings(MethodSettings):
         "or given, as site-a=2,site-b=0.5; 1 for who is not named",
     )
     iterations: Count = Field(
-        1, description="times of predicting, voting and update training; rounds are one more"
+        1,
+        description="iterations of predicting, voting and update training; rounds = iterations + 1",
     )
     margin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -102,7 +97,7 @@ class CofedSettings(MethodSettings):
     update_epochs: CountOrNone = Field(
         0, description="epochs of a network's update training; 0 = local-epochs"
     )
-    update_batch_size: Count = Field(1000, description="samples a minibatch of update training")
+    update_batch_size: Count = Field(1000, description="samples per minibatch of update training")
     search: Literal["none", "grid"] = Field(
         "none",
         description="grid: each participant with a network tries the combinations below on a held-"
@@ -160,7 +155,7 @@ REPLIES = Contract(
             "space",
             "uint",
             ("P",),
-            "the label space: the classes that it tells apart",
+            "the label space: the classes that the model distinguishes",
             required=False,
             ids="C",
             needs=("predictions",),

@@ -1,8 +1,4 @@
-"""Cronus: its declaration.
-
-Hongyan Chang, Virat Shejwalkar, Reza Shokri and Amir Houmansadr, Cronus: Robust and Heterogeneous
-Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
-"""
+"""Cronus: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -39,8 +35,8 @@ class CronusSettings(ConsensusSettings):
     )
     sigma: Positive = Field(
         0.1,
-        description="filter: honest soft labels of a sample may differ so much, as a standard "
-        "deviation; it filters where they differ by more than three times that",
+        description="filter: the standard deviation that honest soft labels of a sample may have; "
+        "the filter acts where they differ by more than three times that",
     )
     trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="trimmed: share of the clients left out at either end, rounded up"

@@ -1,9 +1,4 @@
-"""DS-FL: its declaration.
-
-Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto,
-Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
-Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv:2008.06180.
-"""
+"""DS-FL: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -41,7 +36,7 @@ class DsFlSettings(ConsensusSettings):
     )
     server_model: ModelName = Field("cnn2", description="the server's own model")
     server_epochs: Count = Field(
-        5, description="the server's epochs towards the consensus on public samples, a round"
+        5, description="the server's epochs of training on the consensus, per round"
     )
 
 

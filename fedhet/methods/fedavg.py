@@ -1,8 +1,4 @@
-"""FedAvg: its declaration.
-
-Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
-Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
-"""
+"""FedAvg: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from fedhet.wire.identity import ClientInfo
 
 
 class FedAvgSettings(MethodSettings):
-    """Settings of FedAvg; a method that averages less than the whole model says so here."""
+    """Settings of FedAvg; a method that averages a part of the model overrides `part`."""
 
     part: ClassVar[Part] = "all"
     """The part of the model that travels."""

@@ -1,8 +1,4 @@
-"""FedBN: its declaration.
-
-Xiaoxiao Li, Meirui Jiang, Xiaofei Zhang, Michael Kamp and Qi Dou, FedBN: Federated Learning on
-Non-IID Features via Local Batch Normalization, ICLR 2021.
-"""
+"""FedBN: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

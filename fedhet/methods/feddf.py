@@ -1,11 +1,4 @@
-"""FedDF: its declaration.
-
-Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
-Fusion in Federated Learning, NeurIPS 2020: Algorithm 1, and its form for several architectures in
-the appendix. Adam, cosine annealing over the steps of a round and a new optimiser in each round are
-those of the authors' published code; they also stop early on labelled validation data, which this
-server does not have (ours).
-"""
+"""FedDF: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -22,11 +15,11 @@ class FedDfSettings(FedAvgSettings):
 
     epochs: CountOrNone = Field(
         5,
-        description="the server's epochs of distillation over the public data a round; 0 = none, "
-        "and each architecture's average stands",
+        description="the server's epochs of distillation per round, over the public data; 0 = "
+        "none, so that each architecture keeps its average",
     )
-    lr: Positive = Field(1e-3, description="learning rate of the distillation, which Adam does")
-    batch_size: Count = Field(128, description="public samples a minibatch of the distillation")
+    lr: Positive = Field(1e-3, description="learning rate of the distillation, with Adam")
+    batch_size: Count = Field(128, description="public samples per minibatch of the distillation")
 
 
 INSTRUCTIONS = Contract(

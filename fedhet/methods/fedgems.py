@@ -1,8 +1,4 @@
-"""FedGEMS: its declaration.
-
-Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
-Server Models via Selective Knowledge Fusion.
-"""
+"""FedGEMS: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -37,16 +33,18 @@ class FedGemsSettings(MethodSettings):
     )
     self_distillation: bool = Field(
         True,
-        description="learn samples that are wrong now, but were right once, from the logits of "
-        "then; false: from the clients' (Table 5)",
+        description="learn samples that are predicted wrongly now, but were predicted correctly "
+        "before, from the logits of that time; false: from the clients' (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="what clients teach: the logits of those that are right, weighted by Eq. 4; "
-        "the mean of all; or nothing, and the labels alone do (Table 5)",
+        description="what the server learns from the clients: the logits of those that are right, "
+        "weighted by Eq. 4; the mean of all; or nothing (Table 5)",
     )
-    server_epochs: Count = Field(1, description="the server's epochs over the public data a round")
-    public_epochs: Count = Field(1, description="a client's epochs over the public data a round")
+    server_epochs: Count = Field(
+        1, description="the server's epochs per round, over the public data"
+    )
+    public_epochs: Count = Field(1, description="a client's epochs per round, over the public data")
 
     @model_validator(mode="after")
     def _fedgem_selects_nothing(self) -> FedGemsSettings:
@@ -74,7 +72,7 @@ INSTRUCTIONS = Contract(
             "changed",
             "uint8",
             ("B",),
-            "a bit a public sample: whose logits these are; absent: all have theirs here",
+            "one bit per public sample: does `logits` have a row of it? absent: of all",
             required=False,
             needs=("logits",),
         ),
@@ -82,7 +80,7 @@ INSTRUCTIONS = Contract(
             "wanted",
             "uint8",
             ("B",),
-            "a bit a public sample: are its logits asked for? absent: all are",
+            "one bit per public sample: is the client to reply with its logits? absent: all",
             required=False,
         ),
     )

@@ -1,9 +1,4 @@
-"""FedGKT: its declaration.
-
-Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
-Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, "ServerExecute". Features are vectors of one
-width, which every edge model has (ours): the paper's are feature maps of one architecture.
-"""
+"""FedGKT: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -24,13 +19,13 @@ class FedGktSettings(MethodSettings):
         "mlp3", description="the server's model, of feature vectors: an mlp, or your own"
     )
     server_epochs: Count = Field(
-        10, description="the server's epochs over all clients' features, a round"
+        10, description="the server's epochs per round, over all clients' features"
     )
     temperature: Positive = Field(
         3.0, description="T of the divergences between the logits of edge and server"
     )
     alpha: NonNegative = Field(
-        1.0, description="weight of the divergence beside cross-entropy, on either side"
+        1.0, description="weight of the divergence added to cross-entropy, at clients and server"
     )
 
 

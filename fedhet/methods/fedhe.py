@@ -1,8 +1,4 @@
-"""FedHe: its declaration.
-
-Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
-Learning, MSN 2021, arXiv:2110.09910.
-"""
+"""FedHe: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

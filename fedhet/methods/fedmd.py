@@ -1,8 +1,4 @@
-"""FedMD: its declaration.
-
-Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
-2019 Workshop on Federated Learning, Algorithm 1.
-"""
+"""FedMD: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, TensorField
 
 LEAST_SAMPLE = 2
-"""Public samples that a client can train on."""
+"""The smallest number of public samples that a client can train on."""
 
 
 class ConsensusSettings(MethodSettings):
-    """Settings of all methods of this round; each declares two more, with a default of its own."""
+    """Settings of the methods that extend FedMD; each adds two, with defaults of its own."""
 
     exchanged: ClassVar[ScoreKind] = "logits"
     """What travels, and the name of its field."""
@@ -33,7 +29,7 @@ class ConsensusSettings(MethodSettings):
         5000, description="public samples drawn for each round, from which all learn; 0 = all"
     )
     digest_epochs: Count = Field(
-        5, description="a client's epochs towards the consensus on public samples, a round"
+        5, description="a client's epochs of training on the consensus, per round"
     )
 
     @field_validator("sample")
@@ -60,7 +56,7 @@ class FedMdSettings(ConsensusSettings):
 
 
 def instructions(scores: ScoreKind) -> Contract:
-    """Return the contract of the instructions of a method whose clients send such scores."""
+    """Return the contract of the instructions where clients reply with such scores."""
     return Contract(
         (
             TensorField(
@@ -87,7 +83,7 @@ def instructions(scores: ScoreKind) -> Contract:
 
 
 def replies(scores: ScoreKind) -> Contract:
-    """Return the contract of the replies of such clients."""
+    """Return the contract of replies with such scores."""
     sent, probabilities = "of the samples asked for", scores == "probabilities"
     return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
 

@@ -1,8 +1,4 @@
-"""FedPer: its declaration.
-
-Manoj Ghuhan Arivazhagan, Vinay Aggarwal, Aaditya Kumar Singh and Sunav Choudhary, Federated
-Learning with Personalization Layers, arXiv:1912.00818.
-"""
+"""FedPer: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FedProto: its declaration.
-
-Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
-Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
-"""
+"""FedProto: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FedProx: its declaration.
-
-Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
-Federated Optimization in Heterogeneous Networks, MLSys 2020.
-"""
+"""FedProx: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""FedType: its declaration.
-
-Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
-Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
-2024.
-"""
+"""FedType: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -40,7 +35,8 @@ class FedTypeSettings(MethodSettings):
         "own", description="labels that a set may hold: those of the client's data, or all"
     )
     mode: Literal["training", "evaluation"] = Field(
-        "training", description="mode of the models (dropout, batch norm) that give tau and sets"
+        "training",
+        description="mode of the models (dropout, batch norm) that tau and the sets come from",
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
@@ -49,8 +45,8 @@ class FedTypeSettings(MethodSettings):
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="where a corrected tau is infinite for want of samples, so that every set is "
-        "whole: imitate nothing, or whole sets",
+        description="if a corrected tau is infinite because there are too few samples, so that "
+        "every set holds all labels: imitate nothing, or these sets",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
@@ -69,7 +65,7 @@ class FedTypeSettings(MethodSettings):
     )
     top_k: Count = Field(3, description="labels in a set, for backward = topk")
     epoch_data: Literal["full", "part"] = Field(
-        "full", description="does an epoch see all data, or its part of local-epochs parts?"
+        "full", description="data of an epoch: all of it, or one of local-epochs parts"
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="share of a client's samples held out to calibrate on"
@@ -77,7 +73,7 @@ class FedTypeSettings(MethodSettings):
     prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
     moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
     moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
-    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy a batch")
+    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy per batch")
     bayes_zeta: NonNegative = Field(
         1e-4, description="weight of pFedBayes' divergence from the server's proxy"
     )

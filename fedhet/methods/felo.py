@@ -1,8 +1,4 @@
-"""Felo: its declaration.
-
-Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
-Learning, Computer Networks.
-"""
+"""Felo: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FML: its declaration.
-
-Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
-Federated Mutual Learning, arXiv:2006.16765.
-"""
+"""FML: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""HeteroFL: its declaration.
-
-Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
-Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, with the scaler, the static batch norm
-and the masked cross-entropy of Section 3. What the text leaves open follows the authors' published
-code: widths are rounded up, clients count equally in an average, the rows of the head are averaged
-over the clients that have samples of the class.
-"""
+"""HeteroFL: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -47,7 +40,7 @@ class HeteroFlSettings(FedAvgSettings):
     masked: bool = Field(
         True,
         description="cross-entropy with 0 for the outputs of classes that a client has no samples "
-        "of; only those who have some average their rows of the head, and tell the server so",
+        "of; a class's rows of the head are averaged over the clients that report some",
     )
 
     @property
@@ -56,7 +49,7 @@ class HeteroFlSettings(FedAvgSettings):
         return [WIDTHS[level.strip()] for level in self.levels.split(",")]
 
     def width_of(self, client: int) -> float:
-        """Return the width of client number `client`; the first one's for a site without number."""
+        """Return the width of client number `client`; for a site without number, the first."""
         return self.widths[max(client, 0) % len(self.widths)]
 
 

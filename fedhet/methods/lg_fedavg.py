@@ -1,9 +1,4 @@
-"""LG-FedAvg: its declaration.
-
-Paul Pu Liang, Terrance Liu, Liu Ziyin, Nicholas B. Allen, Randy P. Auerbach, David Brent, Ruslan
-Salakhutdinov and Louis-Philippe Morency, Think Locally, Act Globally: Federated Learning with Local
-and Global Representations, arXiv:2001.01523.
-"""
+"""LG-FedAvg: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

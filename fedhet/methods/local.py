@@ -1,4 +1,4 @@
-"""Each client trains alone: its declaration."""
+"""The baseline in which each client trains alone: its declaration."""
 
 from __future__ import annotations
 

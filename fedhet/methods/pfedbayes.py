@@ -1,8 +1,4 @@
-"""pFedBayes: its declaration.
-
-Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
-Variational Bayesian Inference, ICML 2022.
-"""
+"""pFedBayes: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 

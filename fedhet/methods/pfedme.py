@@ -1,8 +1,4 @@
-"""pFedMe: its declaration.
-
-Canh T. Dinh, Nguyen H. Tran and Tuan Dung Nguyen, Personalized Federated Learning with Moreau
-Envelopes, NeurIPS 2020.
-"""
+"""pFedMe: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ class PFedMeSettings(FedAvgSettings):
 
     strength: Positive = Field(15.0, description="lambda, the strength of the Moreau envelope")
     rate: Positive = Field(0.005, description="eta, the rate of the local copy")
-    steps: Count = Field(5, description="K, steps on the personal model a batch")
+    steps: Count = Field(5, description="K, steps on the personal model per batch")
     beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the new average in the server's model"
     )

@@ -1,8 +1,4 @@
-"""UM-pFSSL: its declaration.
-
-Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
-Semi-Supervised Learning.
-"""
+"""UM-pFSSL: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -24,18 +20,20 @@ class UmPfsslSettings(MethodSettings):
     search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
     refresh: str | int = Field(
         "auto",
-        description="rounds between updates of the helpers, nu; auto is those between two rounds "
-        "of a client, 1 / fraction, as in the paper",
+        description="rounds between updates of the helpers, nu; auto: 1 / fraction, a client's "
+        "mean interval between rounds, as in the paper",
     )
     warm_up: CountOrNone = Field(
         20, description="epochs on labelled data alone, in a round of all clients before t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        0, description="least optimiser steps of the warm-up, whatever the number of labels"
+        0,
+        description="minimum optimiser steps in the warm-up, whatever the number of labels",
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(
-        "en+ta", description="what relates clients: entropy and test accuracy, or one of them"
+        "en+ta",
+        description="what the relation depends on: entropy and test accuracy, or one of them",
     )
     divergence: Divergence = Field(
         "forward",
@@ -53,7 +51,7 @@ class UmPfsslSettings(MethodSettings):
         raise ValueError("it takes auto, or an integer from 1 to 1000000")
 
     def refresh_rounds(self, fraction: float) -> int:
-        """Return nu where so large a share of the clients is sampled each round."""
+        """Return nu for a run that samples the share `fraction` of its clients in each round."""
         return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
 
 

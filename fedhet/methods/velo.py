@@ -1,8 +1,4 @@
-"""Velo: its declaration.
-
-Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
-Learning, Computer Networks.
-"""
+"""Velo: its settings, and the messages between its halves."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ class VeloSettings(FeloSettings):
 
     interval: Count = Field(1, description="rounds between trainings of the CVAE")
     samples_per_class: Count = Field(
-        1, description="synthetic features of each class that are sent a round, S"
+        1, description="synthetic features of each class that are sent per round, S"
     )
     least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="means are sent while a smaller share of the CVAE's features is nearest to the "
-        "mean of its own class; 0: until the CVAE has been trained once, as printed",
+        description="the server sends means until this share of the CVAE's features is nearest to "
+        "the mean of its own class; 0: until the CVAE has been trained once, as printed",
     )
     memory: Count = Field(
         20, description="features of each class that the server keeps, oldest out first"
@@ -40,9 +36,9 @@ class VeloSettings(FeloSettings):
         description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
         "features",
     )
-    epochs: Count = Field(50, description="epochs of the CVAE a training")
+    epochs: Count = Field(50, description="epochs per training of the CVAE")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
-    cvae_batch_size: Count = Field(256, description="features a minibatch of the CVAE")
+    cvae_batch_size: Count = Field(256, description="features per minibatch of the CVAE")
 
 
 def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:

@@ -4,9 +4,9 @@ No paper; the rows "Centralized", "Centralized-All" and, for the server, "Stand-
 Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge
 Fusion) are its three choices of data.
 
-It is no federated method, and runs in a simulation alone, where a client's data is a pure function
-of the run's settings: the first client, the trainer, reads the training samples of all and trains
-on them as it would with `local` (ours). So every setting of training means what it means elsewhere,
+It is not a federated method, and runs only in a simulation, where a client's data is a pure
+function of the run's settings. The first client, the trainer, reads the training samples of all and
+trains on them as it would with `local` (ours). So every setting of training has its usual meaning,
 and with one client the method is `local`. The other clients only evaluate the model.
 """
 
@@ -46,7 +46,7 @@ def trainer(run: RunSettings) -> str:
 
 
 class CentralStrategy(HetStrategy):
-    """Lets one client train, and all evaluate what it has trained."""
+    """Lets one client train, and all clients evaluate its model."""
 
     spec = SPEC
     settings: CentralSettings
@@ -65,7 +65,7 @@ class CentralStrategy(HetStrategy):
         return sizes_in(self.run, self.settings, client)
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the trainer; it is evaluated with all others, after the round."""
+        """Select the trainer alone; all clients evaluate after the round."""
         found = [member.name for member in members if member.name == trainer(self.run)]
         return Selection((), tuple(found))
 
@@ -82,7 +82,7 @@ class CentralStrategy(HetStrategy):
         return {"server": self.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take over the trainer's model."""
+        """Adopt the trainer's model."""
         weights = replies[0].knowledge.group("weights")
         self._keep({name: value.copy() for name, value in weights.items()})
         return {}

@@ -48,9 +48,9 @@ class CofedStrategy(HetStrategy):
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C (classes) and N (public instances), and L, the answers of a vote.
+        """Return the axes C (classes), N (public instances) and L, the possible answers in a vote.
 
-        The answers are the classes and, where participants may abstain, C for none of them.
+        The answers are the classes and, if participants may abstain, C for none of them.
         """
         answers = client.classes + (self.settings.margin > 0)
         return Sizes({"C": client.classes, "N": self.instances, "L": answers})
@@ -72,10 +72,10 @@ class CofedStrategy(HetStrategy):
         name, tensors = reply.client.name, reply.knowledge.tensors
         if "predictions" not in tensors:
             raise KnowledgeError(name, "predictions", "missing")
-        said, space = tensors["predictions"], tensors["space"]
-        outside = ~np.isin(said, space) & (said != reply.client.classes)
+        labels, space = tensors["predictions"], tensors["space"]
+        outside = ~np.isin(labels, space) & (labels != reply.client.classes)
         if outside.any():
-            fault = f"holds {said[outside][0]}, not in its label space"
+            fault = f"holds {labels[outside][0]}, not in its label space"
             raise KnowledgeError(name, "predictions", fault)
         return reply
 
@@ -84,9 +84,9 @@ class CofedStrategy(HetStrategy):
         if round > self.settings.iterations:
             return {}
         for reply in replies:
-            said = reply.knowledge.tensors
-            space = np.sort(said["space"]).astype(np.int64)
-            self.votes[reply.client.name] = Vote(said["predictions"], space, self._weight(reply))
+            tensors = reply.knowledge.tensors
+            space = np.sort(tensors["space"]).astype(np.int64)
+            self.votes[reply.client.name] = Vote(tensors["predictions"], space, self._weight(reply))
         self._vote()
         return self._figures()
 
@@ -112,8 +112,8 @@ class CofedStrategy(HetStrategy):
         self._vote()
 
     def _vote(self) -> None:
-        heard = [self.votes[name] for name in sorted(self.votes)]
-        self.joined = aggregate(heard, self.task.classes, self.settings.threshold)
+        votes = [self.votes[name] for name in sorted(self.votes)]
+        self.joined = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _weight(self, reply: Reply) -> float:
         if self.settings.credibility == SAMPLES:
@@ -126,7 +126,7 @@ class CofedStrategy(HetStrategy):
             rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
             if len(self.members) >= self.run.clients:
                 raise refused("cofed.credibility", self.settings.credibility, rule)
-            self.log.notice(f"cofed.credibility: no client {name!r} is there yet")
+            self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
 
     def _labels(self, space: Array) -> Array:
         labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
@@ -137,7 +137,7 @@ class CofedStrategy(HetStrategy):
     def _figures(self) -> dict[str, float]:
         """Return the pseudolabels in total (Fig. 7), per class, and per client on average.
 
-        Where participants may abstain, also the share of predictions that they leave out.
+        If participants may abstain, also the share of abstentions in the predictions.
         """
         sizes = self.joined.sum(1)
         spaces = [vote.space for vote in self.votes.values()]

@@ -22,21 +22,21 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class CronusStrategy(FedMdStrategy):
-    """Aggregates soft labels so that a hostile minority moves them little."""
+    """Aggregates soft labels so that a malicious minority has little influence on them."""
 
     spec = SPEC
     settings: CronusSettings
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Form the consensus; say which share of the replies the filter has left out."""
+        """Form the consensus; return the share of the replies that the filter has left out."""
         super().aggregate(round, replies)
         return {"filtered": self.filtered} if self.settings.aggregation == "filter" else {}
 
     def consensus(self, answers: Array) -> Array:
         """Return the robust mean [R, C] of K clients' soft labels [K, R, C], sample by sample.
 
-        Each public sample is estimated by itself, in C dimensions: the fewer dimensions, the fewer
-        clients the estimate needs, which is what the paper has soft labels travel for.
+        Each public sample is estimated separately, in C dimensions. The fewer dimensions, the fewer
+        clients the estimate needs, which is why the paper exchanges soft labels.
         """
         match self.settings.aggregation:
             case "mean":

@@ -19,7 +19,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgStrategy(HetStrategy):
-    """Averages the clients' tensors by samples; sends all clients the same."""
+    """Averages the clients' tensors by samples, and sends all clients the averages."""
 
     spec = SPEC
     settings: FedAvgSettings
@@ -30,10 +30,10 @@ class FedAvgStrategy(HetStrategy):
         model = build(
             task.model, task.shape, task.classes, seed=self.run.seed, feature_dim=own.width
         )
-        self._instruct_all({"weights": arrays_of(model, own.part), **self.beside_weights(model)})
+        self._instruct_all({"weights": arrays_of(model, own.part), **self.extra_groups(model)})
 
-    def beside_weights(self, model: HetModel) -> dict[str, dict[str, Array]]:
-        """Return other groups of tensors that are sent and averaged, as they are at the start."""
+    def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
+        """Return further groups of tensors to send and average, with their initial values."""
         return {}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
@@ -41,7 +41,7 @@ class FedAvgStrategy(HetStrategy):
         return self._instruction
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        """Send the final averages; in earlier rounds, clients evaluate those they started from."""
         return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -54,7 +54,7 @@ class FedAvgStrategy(HetStrategy):
         return {}
 
     def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
-        """Return what the server has after a round that began with `before`."""
+        """Return the server's tensors after a round that it began with `before`."""
         return average
 
     def state_dict(self) -> dict[str, Array]:

@@ -55,15 +55,15 @@ class FedDfStrategy(HetStrategy):
         self.x = self.compute.held(public.x)
         self._keep({})
         self._networks: dict[str, HetModel] = {}
-        """A network of each architecture, in which models are run and trained."""
-        self._listen()
+        """A network of each architecture, which runs and trains the models."""
+        self._start_averages()
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send the fused model of the client's architecture, if there is one."""
         return self._instruction_of.get(client.model, Knowledge())
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's models; earlier, clients evaluate those they started from."""
+        """Send the final models; in earlier rounds, clients evaluate those they started from."""
         last = round == self.run.rounds and client.model in self.models
         return self.instruct(round, client) if last else None
 
@@ -88,7 +88,7 @@ class FedDfStrategy(HetStrategy):
         """
         averages = {name: found.mean() for name, found in sorted(self._averages.items())}
         teacher = torch.tensor(self._ensemble.mean()["logits"], device=self.compute.device)
-        self._listen()
+        self._start_averages()
         if not self.settings.epochs:
             self._keep(self.models | averages)
             return {}
@@ -119,7 +119,7 @@ class FedDfStrategy(HetStrategy):
             name: Knowledge(grouped("weights", weights)) for name, weights in models.items()
         }
 
-    def _listen(self) -> None:
+    def _start_averages(self) -> None:
         """Start a round's averages: of weights by architecture, and of all clients' logits."""
         self._averages: dict[str, RunningAverage] = defaultdict(RunningAverage)
         self._ensemble = RunningAverage()
@@ -163,5 +163,5 @@ class FedDfStrategy(HetStrategy):
             stepped=annealing.step,
         )
         if not (math.isfinite(loss) and all_finite(student)):
-            raise DivergedError(f"of the model {name} the loss is {loss:.3g}")
+            raise DivergedError(f"the loss of model {name} is {loss:.3g}")
         return {name: array.copy() for name, array in to_arrays(student).items()}, loss

@@ -120,7 +120,7 @@ class FedGemsStrategy(HetStrategy):
         """The instruction for clients that hold the logits of a given round."""
 
     def _split(self, right: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return S1, S2 and S3 as the settings have it; in FedGEM all samples are in S3."""
+        """Return S1, S2 and S3 according to the settings; in FedGEM all samples are in S3."""
         own = self.settings
         return split(
             right,

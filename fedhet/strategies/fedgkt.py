@@ -25,14 +25,14 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_SAMPLES = 2
-"""Samples in a reply: training needs as many."""
+"""The smallest number of samples in a reply: training needs as many."""
 
 
 class FedGktStrategy(HetStrategy):
     """Trains its model on the clients' features, and sends each client the logits of its samples.
 
-    The model of use in the end is an edge extractor with the server's model. So the server sends
-    its model after the last round, and each client judges it behind its own extractor: the kind
+    The final model is an edge extractor followed by the server's model. So the server sends its
+    model after the last round, and each client evaluates it after its own extractor: the kind
     `server`.
     """
 
@@ -61,8 +61,8 @@ class FedGktStrategy(HetStrategy):
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply. Raises KnowledgeError if it has too few samples, or too many.
 
-        Too many are more than the client counts with ('engine.samples-cap'): nobody can send the
-        server more to train on than others may.
+        Too many are more than its weight in averages ('engine.samples-cap'): no client can make the
+        server train on more samples than others may.
         """
         samples, most = len(reply.knowledge.tensors["labels"]), reply.samples
         if LEAST_SAMPLES <= samples <= most:
@@ -74,9 +74,9 @@ class FedGktStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Train on the round's features, logits and labels. Raises DivergedError."""
-        told = [reply.knowledge.tensors for reply in replies]
+        sent = [reply.knowledge.tensors for reply in replies]
         features, edge, labels = (
-            self._placed(np.concatenate([tensors[name] for tensors in told]))
+            self._placed(np.concatenate([tensors[name] for tensors in sent]))
             for name in ("features", "logits", "labels")
         )
         own, labels = self.settings, labels.long()
@@ -88,7 +88,7 @@ class FedGktStrategy(HetStrategy):
 
         numbers = torch.arange(len(labels), device=labels.device)
         logits = self.learner.train(round, features, numbers, loss_of, epochs=own.server_epochs)
-        ends = np.cumsum([len(tensors["labels"]) for tensors in told])
+        ends = np.cumsum([len(tensors["labels"]) for tensors in sent])
         parts = np.split(logits, ends[:-1])
         self.logits |= {r.client.name: part for r, part in zip(replies, parts, strict=True)}
         return {"server_accuracy": float((logits.argmax(1) == labels.cpu().numpy()).mean())}

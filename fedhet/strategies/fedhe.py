@@ -20,9 +20,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedHeStrategy(HetStrategy):
-    """Averages the logits of each class over the clients that have it; sends all clients the same.
+    """Averages the logits of each class over the clients that have it, for all clients alike.
 
-    The mean is over each client's latest reply, of whatever round: the paper's clients train
+    The mean is over each client's latest reply, from whichever round: the paper's clients train
     asynchronously.
     """
 
@@ -69,9 +69,9 @@ class FedHeStrategy(HetStrategy):
 
     def _instruct_all(self) -> None:
         """Build the one instruction that all clients share; it is empty before any reply."""
-        heard = [self.latest[name] for name in sorted(self.latest)]
+        latest = [self.latest[name] for name in sorted(self.latest)]
         self._instruction = Knowledge()
-        if heard:
-            parts = [(each["classes"], each[self.vectors], self.weights(each)) for each in heard]
+        if latest:
+            parts = [(each["classes"], each[self.vectors], self.weights(each)) for each in latest]
             classes, means = class_average(parts)
             self._instruction = Knowledge({"classes": classes, self.vectors: means})

@@ -38,7 +38,7 @@ class FedMdStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(self.public, common, "the common test set")
         self.asked = self.rows = self._numbers([])
-        """The public samples that this round asks about, and those of the consensus."""
+        """The public samples to predict in this round, and those of the consensus."""
         self.answers: dict[str, Array] = {}
         """Each client's scores [R, C] in the last round that had replies."""
         self.agreed: Array | None = None
@@ -49,10 +49,10 @@ class FedMdStrategy(HetStrategy):
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
         self.asked = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
-        told = (
+        consensus = (
             {} if self.agreed is None else {self.settings.exchanged: self.agreed, "rows": self.rows}
         )
-        self._instruction = Knowledge({**told, "asked": self.asked})
+        self._instruction = Knowledge({**consensus, "asked": self.asked})
         return super().select(round, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
@@ -91,8 +91,8 @@ class FedMdStrategy(HetStrategy):
         self._agree()
 
     def _agree(self) -> None:
-        heard = [self.answers[name] for name in sorted(self.answers)]
-        self.agreed = self.consensus(np.stack(heard)) if heard else None
+        answers = [self.answers[name] for name in sorted(self.answers)]
+        self.agreed = self.consensus(np.stack(answers)) if answers else None
 
     def _numbers(self, rows: Array | list[int]) -> Array:
         return np.asarray(rows).astype(smallest_uint(len(self.public)))

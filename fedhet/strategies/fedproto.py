@@ -29,12 +29,12 @@ class FedProtoStrategy(FedHeStrategy):
     vectors: ClassVar[str] = "features"
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's prototypes; earlier, clients evaluate those they trained with."""
+        """Send the final prototypes; earlier, clients evaluate those that they trained with."""
         last = round == self.run.rounds and self.latest
         return self.instruct(round, client) if last else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply, with counts that sum to no more samples than its client counts with."""
+        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
         return reply.with_counts_capped()
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:

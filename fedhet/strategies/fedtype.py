@@ -46,7 +46,7 @@ class FedTypeStrategy(HetStrategy):
         return self._instruction
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's proxy; earlier, clients evaluate the proxy they started from."""
+        """Send the final proxy; in earlier rounds, clients evaluate the one they started from."""
         return self._instruction if round == self.run.rounds else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

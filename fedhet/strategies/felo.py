@@ -39,12 +39,12 @@ class FeloStrategy(HetStrategy):
         return self._instructions_by_model[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's averages; earlier, clients evaluate those they started from."""
+        """Send the final averages; in earlier rounds, clients evaluate those they started from."""
         last = round == self.run.rounds and client.model in self.weights
         return self.instruct(round, client) if last else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply, with counts that sum to no more samples than its client counts with."""
+        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
         return reply.with_counts_capped()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -56,9 +56,9 @@ class FeloStrategy(HetStrategy):
         return {"classes_covered": float(len(self.average().classes))}
 
     def forget(self, client: str) -> None:
-        """Drop a client's class means, and the average of weights that it may have spoilt.
+        """Drop a client's class means, and the average of weights that it has contributed to.
 
-        Clients of its architecture go on from their own weights until the next average.
+        Clients of its architecture continue from their own weights until the next average.
         """
         self.means.pop(client, None)
         self.weights.pop(self.log.models.get(client, ""), None)
@@ -80,13 +80,13 @@ class FeloStrategy(HetStrategy):
 
     def average(self) -> ClassMeans:
         """Return the averages over all clients that have replied so far."""
-        heard = [self.means[name] for name in sorted(self.means)]
-        return average(heard, by_samples=self.settings.weighting == "samples")
+        latest = [self.means[name] for name in sorted(self.means)]
+        return average(latest, by_samples=self.settings.weighting == "samples")
 
     def entries(self) -> dict[str, Array]:
         """Return the classes that have an average, with the features and logits of each.
 
-        Called only once a client has replied. Velo overrides it with synthetic features.
+        Called only after a client has replied. Velo overrides it with synthetic features.
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}

@@ -36,7 +36,7 @@ class HeteroFlStrategy(HetStrategy):
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
         if others or not is_registered(narrow_name(name, WIDTHS["e"])):
-            rule = "one model, which must come in several widths: mlp, cnn2, text-cnn or their like"
+            rule = "one model that comes in several widths, such as mlp, cnn2 or text-cnn"
             raise refused("models.pool", self.run.models.pool, rule)
         model = build(self.model, task.shape, task.classes, seed=self.run.seed)
         self._keep(arrays_of(model, self.settings.part))
@@ -46,25 +46,25 @@ class HeteroFlStrategy(HetStrategy):
         return super().select(round, [member for member in members if self._is_part(member)])
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the client's part of the global weights; its size follows from its model's name."""
+        """Send the client's part of the global weights; its model's name gives the size."""
         if client.model not in self._parts:
             shapes = self.sizes(client).models["weights"]
             self._parts[client.model] = Knowledge(grouped("weights", cut(self.weights, shapes)))
         return self._parts[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last round's weights; earlier, clients evaluate those they started from."""
+        """Send the final weights; in earlier rounds, clients evaluate those they started from."""
         last = round == self.run.rounds and self._is_part(client)
         return self.instruct(round, client) if last else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply. Raises KnowledgeError if it does not say which classes it has."""
+        """Return the reply. Raises KnowledgeError if it lacks the client's classes."""
         if self.settings.masked and not len(reply.knowledge.tensors.get("labels", ())):
             raise KnowledgeError(reply.client.name, "labels", "missing, or none")
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each element over the clients that hold it; the others stay as they are."""
+        """Average each element over the clients that hold it; the other elements do not change."""
         self._keep(average_overlaps(self.weights, [self._submodel(reply) for reply in replies]))
         return {}
 
@@ -83,12 +83,12 @@ class HeteroFlStrategy(HetStrategy):
         """The instruction for each sub-model."""
 
     def _is_part(self, client: ClientInfo) -> bool:
-        """Tell whether a client's model is a part of the global one."""
+        """Return whether a client's model is a part of the global one."""
         whole = self.sizes(replace(client, model=self.model)).models["weights"]
         return fits(self.sizes(client).models["weights"], whole)
 
     def _submodel(self, reply: Reply) -> SubModel:
-        own, said = self.settings, reply.knowledge
-        labels = said.tensors["labels"] if own.masked else None
+        own, sent = self.settings, reply.knowledge
+        labels = sent.tensors["labels"] if own.masked else None
         weight = reply.samples if own.weighting == "samples" else 1
-        return SubModel(said.group("weights"), weight, labels)
+        return SubModel(sent.group("weights"), weight, labels)

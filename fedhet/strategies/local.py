@@ -11,7 +11,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalStrategy(HetStrategy):
-    """Exchanges no knowledge; clients, split and epochs are the same as with a method."""
+    """Exchanges no knowledge; clients, partition and epochs are the same as with a method."""
 
     spec = SPEC
 

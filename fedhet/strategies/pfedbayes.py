@@ -20,8 +20,8 @@ class PFedBayesStrategy(FedAvgStrategy):
 
     spec = SPEC
 
-    def beside_weights(self, model: HetModel) -> dict[str, dict[str, Array]]:
-        """Return the standard deviations, all alike at the start."""
+    def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
+        """Return the initial standard deviations, which are all equal."""
         trained = model.named_parameters()
         return {
             "scale": {name: np.full(tuple(p.shape), START_SCALE, np.float32) for name, p in trained}

@@ -35,7 +35,7 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 KEPT_VERSIONS = 3
-"""Versions of each model kept in the pool, so that a server that resumes finds the one it had."""
+"""Versions of each model that the pool keeps: a server that resumes needs an earlier one."""
 
 
 class UmPfsslStrategy(HetStrategy):
@@ -122,16 +122,16 @@ class UmPfsslStrategy(HetStrategy):
             try:
                 self.lists[name] = self._read_list(reply)
             except KnowledgeError as error:
-                self.log.notice(f"client {name}'s helper list stays as it was: {error}")
+                self.log.notice(f"client {name}'s helper list is unchanged: {error}")
             self.sent.setdefault(name, {}).update(self.plans[name].models)
             self.refreshes[name] = self._due(round)
         scalars = [reply.knowledge.scalars for reply in replies]
         sent = sum(len(self.plans[reply.client.name].models) for reply in replies)
-        found = {"replaced": sum(int(said["replaced"]) for said in scalars), "models_sent": sent}
+        found = {"replaced": sum(int(each["replaced"]) for each in scalars), "models_sent": sent}
         return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
 
     def forget(self, client: str) -> None:
-        """Send a client's model to nobody, until it uploads one again."""
+        """Send a client's model to no client until it uploads one again."""
         self.versions.pop(self.numbers.get(client, -1), None)
 
     def state_dict(self) -> dict[str, Array]:

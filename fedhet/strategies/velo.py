@@ -24,10 +24,10 @@ from fedhet.training import all_finite
 from fedhet.wire.identity import SERVER
 
 DRAWS = 100
-"""Synthetic features of each class on which the separation is measured, whatever number is sent: of
-ten classes, its standard error is below two points."""
+"""Synthetic features of each class from which the separation is measured, whatever number is sent.
+With ten classes, its standard error is below two points."""
 KEPT = ("features", "labels", "learned", "synthetic", "separation")
-"""The strategy's own state across rounds, beside Felo's and the CVAE."""
+"""The strategy's own state across rounds, besides Felo's and the CVAE."""
 
 
 class VeloStrategy(FeloStrategy):
@@ -57,7 +57,7 @@ class VeloStrategy(FeloStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
-        # As on clients: results must not depend on the server's default number of threads.
+        # As on the clients, results must not depend on the server's default number of threads.
         torch.set_num_threads(self.run.engine.threads)
         figures = dict(super().aggregate(round, replies))
         self._keep(round, replies)
@@ -72,7 +72,7 @@ class VeloStrategy(FeloStrategy):
     def entries(self) -> dict[str, Array]:
         """Return Felo's entries, with synthetic features for classes the CVAE has learned.
 
-        They keep the means where the CVAE does not tell the classes apart.
+        The means are sent as long as the CVAE does not separate the classes.
         """
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
@@ -120,7 +120,7 @@ class VeloStrategy(FeloStrategy):
         )
         if not all_finite(self.cvae):
             self.cvae = before
-            self.log.notice(f"the CVAE diverged in round {round}: the one of before stands")
+            self.log.notice(f"the CVAE diverged in round {round}: the previous one is kept")
             return {}
         self.learned = np.union1d(self.learned, self.labels)
         return {"cvae_loss": loss}
@@ -132,7 +132,7 @@ class VeloStrategy(FeloStrategy):
         self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()
 
     def _measure(self, round: int) -> dict[str, float]:
-        """Measure how well the CVAE tells classes apart; return it, or nothing without a mean."""
+        """Return how well the CVAE separates the classes, or nothing without class means."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
         if not len(classes):  # all clients that had them have left
