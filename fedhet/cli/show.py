@@ -30,7 +30,7 @@ from fedhet.settings.schema import Schema, table_of, unknown
 def methods_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="A method, to show in full.", autocompletion=completion.methods),
+        typer.Argument(help="One method, in full.", autocompletion=completion.methods),
     ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
@@ -73,7 +73,7 @@ def models_command() -> None:
 def presets_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="A preset, to show in full.", autocompletion=completion.presets),
+        typer.Argument(help="One preset, in full.", autocompletion=completion.presets),
     ] = None,
 ) -> None:
     """List the presets, or the settings of one."""
