@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import hypothesis
 import pytest
 import torch
+
+from fedhet.cli import main
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
@@ -49,3 +52,20 @@ def encoders(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"vocab_size": 30522}')
     monkeypatch.setenv("FEDHET_ENCODERS", str(folder.parent))
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """A function that runs `fedhet` in this process; it returns the status, and what is printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run

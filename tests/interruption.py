@@ -1,28 +1,47 @@
-"""Runs that are cut off as by a crash, and then resumed."""
+"""Runs that are watched, waited for, cut off as by a crash, and then resumed."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from federation import records, run, without_times
 
 from fedhet.config.resolve import Config, resolve
+from fedhet.runs.log import Watcher
+
+
+def until(condition, seconds=600.0):
+    """Wait until `condition` holds; return what it gives."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+class Notices(Watcher):
+    """Keeps what a run tells its user."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.texts.append(text)
 
 
 class CutError(Exception):
     """The server is gone."""
 
 
-class CutOff:
+class CutOff(Notices):
     """Ends the run at some moment of some round, as a crash would."""
 
     def __init__(self, round: int, moment: str) -> None:
+        super().__init__()
         self.round, self.moment = round, moment
-
-    def __getattr__(self, name):
-        return lambda *_: None
 
     def round_started(self, number, asked):
         if (number, self.moment) == (self.round, "before"):
@@ -48,13 +67,13 @@ def same_but_for_the_name(directory, other):
 
 
 def cut_and_resumed(
-    config: Config, directory: Path, round: int = 3, moment: str = "before"
+    config: Config, directory: Path, round: int = 3, moment: str = "before", watchers=()
 ) -> dict[str, object]:
     """Make a run, the same run cut off and resumed, and compare both; return the summary.
 
     They are in the folders `whole` and `cut` of `directory`.
     """
-    summary = run(config, directory / "whole")
+    summary = run(config, directory / "whole", watchers)
     with pytest.raises(CutError):
         run(config, directory / "cut", [CutOff(round, moment)])
     run(resumed(config, directory / "cut"), directory / "cut")

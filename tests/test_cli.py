@@ -10,26 +10,11 @@ import pytest
 from federation import SMALL
 from typer.testing import CliRunner
 
-from fedhet.cli import app, main
+from fedhet.cli import app
 from fedhet.cli.options import gather
 from fedhet.config.resolve import resolve
 
 OPTIONS = [f"--set={k}={v}" for k, v in SMALL.items()]
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from federation import records, run, settings, small, without_times
-from interruption import CutError, CutOff, resumed, same_but_for_the_name
+from interruption import Notices, cut_and_resumed, resumed
 
 from fedhet import api
 from fedhet.config.resolve import resolve
@@ -14,19 +14,8 @@ from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
 from fedhet.inference import open_client
 from fedhet.runs.directory import last_round
-from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord, best_round, spread
 from fedhet.storage import ClientStore
-
-
-class Notices(Watcher):
-    """Keeps what a run tells its user."""
-
-    def __init__(self):
-        self.texts = []
-
-    def notice(self, text):
-        self.texts.append(text)
 
 
 def longer(config, directory, **changes):
@@ -134,12 +123,7 @@ def test_a_run_whose_accuracy_does_not_rise_ends_early(tmp_path):
 
 @pytest.mark.parametrize(("round", "moment"), [(3, "after"), (4, "before"), (4, "after")])
 def test_a_run_that_was_cut_off_ends_early_all_the_same(tmp_path, round, moment):
-    config = stubborn(early_stopping=2)
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [CutOff(round, moment)])
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    cut_and_resumed(stubborn(early_stopping=2), tmp_path, round, moment)
 
 
 def test_a_run_that_ended_early_goes_on_without_early_stopping(tmp_path):

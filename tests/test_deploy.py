@@ -7,11 +7,11 @@ import csv
 import json
 import socket
 import threading
-import time
 
 import psutil
 import pytest
 from federation import run, small, without_times
+from interruption import until
 
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
@@ -55,15 +55,6 @@ class Relay:
 
     def close(self) -> None:
         self._listener.close()
-
-
-def until(condition, seconds=120.0):
-    """Wait until `condition` holds; return what it gives."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-    return found
 
 
 def to_the_end(deployment, config, directory):

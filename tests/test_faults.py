@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from federation import records, run, small, without_times
+from interruption import until
 
 from fedhet.config.resolve import Config, resolve
 from fedhet.deployment.flower_cli import submit
@@ -76,14 +76,6 @@ class Run:
 
 def placed(config: Config, directory: Path, resume: bool = False) -> Config:
     return resolve({**config.flat(), "out": str(directory), "resume": resume})
-
-
-def until(condition, seconds=600.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-    return found
 
 
 def training(deployment: LocalDeployment, index: int, seconds: float = 5.0) -> psutil.Process:

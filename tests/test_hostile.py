@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from federation import Server, records, run, small
 from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
+from interruption import Notices, cut_and_resumed
 
-from fedhet.config.resolve import resolve
 from fedhet.deployment.local import LocalDeployment
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
@@ -141,17 +141,6 @@ def without(tmp_path_factory):
     return found
 
 
-class Notices:
-    def __init__(self):
-        self.said = []
-
-    def notice(self, text):
-        self.said.append(text)
-
-    def __getattr__(self, name):
-        return lambda *_: None
-
-
 QUICK = [("felo", Huge), ("felo", HugeAtFirst), ("felo", VastShape), ("fedavg", OddModel)]
 EACH = [
     pytest.param(m, h, marks=() if (m, h) in QUICK else pytest.mark.slow, id=f"{m}-{h.__name__}")
@@ -168,8 +157,10 @@ def test_the_others_end_as_without_it(method, hostile, without, tmp_path, monkey
     summary = run(five(method), tmp_path / "run", [notices])
     assert [past["round"] for past in summary["history"]] == list(range(1, ROUNDS + 1))
     if can_strike(method, hostile):
-        named = [text for text in notices.said if HOSTILE in text or "client-0 is left out" in text]
-        assert named, notices.said
+        named = [
+            text for text in notices.texts if HOSTILE in text or "client-0 is left out" in text
+        ]
+        assert named, notices.texts
     if hostile is Silent:
         return
     honest = without(method)
@@ -236,7 +227,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
     first, second, third, fourth = records(tmp_path / "run")
     assert first["failed"] == {}
     assert len(second["failed"]) > 2, "the instruction makes training diverge"
-    assert any("of round 2: it goes back to its state before the first" in t for t in notices.said)
+    assert any("of round 2: it goes back to its state before the first" in t for t in notices.texts)
     assert len(third["answered"]) == len(fourth["answered"]) == 5
     assert third["failed"] == fourth["failed"] == {}
     last = fourth["accuracy"]["common"]["private"]["per_client"]
@@ -265,45 +256,17 @@ class HugeLater(Huge):
 def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_path, monkeypatch):
     """It goes back to its state after round 2, whose checkpoint is kept for that."""
     monkeypatch.setattr(inline, "InlineProxy", HugeLater)
-    config = five("felo", rounds=6, outlier_factor=0.0)
     notices = Notices()
-    run(config, tmp_path / "whole", [notices])
-    assert any("it goes back to its state of round 2" in text for text in notices.said)
-
-    class Cut(Notices):
-        def round_started(self, number, asked):
-            if number == stop + 1:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "cut", [Cut()])
-    resumed = resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True})
-    run(resumed, tmp_path / "cut")
-    for one, two in zip(records(tmp_path / "whole"), records(tmp_path / "cut"), strict=True):
-        assert timeless(one) == timeless(two)
-
-
-def timeless(record):
-    return {k: v for k, v in record.items() if k not in {"seconds", "peak_memory_mb"}}
+    config = five("felo", rounds=6, outlier_factor=0.0)
+    cut_and_resumed(config, tmp_path, stop + 1, watchers=[notices])
+    assert any("it goes back to its state of round 2" in text for text in notices.texts)
 
 
 def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
     """The count of refusals and of silences is saved."""
     monkeypatch.setattr(inline, "InlineProxy", Broken)
-    config = five("local", rounds=6)
-    run(config, tmp_path / "whole")
+    cut_and_resumed(five("local", rounds=6), tmp_path)
     assert [HOSTILE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
-
-    class Cut(Notices):
-        def round_started(self, number, asked):
-            if number == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "cut", [Cut()])
-    run(resolve({**config.flat(), "out": str(tmp_path / "cut"), "resume": True}), tmp_path / "cut")
-    for one, two in zip(records(tmp_path / "whole"), records(tmp_path / "cut"), strict=True):
-        assert one["asked"] == two["asked"]
 
 
 def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedhet.cli import main
 from fedhet.client_runtime.node import read_node
 from fedhet.data.examples import write_example
 from fedhet.errors import DataError, FedhetError, ModelError, StateError
@@ -35,21 +34,6 @@ def trained(tmp_path_factory):
     config = small("local", clients=3, models="mlp,cnn2,sk-tree", **SPACES)
     with without_figures():
         return directory, run(config, directory)
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
-        status = 0
-        try:
-            main()
-        except SystemExit as end:
-            status = end.code or 0
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return run
 
 
 def newest_state(directory, client):

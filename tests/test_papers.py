@@ -10,6 +10,7 @@ import tomllib
 
 import numpy as np
 import pytest
+from interruption import CutError, CutOff
 from synthetic import make
 from typer.testing import CliRunner
 
@@ -359,23 +360,10 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
 
 
 def test_a_run_that_was_cut_short_goes_on(mine, monkeypatch):
-    class Cut(BaseException):
-        pass
-
-    def cutting(config, directory, watchers):
-        class Scissors:
-            def __getattr__(self, name):
-                return lambda *_: None
-
-            def round_started(self, number, asked):
-                if number == 2:
-                    raise Cut
-
-        return simulate(config, directory, [Scissors()])
-
     simulate = command.simulate
+    cutting = lambda config, directory, _: simulate(config, directory, [CutOff(2, "before")])  # noqa: E731
     monkeypatch.setattr(command, "simulate", cutting)
-    with pytest.raises(Cut):
+    with pytest.raises(CutError):
         call("mine", "--seeds", "0", "--out", mine)
     monkeypatch.setattr(command, "simulate", simulate)
     cut = next((mine / "runs").glob("*/seed-0/metrics.jsonl"))

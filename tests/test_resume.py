@@ -8,14 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from federation import SMALL, each, records, run, small
-from interruption import CutError, CutOff, resumed, same_but_for_the_name
+from interruption import (
+    CutError,
+    CutOff,
+    Notices,
+    cut_and_resumed,
+    resumed,
+    same_but_for_the_name,
+    until,
+)  # fmt: skip
 
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
@@ -71,16 +78,11 @@ VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo
 
 
 @pytest.mark.parametrize(("method", "changes"), [("velo", VELO), ("fedgems", GEMS)])
-def test_a_server_that_keeps_more_goes_on_too(tmp_path, method, changes):
+@pytest.mark.parametrize(("round", "moment"), [(2, "after"), (4, "before")])
+def test_a_server_that_keeps_more_goes_on_too(tmp_path, method, changes, round, moment):
     """The CVAE and its features; the server's model, the pool, and who has which logits."""
     config = small(method, rounds=4, fraction=0.75, models="mlp", max_samples=200, **changes)
-    run(config, tmp_path / "whole")
-    for round, moment in ((2, "after"), (4, "before")):
-        cut = tmp_path / f"cut-{round}"
-        with pytest.raises(CutError):
-            run(config, cut, [CutOff(round, moment)])
-        run(resumed(config, cut), cut)
-        same_but_for_the_name(tmp_path / "whole", cut)
+    cut_and_resumed(config, tmp_path, round, moment)
 
 
 def test_the_last_two_checkpoints_are_kept(whole):
@@ -133,12 +135,11 @@ def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     last = tmp_path / "cut" / "checkpoints" / "round-000003.safetensors"
     last.write_bytes(last.read_bytes()[:-7])
-    notices = []
-    watcher = type("W", (CutOff,), {"notice": lambda self, text: notices.append(text)})(0, "")
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [watcher])
+    notices = Notices()
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [notices])
     same_but_for_the_name(whole[1], tmp_path / "cut")
-    assert any("round-000003" in text and "before it is tried" in text for text in notices)
-    assert "goes on after round 2 of 4" in notices
+    assert any("round-000003" in text and "before it is tried" in text for text in notices.texts)
+    assert "goes on after round 2 of 4" in notices.texts
     assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
 
 
@@ -225,12 +226,7 @@ def test_where_there_is_no_run_yet_one_begins(tmp_path):
 def test_every_method_comes_back_from_its_checkpoint(method, tmp_path):
     if method in {"felo", "fedtype"}:
         pytest.skip("in the tests above")
-    config = small(method)
-    run(config, tmp_path / "whole")
-    with pytest.raises(CutError):
-        run(config, tmp_path / "cut", [CutOff(2, "before")])
-    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    cut_and_resumed(small(method), tmp_path, 2)
 
 
 # --- processes that are killed ----------------------------------------------------------------
@@ -253,21 +249,14 @@ def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
     return command("felo", *arguments, "--out", str(directory))
 
 
-def wait_until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds):
     killed = begin(tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rounds)
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rounds)
     trained = tmp_path / "cut" / "state"
     mark = f"round-{rounds + 1:06d}.safetensors"
-    wait_until(lambda: list(trained.rglob(mark)))  # a client is through the next round
+    until(lambda: list(trained.rglob(mark)))  # a client is through the next round
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     killed.stdout.close()
@@ -284,7 +273,7 @@ def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds
 def test_a_run_that_is_going_on_is_not_resumed(tmp_path):
     going = begin(tmp_path / "run", rounds=10_000)
     try:
-        wait_until(lambda: (tmp_path / "run" / "config.toml").exists())
+        until(lambda: (tmp_path / "run" / "config.toml").exists())
         second = command("--resume", str(tmp_path / "run"))
         output, _ = second.communicate(timeout=120)
         assert second.returncode == 2
