@@ -8,9 +8,9 @@ import pytest
 import torch
 from federation import Server, client_of, records, run, small, without_times
 from flwr.common import parameters_to_ndarrays
-from rounds import SPACES, instruction_of, same, state_of
+from rounds import SPACES, clients, instruction_of, same, state_of
 
-from fedhet.methods.registry import method_names
+from fedhet.methods.registry import find_method, method_names
 
 FAST = {
     "fedgems": {"fedgems.server-model": "mlp"},
@@ -106,6 +106,62 @@ def test_a_label_space_of_its_own(tmp_path, method):
             logits = model.eval()(client.x[:3])
             assert torch.isinf(logits[:, torch.tensor(~inside)]).all(), kind
             assert torch.isfinite(logits[:, torch.tensor(inside)]).all(), kind
+
+
+ALONE = {
+    "felo": {"felo.alpha": 0.0, "felo.share-weights": False, "models": "cnn2"},
+    "fedhe": {"fedhe.alpha": 0.0, "models": "mlp,cnn2"},
+    "fedproto": {"fedproto.lambda": 0.0, "models": "cnn2"},
+    "fml": {"fml.alpha": 1.0, "fml.meme": "cnn2", "models": "mlp,cnn2,cnn3"},
+}
+"""Without what they learn from the server; cnn2 has the width of features that Felo has."""
+
+
+@pytest.mark.parametrize("method", ALONE)
+def test_without_the_servers_part_clients_train_alone(tmp_path, method):
+    """The private models are those of `local`, bit for bit, over three rounds."""
+    usual = {"clients": 3, "local_epochs": 2}
+    server = Server(small(method, **usual, **ALONE[method]), tmp_path / method)
+    local = small("local", **usual, models=ALONE[method]["models"])
+    alone = Server(local, tmp_path / "local")
+    for number in (1, 2, 3):
+        server.play(number)
+        alone.play(number)
+    others = clients(alone)
+    for name, client in clients(server).items():
+        assert same(state_of(client.network), state_of(others[name].network))
+
+
+DIRICHLET = {"rounds": 6, "local_epochs": 2, "alpha": 0.5, "partition": "dirichlet"}
+SKEWED = {"rounds": 3, "local_epochs": 3, "data.alpha": 0.5}
+PUBLIC = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "models": "mlp,cnn2"}
+LEARNS = [
+    ("fedavg", DIRICHLET, {"personal/private": 0.75}),
+    ("fedbn", DIRICHLET, {"personal/private": 0.75}),
+    ("lg-fedavg", DIRICHLET, {"personal/private": 0.75}),
+    ("fml", {**SKEWED, "models": "mlp,cnn2", "fml.meme": "mlp"},
+     {"personal/private": 0.7, "personal/proxy": 0.6}),
+    ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "mse"}, {"personal/private": 0.7}),
+    ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "kl"}, {"personal/private": 0.7}),
+    ("fedproto", {**SKEWED, "models": "mlp,cnn2"},
+     {"personal/private": 0.7, "personal/prototype": 0.7}),
+    # More than a client alone, which knows 0.49 of the common test set here.
+    ("fedmd", PUBLIC, {"common/private": 0.6}),
+    ("ds-fl", {**PUBLIC, "ds-fl.server-model": "mlp"},
+     {"common/private": 0.5, "common/server": 0.5}),
+    ("cronus", PUBLIC, {"common/private": 0.45}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "changes", "bounds"), LEARNS)
+def test_a_run_learns(tmp_path, method, changes, bounds):
+    found = run(small(method, clients=3, **changes), tmp_path / "run")["accuracy"]
+    assert set(found["personal"]) == set(find_method(method).spec.kinds)
+    for place, bound in bounds.items():
+        protocol, kind = place.split("/")
+        assert found[protocol][kind]["mean"] > bound, place
+    if method == "fedavg":
+        assert found["common"]["global"]["mean"] > found["common"]["private"]["mean"]
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_nothing_but_the_part_travels(tmp_path, method):
 # The server
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "fml"])
 def test_the_server_averages_by_samples(tmp_path, method):
     """McMahan et al., Algorithm 1: w <- sum over k of n_k / n w_k."""
     server = Server(federation(method, clients=4, fraction=0.75), tmp_path)
@@ -258,16 +258,6 @@ def test_a_run_judges_both_kinds(tmp_path, method):
     summary = run(federation(method), tmp_path / "run")
     assert set(summary["accuracy"]["personal"]) == {"private", "global"}
     assert len(records(tmp_path / "run")) == 2
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "lg-fedavg"])
-def test_a_run_learns(tmp_path, method):
-    chosen = {"clients": 3, "rounds": 6, "local_epochs": 2, "alpha": 0.5, "partition": "dirichlet"}
-    summary = run(small(method, **chosen), tmp_path / "run")
-    assert summary["accuracy"]["personal"]["private"]["mean"] > 0.75
-    if method == "fedavg":
-        common = summary["accuracy"]["common"]
-        assert common["global"]["mean"] > common["private"]["mean"]
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "lg-fedavg"])

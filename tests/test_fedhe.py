@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, run, small
+from federation import Server, client_of, small
 from rounds import (
     PLAIN,
     SPACES,
@@ -127,19 +127,6 @@ def test_a_clients_round(tmp_path, loss):
         np.testing.assert_allclose(reply["logits"][row], mean, rtol=1e-3, atol=1e-5)
 
 
-def test_a_client_without_the_distance_trains_alone(tmp_path):
-    """alpha = 0: the models of `local`, bit for bit."""
-    changes = {"models": "mlp,cnn2", "local_epochs": 2}
-    taught = Server(fedhe(**changes, **{"fedhe.alpha": 0.0}), tmp_path / "fedhe")
-    alone = Server(small("local", clients=3, **changes), tmp_path / "local")
-    for number in (1, 2, 3):
-        learn(taught, number)
-        learn(alone, number)
-    others = clients(alone)
-    for name, client in clients(taught).items():
-        assert same(state_of(client.network), state_of(others[name].network))
-
-
 def test_it_is_felo_without_features_and_weights(tmp_path):
     """The same term of logits; cnn2 has Felo's width of features. Bit for bit."""
     changes = {"models": "cnn2", "local_epochs": 2, "clients": 3}
@@ -251,10 +238,3 @@ def test_nothing_but_class_logits_travels(tmp_path):
 
 
 # Settings and runs
-
-
-@pytest.mark.parametrize("loss", ["mse", "kl"])
-def test_a_run_learns(tmp_path, loss):
-    chosen = {"rounds": 3, "local_epochs": 3, "data.alpha": 0.5, "models": "mlp"}
-    summary = run(fedhe(**chosen, **{"fedhe.loss": loss}), tmp_path / "run")
-    assert summary["accuracy"]["personal"]["private"]["mean"] > 0.7

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from federation import Server, run, small
+from federation import Server, small
 from rounds import (
     PLAIN,
     SPACES,
@@ -196,19 +196,6 @@ def test_the_distance_reaches_the_extractor_alone(tmp_path):
     assert not same(*bodies)
 
 
-def test_without_the_distance_a_client_trains_alone(tmp_path):
-    """lambda = 0, and the native width of cnn2: the models of `local`, bit for bit."""
-    changes = {"models": "cnn2", "local_epochs": 2}
-    drawing = Server(fedproto(**changes, **{"fedproto.lambda": 0.0}), tmp_path / "fedproto")
-    alone = Server(small("local", clients=3, **changes), tmp_path / "local")
-    for number in (1, 2, 3):
-        learn(drawing, number)
-        learn(alone, number)
-    others = clients(alone)
-    for name, client in clients(drawing).items():
-        assert same(state_of(client.network), state_of(others[name].network))
-
-
 def test_features_draw_near_to_the_prototypes(tmp_path):
     gaps = {}
     for weight in (0.0, 10.0):
@@ -306,12 +293,3 @@ def test_nothing_but_prototypes_travels(tmp_path):
     sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", "features"}
     assert not sent.scalars
-
-
-def test_a_run_learns(tmp_path):
-    chosen = {"rounds": 3, "local_epochs": 3, "alpha": 0.5, "models": "mlp,cnn2"}
-    summary = run(fedproto(**chosen), tmp_path / "run")
-    personal = summary["accuracy"]["personal"]
-    assert set(personal) == {"private", "prototype"}
-    assert personal["private"]["mean"] > 0.7
-    assert personal["prototype"]["mean"] > 0.7

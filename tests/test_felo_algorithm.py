@@ -165,15 +165,6 @@ def test_the_run_starts_from_initial_training(tmp_path):
         assert felo["accuracy"][protocol]["private"] == kinds["private"]
 
 
-def test_without_its_terms_and_weights_felo_is_local(tmp_path):
-    changes = {"rounds": 3, "models": "cnn2"}
-    off = {"felo.alpha": 0.0, "felo.share-weights": False}
-    felo = run(small("felo", **changes, **off), tmp_path / "felo")
-    local = run(small("local", **changes), tmp_path / "local")
-    assert felo["accuracy"] == local["accuracy"]
-    assert records(tmp_path / "felo")[-1]["loss"] == records(tmp_path / "local")[-1]["loss"]
-
-
 @pytest.mark.parametrize(
     ("counts", "samples", "expected"),
     [

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, run, small
+from federation import Server, client_of, small
 from rounds import PLAIN, clients, instruction_of, learn, reply_of, same, state_of
 
 from fedhet.algorithms.distillation import mutual_loss
@@ -113,19 +113,6 @@ def test_a_clients_round_is_the_local_update(tmp_path):
     )
 
 
-def test_without_the_meme_the_private_models_are_those_of_training_alone(tmp_path):
-    """alpha = 1: no loss of the private model's knows the meme. Bit for bit, over three rounds."""
-    changes = {"models": "mlp,cnn2,cnn3", "local_epochs": 2}
-    mutual = Server(fml(**changes, **{"fml.alpha": 1.0, "fml.meme": "cnn2"}), tmp_path / "fml")
-    alone = Server(small("local", clients=3, **changes), tmp_path / "local")
-    for number in (1, 2, 3):
-        learn(mutual, number)
-        learn(alone, number)
-    others = clients(alone)
-    for name, client in clients(mutual).items():
-        assert same(state_of(client.network), state_of(others[name].network))
-
-
 def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
     """beta = 1: the meme learns from labels alone, whatever the private models are."""
     mutual = Server(fml(models="cnn2,mlp", **{"fml.beta": 1.0}), tmp_path / "fml")
@@ -166,18 +153,6 @@ def test_nothing_but_the_meme_travels(tmp_path):
         assert not knowledge.scalars
 
 
-def test_the_server_averages_the_memes_by_samples(tmp_path):
-    server = Server(fml(clients=4, fraction=0.75), tmp_path)
-    answers = server.answers(server.ask(1))
-    samples = [server.strategy.members[c.name].info.samples for c, _ in answers]
-    assert len(set(samples)) > 1
-    server.strategy.aggregate_fit(1, answers, [])
-    for name, value in instruction_of(server.ask(2)[0]).tensors.items():
-        parts = [reply_of(r).tensors[name].astype(float) for _, r in answers]
-        mean = sum(p * n for p, n in zip(parts, samples, strict=True)) / sum(samples)
-        np.testing.assert_allclose(value, mean, rtol=1e-5, atol=1e-6)
-
-
 def test_all_kinds_are_judged(tmp_path):
     server = Server(fml(), tmp_path)
     learn(server, 1)
@@ -198,13 +173,3 @@ def test_all_kinds_are_judged(tmp_path):
 def test_a_meme_that_does_not_exist_is_named():
     with pytest.raises(SettingsError, match=r"'fml\.meme'.*did you mean 'cnn2'"):
         fml(**{"fml.meme": "cnn22"})
-
-
-def test_a_run_learns(tmp_path):
-    chosen = {"rounds": 3, "local_epochs": 3, "alpha": 0.5}
-    chosen |= {"fml.meme": "mlp", "models": "mlp,cnn2"}
-    summary = run(fml(**chosen), tmp_path / "run")
-    personal = summary["accuracy"]["personal"]
-    assert set(personal) == {"private", "proxy", "global"}
-    assert personal["private"]["mean"] > 0.7
-    assert personal["proxy"]["mean"] > 0.6
