@@ -79,6 +79,19 @@ def state_of(model) -> dict[str, Array]:
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
 
 
+def inside_of(client: HetClient) -> Array:
+    """Return which classes [C] are in a client's label space; some are, and some are not."""
+    inside = np.isin(np.arange(client.info.classes), client.space.numpy())
+    assert 0 < inside.sum() < len(inside)
+    return inside
+
+
+def moved_outputs(client: HetClient, before: Mapping[str, Array]) -> Array:
+    """Return how far the weights [C] of each class's output have moved since `before`."""
+    now = state_of(client.network)["classifier.weight"]
+    return np.abs(now - before["classifier.weight"]).sum(1)
+
+
 def opened(
     config: Config, directory: Path, before: int = 1, partition: int = 1, **own: object
 ) -> HetClient:
