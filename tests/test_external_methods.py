@@ -141,6 +141,12 @@ def test_the_baseline_runs_on_its_settings(elsewhere, inline):
             "from fedhet.strategies.felo import FeloStrategy",
             "extends HetStrategy of fedhet.strategies.base, it holds FeloStrategy, LocalStrategy",
         ),
+        (
+            "from fedhet.clients.local import LocalClient\n"
+            "from fedhet.strategies.base import HetStrategy\n"
+            "class Mine(HetStrategy):\n    pass",
+            "Mine of broken4.mine must set 'spec' to a MethodSpec of fedhet.methods.spec",
+        ),
     ],
 )
 def test_what_is_no_method_is_named(tmp_path, monkeypatch, code, fault, request):

@@ -312,19 +312,29 @@ def test_fedhet_knows_no_method_but_by_name():
 
 
 def test_methods_do_not_import_each_other_but_to_extend():
-    for room in HALVES:
+    for room in ("fedhet.methods", *HALVES):
         methods = {f"{room}.{module}" for module in MODULES_OF.values()}
         for module in methods:
+            bases = {
+                ast.unparse(base).partition(".")[0]
+                for found in ast.walk(TREES[module])
+                if isinstance(found, ast.ClassDef)
+                for base in found.bases
+            }
             for node in on_import(TREES[module].body):
-                for target in set(targets(node)) & methods:
+                if set(targets(node)) & methods:
                     names = {alias.name for alias in node.names}
-                    bases = {
-                        ast.unparse(base)
-                        for found in ast.walk(TREES[module])
-                        if isinstance(found, ast.ClassDef)
-                        for base in found.bases
-                    }
-                    assert names & bases, f"{module} imports {target} and extends nothing of it"
+                    assert names & bases, f"{module} imports {names} and extends nothing of it"
+
+
+def test_a_half_reads_the_declaration_of_its_own_method_alone():
+    for half in HALVES:
+        for module in MODULES_OF.values():
+            imported = (targets(node) for node in on_import(TREES[f"{half}.{module}"].body))
+            declared = {
+                name for names in imported for name in names if name.startswith(DECLARATION)
+            }
+            assert declared <= {DECLARATION + module}, f"{half}.{module} imports {declared}"
 
 
 def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():

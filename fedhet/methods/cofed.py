@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import Optimizer
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
-from fedhet.wire.contract import Contract, ScalarField, TensorField
+from fedhet.wire.contract import Contract, ScalarField, TensorField, all_or_none
 from fedhet.wire.identity import is_name
 
 EQUAL, SAMPLES = "equal", "samples"
@@ -141,25 +141,15 @@ INSTRUCTIONS = Contract(
     )
 )
 REPLIES = Contract(
-    (
+    all_or_none(
         TensorField(
             "predictions",
             "uint",
             ("N",),
             "each public instance's class, in the smallest type; with cofed.margin, C for none",
-            required=False,
             numbers="L",
-            needs=("space",),
         ),
-        TensorField(
-            "space",
-            "uint",
-            ("P",),
-            "the label space: the classes that the model distinguishes",
-            required=False,
-            ids="C",
-            needs=("predictions",),
-        ),
+        TensorField("space", "uint", ("P",), "the classes that the model distinguishes", ids="C"),
     )
 )
 SPEC = MethodSpec(

@@ -8,12 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import DigestLoss, ScoreKind
-from fedhet.methods.fedmd import SPEC as FEDMD
-from fedhet.methods.fedmd import ConsensusSettings, instructions, replies
+from fedhet.methods import fedmd
 from fedhet.settings.schema import CountOrNone, Positive
 
 
-class CronusSettings(ConsensusSettings):
+class CronusSettings(fedmd.ConsensusSettings):
     """Settings of Cronus."""
 
     exchanged: ClassVar[ScoreKind] = "probabilities"
@@ -43,10 +42,10 @@ class CronusSettings(ConsensusSettings):
     )
 
 
-INSTRUCTIONS = instructions("probabilities")
-REPLIES = replies("probabilities")
+INSTRUCTIONS = fedmd.instructions("probabilities")
+REPLIES = fedmd.replies("probabilities")
 SPEC = replace(
-    FEDMD,
+    fedmd.SPEC,
     title="robust mean of soft labels on unlabelled public data",
     paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
     settings=CronusSettings,

@@ -8,12 +8,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import DigestLoss, ScoreKind
-from fedhet.methods.fedmd import SPEC as FEDMD
-from fedhet.methods.fedmd import ConsensusSettings, instructions, replies
+from fedhet.methods import fedmd
 from fedhet.settings.schema import Count, CountOrNone, ModelName, Positive
 
 
-class DsFlSettings(ConsensusSettings):
+class DsFlSettings(fedmd.ConsensusSettings):
     """Settings of DS-FL."""
 
     exchanged: ClassVar[ScoreKind] = "probabilities"
@@ -40,10 +39,10 @@ class DsFlSettings(ConsensusSettings):
     )
 
 
-INSTRUCTIONS = instructions("probabilities")
-REPLIES = replies("probabilities")
+INSTRUCTIONS = fedmd.instructions("probabilities")
+REPLIES = fedmd.replies("probabilities")
 SPEC = replace(
-    FEDMD,
+    fedmd.SPEC,
     title="sharpened mean of soft labels on unlabelled public data, and a server's model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,

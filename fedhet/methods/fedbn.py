@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms.choices import Part
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 
 
-class FedBnSettings(FedAvgSettings):
+class FedBnSettings(fedavg.FedAvgSettings):
     """Settings of FedBN: it has none of its own."""
 
     part: ClassVar[Part] = "all-but-norms"
 
 
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="FedAvg in which each client keeps its batch norms",
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.schema import MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.contract import Contract, TensorField, all_or_none
 
 
 class FedHeSettings(MethodSettings):
@@ -23,24 +23,9 @@ class FedHeSettings(MethodSettings):
 
 
 INSTRUCTIONS = Contract(
-    (
-        TensorField(
-            "classes",
-            "int64",
-            ("P",),
-            "the classes with an entry",
-            required=False,
-            ids="C",
-            needs=("logits",),
-        ),
-        TensorField(
-            "logits",
-            "float32",
-            ("P", "C"),
-            "average logits of each",
-            required=False,
-            needs=("classes",),
-        ),
+    all_or_none(
+        TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
+        TensorField("logits", "float32", ("P", "C"), "average logits of each"),
     )
 )
 REPLIES = Contract(

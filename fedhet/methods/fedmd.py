@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from fedhet.algorithms.choices import DigestLoss, ScoreKind
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
-from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.contract import Contract, TensorField, all_or_none
 
 LEAST_SAMPLE = 2
 """The smallest number of public samples that a client can train on."""
@@ -57,29 +57,13 @@ class FedMdSettings(ConsensusSettings):
 
 def instructions(scores: ScoreKind) -> Contract:
     """Return the contract of the instructions where clients reply with such scores."""
-    return Contract(
-        (
-            TensorField(
-                scores,
-                "float32",
-                ("R", "C"),
-                "the consensus of the round before",
-                required=False,
-                distribution=scores == "probabilities",
-                needs=("rows",),
-            ),
-            TensorField(
-                "rows",
-                "uint",
-                ("R",),
-                "the public samples of the consensus",
-                required=False,
-                ids="N",
-                needs=(scores,),
-            ),
-            TensorField("asked", "uint", ("Q",), "the public samples to predict", ids="N"),
-        )
+    consensus, probabilities = "the consensus of the last round", scores == "probabilities"
+    known = all_or_none(
+        TensorField(scores, "float32", ("R", "C"), consensus, distribution=probabilities),
+        TensorField("rows", "uint", ("R",), "the public samples of the consensus", ids="N"),
     )
+    asked = TensorField("asked", "uint", ("Q",), "the public samples to predict", ids="N")
+    return Contract((*known, asked))
 
 
 def replies(scores: ScoreKind) -> Contract:

@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms.choices import Part
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 
 
-class FedPerSettings(FedAvgSettings):
+class FedPerSettings(fedavg.FedAvgSettings):
     """Settings of FedPer: it has none of its own."""
 
     part: ClassVar[Part] = "extractor"
 
 
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="FedAvg of the base layers; each client has a head of its own",
     paper="Arivazhagan et al., Federated Learning with Personalization Layers",
     headline="personal",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.contract import Contract, Sizes, TensorField, all_or_none
 from fedhet.wire.identity import ClientInfo
 
 
@@ -30,24 +30,9 @@ def prototype_sizes(settings: FedProtoSettings, client: ClientInfo) -> Sizes:
 
 
 INSTRUCTIONS = Contract(
-    (
-        TensorField(
-            "classes",
-            "int64",
-            ("P",),
-            "the classes with a prototype",
-            required=False,
-            ids="C",
-            needs=("features",),
-        ),
-        TensorField(
-            "features",
-            "float32",
-            ("P", "D"),
-            "global prototype of each",
-            required=False,
-            needs=("classes",),
-        ),
+    all_or_none(
+        TensorField("classes", "int64", ("P",), "the classes with a prototype", ids="C"),
+        TensorField("features", "float32", ("P", "D"), "global prototype of each"),
     )
 )
 REPLIES = Contract(

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 from fedhet.settings.schema import NonNegative
 
 
-class FedProxSettings(FedAvgSettings):
+class FedProxSettings(fedavg.FedAvgSettings):
     """Settings of FedProx."""
 
     mu: NonNegative = Field(0.01, description="weight of the proximal term of Eq. 2")
 
 
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="FedAvg with a proximal term in the clients' loss",
     paper="Li et al., Federated Optimization in Heterogeneous Networks",
     settings=FedProxSettings,

@@ -100,20 +100,19 @@ def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
     return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 
+SCALE = WeightsField(
+    "scale", "a variational proxy's standard deviations", required=False, low=LEAST_SCALE
+)
 INSTRUCTIONS = Contract(
     (
         WeightsField("proxy", "the server's proxy; of a variational one, the means"),
-        WeightsField(
-            "scale", "a variational proxy's standard deviations", required=False, low=LEAST_SCALE
-        ),
+        SCALE,
     )
 )
 REPLIES = Contract(
     (
         WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
-        WeightsField(
-            "scale", "a variational proxy's standard deviations", required=False, low=LEAST_SCALE
-        ),
+        SCALE,
         ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
         ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
         ScalarField(

@@ -10,7 +10,7 @@ from fedhet.algorithms.choices import FeatureNorm
 from fedhet.methods.sizes import model_shapes
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
 from fedhet.wire.identity import ClientInfo
 
 
@@ -49,30 +49,10 @@ def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
 
 INSTRUCTIONS = Contract(
     (
-        TensorField(
-            "classes",
-            "int64",
-            ("P",),
-            "the classes with an entry",
-            required=False,
-            ids="C",
-            needs=("features", "logits"),
-        ),
-        TensorField(
-            "features",
-            "float32",
-            ("P", "D"),
-            "average features of each",
-            required=False,
-            needs=("classes",),
-        ),
-        TensorField(
-            "logits",
-            "float32",
-            ("P", "C"),
-            "average logits of each",
-            required=False,
-            needs=("classes",),
+        *all_or_none(
+            TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "average features of each"),
+            TensorField("logits", "float32", ("P", "C"), "average logits of each"),
         ),
         WeightsField("weights", "averaged weights of the architecture", required=False),
     )

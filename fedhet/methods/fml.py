@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 from fedhet.methods.sizes import model_shapes
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -17,7 +16,7 @@ from fedhet.wire.identity import ClientInfo
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class FmlSettings(FedAvgSettings):
+class FmlSettings(fedavg.FedAvgSettings):
     """Settings of FML."""
 
     meme: ModelName = Field("cnn2", description="the meme's model, the same at every client")
@@ -38,7 +37,7 @@ def meme_sizes(settings: FmlSettings, client: ClientInfo) -> Sizes:
 INSTRUCTIONS = Contract((WeightsField("weights", "the averaged meme, from which clients start"),))
 REPLIES = Contract((WeightsField("weights", "the meme, after training"),))
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="a private model and a small shared one that teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",

@@ -8,12 +8,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from fedhet.algorithms.choices import Part
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 from fedhet.settings.schema import Count
 
 
-class LgFedAvgSettings(FedAvgSettings):
+class LgFedAvgSettings(fedavg.FedAvgSettings):
     """Settings of LG-FedAvg."""
 
     part: ClassVar[Part] = "head"
@@ -26,7 +25,7 @@ class LgFedAvgSettings(FedAvgSettings):
 
 
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="one head for all extractors, averaged by samples",
     paper="Liang et al., Think Locally, Act Globally",
     headline="personal",

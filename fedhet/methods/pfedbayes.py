@@ -7,15 +7,14 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedhet.algorithms.choices import LEAST_SCALE
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings, part_sizes
+from fedhet.methods import fedavg
 from fedhet.methods.sizes import model_shapes
 from fedhet.settings.schema import NonNegative
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
 
 
-class PFedBayesSettings(FedAvgSettings):
+class PFedBayesSettings(fedavg.FedAvgSettings):
     """Settings of pFedBayes."""
 
     zeta: NonNegative = Field(
@@ -25,7 +24,7 @@ class PFedBayesSettings(FedAvgSettings):
 
 def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, the shapes of the model and, as "scale", those of its trained tensors."""
-    means = part_sizes(settings, client)
+    means = fedavg.part_sizes(settings, client)
     trained = model_shapes(client.model, client.shape, client.classes, part="trained")
     return Sizes(means.axes, {**means.models, "scale": trained})
 
@@ -43,7 +42,7 @@ REPLIES = Contract(
     )
 )
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="Gaussian weights near the server's, whose means and scales are averaged",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",

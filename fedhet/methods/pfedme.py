@@ -7,12 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fedhet.methods.fedavg import SPEC as FEDAVG
-from fedhet.methods.fedavg import FedAvgSettings
+from fedhet.methods import fedavg
 from fedhet.settings.schema import Count, Positive
 
 
-class PFedMeSettings(FedAvgSettings):
+class PFedMeSettings(fedavg.FedAvgSettings):
     """Settings of pFedMe."""
 
     strength: Positive = Field(15.0, description="lambda, the strength of the Moreau envelope")
@@ -24,7 +23,7 @@ class PFedMeSettings(FedAvgSettings):
 
 
 SPEC = replace(
-    FEDAVG,
+    fedavg.SPEC,
     title="a personal model near a local copy, which is averaged",
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",

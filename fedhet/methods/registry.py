@@ -126,7 +126,12 @@ def _external(name: str, path: str) -> Method:
             f"{where_looked(error, path)}"
         ) from error
     strategy, _ = (_half(name, path, base) for base in HALVES)
-    return Method(name, strategy.spec, (path, path))
+    if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):
+        raise SettingsError(
+            f"setting 'method' = '{name}': {strategy.__name__} of {path} must set 'spec' to a "
+            "MethodSpec of fedhet.methods.spec"
+        )
+    return Method(name, spec, (path, path))
 
 
 def _half(name: str, path: str, base: str) -> Any:

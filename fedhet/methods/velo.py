@@ -7,14 +7,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fedhet.methods.felo import SPEC as FELO
-from fedhet.methods.felo import FeloSettings, felo_sizes
+from fedhet.methods import felo
 from fedhet.settings.schema import Count, Positive
 from fedhet.wire.contract import Sizes, TensorField
 from fedhet.wire.identity import ClientInfo
 
 
-class VeloSettings(FeloSettings):
+class VeloSettings(felo.FeloSettings):
     """Settings of Velo."""
 
     interval: Count = Field(1, description="rounds between trainings of the CVAE")
@@ -43,11 +42,11 @@ class VeloSettings(FeloSettings):
 
 def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
     """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
-    felo = felo_sizes(settings, client)
-    return replace(felo, axes={**felo.axes, "S": settings.samples_per_class})
+    sizes = felo.felo_sizes(settings, client)
+    return replace(sizes, axes={**sizes.axes, "S": settings.samples_per_class})
 
 
-INSTRUCTIONS = FELO.instructions.replacing(
+INSTRUCTIONS = felo.SPEC.instructions.replacing(
     TensorField(
         "features",
         "float32",
@@ -58,7 +57,7 @@ INSTRUCTIONS = FELO.instructions.replacing(
     )
 )
 SPEC = replace(
-    FELO,
+    felo.SPEC,
     title="Felo with synthetic features, from a conditional VAE on the server",
     settings=VeloSettings,
     sizes=velo_sizes,

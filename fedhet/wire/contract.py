@@ -7,7 +7,7 @@ validate every message, by `fedhet methods NAME` and by the reference page.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any
 
@@ -150,6 +150,15 @@ class Contract:
             group, slash, _ = name.partition("/")
             if name not in tensor_names and not (slash and group in groups):
                 raise _undeclared(sender, name, tensor_names | groups)
+
+
+def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, ...]:
+    """Return these fields as optional: a message has all of them, or none."""
+    needs = tuple(field.name for field in others)
+    return (
+        replace(first, required=False, needs=needs),
+        *(replace(field, required=False, needs=(first.name,)) for field in others),
+    )
 
 
 def poisonable(contract: Contract) -> tuple[Field, ...]:
