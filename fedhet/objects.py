@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from fedhet.data import OWN
+from fedhet.data.sources.python import NAME as PYTHON
 from fedhet.errors import SettingsError
 
 HERE = __name__
@@ -69,7 +69,7 @@ def dataset_name(given: object, *, inline: bool) -> str:
     if isinstance(given, str):
         return given
     path = _path_of(given) if callable(given) else ""
-    return f"{OWN}:{path or _held_as(_function(given), 'dataset', inline)}"
+    return f"{PYTHON}:{path or _held_as(_function(given), 'dataset', inline)}"
 
 
 def method_name(given: object, *, inline: bool) -> str:

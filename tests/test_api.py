@@ -17,11 +17,13 @@ from torch import nn
 import fedhet
 from fedhet.client_runtime.permissions import permitted
 from fedhet.clients.local import LocalClient
-from fedhet.data import dataset_names, is_table
+from fedhet.data import dataset_names, sample_kind
 from fedhet.errors import DataError, FedhetError, SettingsError, StateError
+from fedhet.kinds import TABLE
 from fedhet.runs.log import Watcher
 from fedhet.runs.notebook import NotebookDisplay, in_notebook
 from fedhet.runs.records import RoundRecord, Seconds, spread
+from fedhet.settings.run import DataSettings
 from fedhet.strategies.local import LocalStrategy
 
 ROOT = Path(__file__).parents[1]
@@ -225,7 +227,7 @@ def test_data_of_every_form(tmp_path):
     found = quick(models="mlp", dataset=data, out=tmp_path / "run")
     assert {"accuracy.common.private", "accuracy.personal.private"} <= set(found.clients)
     assert set(found.predict("client-0", X).names) <= {"a", "b", "c"}
-    assert is_table(str(found.settings["data.dataset"]))
+    assert sample_kind(DataSettings(dataset=str(found.settings["data.dataset"]))) is TABLE
     split = fedhet.Split(torch.from_numpy(X), torch.from_numpy(Y))
     whole = fedhet.Dataset("mine", split, None, ("a", "b", "c"))
     assert quick(models="mlp", dataset=whole, out=tmp_path / "whole").accuracy > 0

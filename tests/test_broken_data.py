@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from test_tabular import write_adult
 
 from fedhet.data import DataSpec, RunData, load, site_data
-from fedhet.data.folder import decode
+from fedhet.data.images import decode
 from fedhet.errors import DataError
 
 SITE = DataSpec(test_fraction=0.25)
@@ -272,7 +272,7 @@ def test_a_link_back_into_the_data(tmp_path, case, part):
     (root / place).symlink_to(target, target_is_directory=True)
     message = fault(lambda: load(folder(tmp_path / "tree")))
     assert "is a link to" in message
-    assert "whose images are in the data already" in message
+    assert "whose files are in the data already" in message
 
 
 @pytest.mark.parametrize(("part", "other"), [("train", "test"), ("test", "train")])
@@ -295,7 +295,7 @@ def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
 def test_unlabelled_images_are_nobody_elses(tmp_path):
     train = tree(tmp_path / "train")
     (train / "unlabelled").symlink_to("cat")
-    with pytest.raises(DataError, match="whose images are in the data already"):
+    with pytest.raises(DataError, match="whose files are in the data already"):
         site_data(str(tmp_path), spec=SITE, classes=3, name="s", unlabelled=True)
 
 

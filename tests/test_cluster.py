@@ -17,8 +17,7 @@ from federation import small
 from fedhet.cli import main
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
-from fedhet.data.datasets import _TORCHVISION
-from fedhet.data.paths import _IN_DATA_DIR, paths_of
+from fedhet.data.sources import paths_of
 from fedhet.engines.ray import inspection
 from fedhet.engines.ray.connection import connect, environment
 from fedhet.engines.ray.faults import faults
@@ -197,7 +196,6 @@ def test_where_data_lies(tmp_path):
     assert of(f"hf:{tmp_path}/hub@part") == [str(tmp_path / "hub")]
     assert of("imagefolder:/a", public_dataset="text:/b") == ["/a", "/b"]
     assert of("digits", public_dataset="generated") == []
-    assert _IN_DATA_DIR.keys() == _TORCHVISION.keys()
 
 
 # --- the faults -----------------------------------------------------------------------------

@@ -22,7 +22,8 @@ import torchvision.datasets
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, client_name, dataset_names, folder, load, site_data
+from fedhet.data import DataSpec, RunData, client_name, dataset_names, images, load, site_data
+from fedhet.data.class_folders import class_folders, listing
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
@@ -241,14 +242,17 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
-    assert "must be one of digits, breast-cancer, mnist" in fault(DIGITS.but(dataset="svhn"))
+    assert "it takes one of breast-cancer, cifar10," in fault(DIGITS.but(dataset="svhn"))
     assert fault(DIGITS.but(dataset="npz")) == (
-        "data.dataset = 'npz': give the folder, as in npz:DIR"
+        "setting 'data.dataset' = 'npz' is not allowed: it takes npz:DIR"
     )
-    assert dataset_names()[0] == "digits"
-    assert dataset_names()[-6:] == [
-        "imagefolder:PATH", "npz:DIR", "medmnist:FILE", "hf:NAME", "text:PATH", "signal:DIR",
-    ]  # fmt: skip
+    assert dataset_names()[:2] == ["breast-cancer", "cifar10"]
+    assert dataset_names()[-2:] == ["signal:DIR", "text:PATH"]
+
+
+@pytest.mark.parametrize("name", dataset_names())
+def test_every_dataset_is_in_the_documents(name: str) -> None:
+    assert f"`{name}`" in (Path(__file__).parent.parent / "docs" / "data.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -391,7 +395,7 @@ def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
     ("arrays", "expected"),
     [
         ({"x": np.array([[None, 1]] * 4), "y": [0, 1, 0, 1]}, "pickled objects are refused"),
-        ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "needs the arrays x and y, has data, y"),
+        ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "has no array 'x', only data, y"),
         ({"x": np.full((4, 4), np.nan), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
         ({"x": np.full((4, 4), 1e300), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
         ({"x": np.ones((4, 4)), "y": [0, 1, 0]}, "x has 4 rows and y has 3"),
@@ -481,43 +485,43 @@ def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
 
 def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
-    files, _ = folder.listing(root, folder.class_folders(root))
-    first = folder.decode(files, DataSpec())
+    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    first = images.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     made = cached.stat().st_mtime_ns
-    second = folder.decode(files, DataSpec())
+    second = images.decode(files, DataSpec())
     assert cached.stat().st_mtime_ns == made
     assert torch.equal(first, second)
-    assert isinstance(folder._open(cached, len(files)), np.memmap)
+    assert isinstance(images._open(cached, len(files)), np.memmap)
     second[0] = 99
-    assert torch.equal(folder.decode(files, DataSpec()), first), "no write reaches the file"
+    assert torch.equal(images.decode(files, DataSpec()), first), "no write reaches the file"
     assert not list(cache_dir.glob("*.tmp"))
 
 
 def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
-    files, _ = folder.listing(root, folder.class_folders(root))
-    folder.decode(files, DataSpec())
+    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    images.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     cached.write_bytes(cached.read_bytes()[:-10])
-    assert folder.decode(files, DataSpec())[-1, 0, 0, 0] == 20
+    assert images.decode(files, DataSpec())[-1, 0, 0, 0] == 20
     PIL.Image.new("RGB", (6, 5), (77, 0, 0)).save(files[-1])
-    assert folder.decode(files, DataSpec())[-1, 0, 0, 0] == 77
-    assert folder.decode(files, DataSpec(image_size=8)).shape == (12, 3, 8, 8)
+    assert images.decode(files, DataSpec())[-1, 0, 0, 0] == 77
+    assert images.decode(files, DataSpec(image_size=8)).shape == (12, 3, 8, 8)
 
 
 def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path / "tree", each=40)
-    files, _ = folder.listing(root, folder.class_folders(root))
-    built, write = [], folder._write
+    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    built, write = [], images._write
 
     def counted(*args: Any, **named: Any) -> None:
         built.append(1)
         write(*args, **named)
 
-    monkeypatch.setattr(folder, "_write", counted)
+    monkeypatch.setattr(images, "_write", counted)
     with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda _: folder.decode(files, DataSpec()), range(6)))
+        results = list(pool.map(lambda _: images.decode(files, DataSpec()), range(6)))
     assert len(built) == 1
     assert all(torch.equal(result, results[0]) for result in results)
 

@@ -138,14 +138,14 @@ def described(store: RunData) -> list[object]:
     """Return all that a run's clients get of the data, as plain values."""
     data, spec = store.dataset, store.spec
     rows: list[object] = [
-        data.name, data.classes, data.parts, data.columns, data.vocabulary, data.scaled_images,
+        data.name, data.classes, data.parts, data.columns, data.shape, data.scaled_images,
         None if data.subclasses is None else data.subclasses.tolist(),
         None if data.groups is None else data.groups.tolist(),
     ]  # fmt: skip
     splits = [data.train, data.test, data.public]
     for index in range(2):
         own = store.client(index)
-        rows += [own.name, own.space, own.stored, own.vocabulary]
+        rows += [own.name, own.space, own.stored, own.shape]
         splits += [own.train, own.test, own.common]
     if spec.public_dataset or spec.public_fraction:
         splits.append(store.public_set(data.shape, None))

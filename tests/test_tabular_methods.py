@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
 from fedhet.config.sources import all_settings, read_toml
-from fedhet.data import is_table
-from fedhet.kinds import TABLE
+from fedhet.data import sample_kind
+from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import DataSettings, RunSettings
 
 SETTINGS = {
     "data.dataset": "breast-cancer",
@@ -97,7 +97,7 @@ def test_a_methods_own_models_are_for_tables_too():
 def test_files_say_by_their_head_whether_they_are_tables(tmp_path, shape, expected, save):
     (tmp_path / "train").mkdir()
     save(tmp_path / "train" / "0.npz", x=np.zeros(shape, np.float32), y=np.zeros(6, int))
-    assert is_table(f"npz:{tmp_path}") is expected
+    assert (sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is TABLE) is expected
     pool = resolve({"method": "felo", "data.dataset": f"npz:{tmp_path}"}).run.models.pool
     assert pool == ("mlp,mlp2,mlp3" if expected else RunSettings().models.pool)
 
@@ -107,17 +107,17 @@ def test_a_file_that_cannot_be_read_says_nothing_yet(tmp_path, content):
     if content is not None:
         (tmp_path / "train").mkdir()
         (tmp_path / "train" / "0.npz").write_bytes(content)
-    assert not is_table(f"npz:{tmp_path}")
+    assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
 
 
 def test_an_archive_without_x_or_with_a_broken_one_says_nothing_yet(tmp_path):
     (tmp_path / "train").mkdir()
     np.savez(tmp_path / "train" / "0.npz", y=np.zeros(3))
-    assert not is_table(f"npz:{tmp_path}")
+    assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
     np.savez(tmp_path / "train" / "0.npz", x=np.zeros((3, 2)))
     whole = (tmp_path / "train" / "0.npz").read_bytes()
     (tmp_path / "train" / "0.npz").write_bytes(whole.replace(b"NUMPY", b"NUMPX"))
-    assert not is_table(f"npz:{tmp_path}")
+    assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
 
 
 def test_the_commands_say_which_models():

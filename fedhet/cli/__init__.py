@@ -18,6 +18,7 @@ from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
 from fedhet.cli.run import run_command, sweep_command, table_command
 from fedhet.cli.show import (
+    datasets_command,
     methods_command,
     models_command,
     partition_command,
@@ -47,6 +48,7 @@ app.command("submit", cls=Command)(submit_command)
 app.command("deploy-local", cls=Command)(deploy_local_command)
 app.command("methods", cls=Command)(methods_command)
 app.command("models", cls=Command)(models_command)
+app.command("datasets", cls=Command)(datasets_command)
 app.command("presets", cls=Command)(presets_command)
 app.command("settings", cls=Command)(settings_command)
 app.command("partition", cls=Command)(partition_command)

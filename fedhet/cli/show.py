@@ -1,4 +1,4 @@
-"""Commands that list methods, models, presets, settings and partitions."""
+"""Commands that list methods, models, datasets, presets, settings and partitions."""
 
 from __future__ import annotations
 
@@ -68,6 +68,14 @@ def models_command() -> None:
         "A model of your own: a name with a colon, `package.module:function`; see the README. A "
         "pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
     )
+
+
+def datasets_command() -> None:
+    """List the datasets, and the formats in which data of your own is read."""
+    from fedhet.data.sources import SOURCES
+
+    rows = [(each.form, each.line) for each in SOURCES.values()]
+    console.print(_table("dataset", "what it is", rows=rows))
 
 
 def presets_command(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.data import OWN
+from fedhet.data.sources import SOURCES
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import method_names
 from fedhet.models.user_model import is_own
@@ -55,9 +55,9 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
     if method and method not in method_names():
         yield METHOD, method
     for setting in DATASETS:
-        kind, _, path = str(settings.get(setting, "")).partition(":")
-        if kind == OWN:
-            yield setting, path
+        source, _, place = str(settings.get(setting, "")).partition(":")
+        if source in SOURCES and SOURCES[source].imports:
+            yield setting, place
     for setting, value in settings.items():
         if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
             # Whatever has a colon may end as the path of a model, odd as it may look.
@@ -68,9 +68,9 @@ def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
 def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
     """Yield every setting that names a path, with the path."""
     for setting in DATASETS:
-        kind, colon, path = str(settings.get(setting, "")).partition(":")
-        if colon and kind != OWN:
-            yield setting, path
+        source, colon, place = str(settings.get(setting, "")).partition(":")
+        if colon and not (source in SOURCES and SOURCES[source].imports):
+            yield setting, place
     default = RunSettings().data.data_dir
     if (folder := str(settings.get(DATA_DIR, default))) != default:
         yield DATA_DIR, folder

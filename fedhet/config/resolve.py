@@ -12,8 +12,9 @@ import tomli_w
 
 from fedhet import data, models
 from fedhet.config.values import validated
+from fedhet.data import sources
 from fedhet.devices import compute_for
-from fedhet.errors import FedhetError, SettingsError, nearest
+from fedhet.errors import FedhetError, SettingsError
 from fedhet.kinds import augmentation, plurals
 from fedhet.methods.registry import Method, all_methods
 from fedhet.settings.run import PLACE, RunSettings
@@ -117,9 +118,9 @@ def _check_names(config: Config) -> None:
     except FedhetError as error:
         raise SettingsError(f"setting 'models.pool' = {run.models.pool!r}: {error}") from None
     _check_own_models(config)
-    _check_dataset("data.dataset", run.data.dataset)
+    data.find_source(run.data.dataset)
     if run.data.public_dataset not in ("", *data.MADE_HERE):
-        _check_dataset("data.public-dataset", run.data.public_dataset)
+        data.find_source(run.data.public_dataset, "data.public-dataset")
     if run.attack.kind != "none" and not poisonable(method.spec.replies):
         rule = f"none with {method.name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", run.attack.kind, rule)
@@ -171,16 +172,6 @@ def _check_semi(run: RunSettings, method: Method) -> None:
         raise refused("models.pool", run.models.pool, rule)
 
 
-def _check_dataset(setting: str, dataset: str) -> None:
-    kind = dataset.partition(":")[0]
-    names = [name.partition(":")[0] for name in data.dataset_names()]
-    if kind not in names:
-        raise SettingsError(
-            f"setting '{setting}' = '{dataset}' does not exist: "
-            f"it takes one of {', '.join(data.dataset_names())}{nearest(kind, names)}"
-        )
-
-
 def check(config: Config, store: data.RunData | None = None) -> None:
     """Raise FedhetError if this machine cannot run `config`: its data, models or device."""
     run, store = config.run, store or data.RunData.of(config.run)
@@ -219,14 +210,7 @@ def absolute(config: Config) -> Config:
     table = config.run.data
     changes = {
         "data_dir": str(Path(table.data_dir).expanduser().resolve()),
-        "dataset": _absolute(table.dataset),
-        "public_dataset": _absolute(table.public_dataset),
+        "dataset": sources.absolute(table.dataset, table),
+        "public_dataset": sources.absolute(table.public_dataset, table),
     }
     return config.replacing(data=table.model_copy(update=changes))
-
-
-def _absolute(dataset: str) -> str:
-    kind, colon, path = dataset.partition(":")
-    if kind == data.OWN or (kind == data.HUB and not Path(path).expanduser().is_dir()):
-        return dataset
-    return f"{kind}:{Path(path).expanduser().resolve()}" if colon else kind

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from fedhet.data.sources import find_source
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import Shape, described, kind_of, plurals
@@ -137,8 +138,8 @@ def public_source(spec: DataSpec) -> DataSpec | None:
 
 def _of_public(spec: DataSpec) -> DataSpec:
     """Return a spec of the dataset that `public-dataset` names."""
-    # Files are read whole, subsampled later.
-    whole = spec.public_dataset.startswith(("npz:", "signal:"))
+    # Such files are read whole, and a part of the samples is taken later.
+    whole = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
     return DataSpec(
         dataset=spec.public_dataset,
         sample_kind=spec.sample_kind,

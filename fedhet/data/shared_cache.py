@@ -25,7 +25,14 @@ _PARTITION = "partition.safetensors"
 _SAMPLES = "samples.npy"
 _PARTS = ("train", "test", "public")
 _FACTS = TypeAdapter(
-    tuple[str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], int, bool]
+    tuple[
+        str,
+        tuple[str, ...],
+        tuple[tuple[int, int], ...] | None,
+        tuple[int, ...],
+        tuple[int, ...],
+        bool,
+    ]
 )
 
 
@@ -50,7 +57,7 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
         if (rows := getattr(dataset, name)) is not None:
             tensors[name] = torch.from_numpy(rows).contiguous()
     facts = (
-        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.vocabulary,
+        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.shape,
         dataset.scaled_images,
     )  # fmt: skip
     save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
@@ -72,9 +79,9 @@ def read_dataset(path: Path) -> Dataset:
     subclasses, groups = (
         tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
     )
-    name, classes, parts, columns, vocabulary, scaled_images = facts
+    name, classes, parts, columns, shape, scaled_images = facts
     return Dataset(
-        name, train, test, classes, parts, public, columns, subclasses, vocabulary, groups,
+        name, train, test, classes, parts, public, columns, subclasses, shape, groups,
         scaled_images,
     )  # fmt: skip
 

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import torch
 
-from fedhet.data.datasets import sample_kind
-from fedhet.data.folder import (
+from fedhet.data.class_folders import (
     UNLABELLED,
+    Files,
     class_folders,
-    decode,
-    listing,
+    read_folder,
     refuse_unlabelled,
     unlabelled_files,
 )
+from fedhet.data.images import IMAGES
 from fedhet.data.npz import read_npz, same_form
 from fedhet.data.partition import hold_out
+from fedhet.data.sources import sample_kind
 from fedhet.data.spec import (
     UNKNOWN,
     ClientData,
@@ -26,10 +27,10 @@ from fedhet.data.spec import (
     no_test,
     stored_as,
 )
-from fedhet.data.texts import TXT, find_rows, read_files, read_folder, site_rows
-from fedhet.data.tokens import vocabulary_of
+from fedhet.data.texts import TEXTS, find_rows, site_rows
+from fedhet.data.tokens import shape_of_texts
 from fedhet.errors import DataError
-from fedhet.kinds import TEXT
+from fedhet.kinds import TEXT, Shape
 
 
 @global_random_kept()
@@ -53,65 +54,81 @@ def site_data(
             f"'models.num-classes' is {classes}"
         )
     names = _classes_file(root, classes)
-    rows = find_rows(root, "train")
-    if sum([(root / "train.npz").exists(), (root / "train").is_dir(), rows is not None]) != 1:
+    rows, tree = find_rows(root, "train"), root / "train"
+    if sum([(root / "train.npz").exists(), tree.is_dir(), rows is not None]) != 1:
         raise DataError(
             f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
             "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
-    is_text = rows is not None or _holds_texts(root / "train", spec)
+    refuse_unlabelled(root, f"it lies beside the class folders, in {tree}")
+    rest, left_aside = None, 0
+    shape: Shape = ()
     if rows is not None:
         train, test, names = site_rows(rows, names, classes, spec)
-    elif (root / "train").is_dir():
-        names = names or _folder_names(root / "train", classes)
-        train, test = _site_files(root, names, spec, is_text)
+        shape = shape_of_texts(spec)
+    elif tree.is_dir():
+        files = TEXTS if _holds_texts(tree, spec) else IMAGES
+        names = names or _folder_names(tree, classes)
+        train, test = _site_files(root, names, spec, files)
+        rest, left_aside = _without_labels(tree, train, spec, unlabelled, files)
+        shape = shape_of_texts(spec) if files is TEXTS else ()
     else:
         train, test = _site_arrays(root, classes, spec)
-    rest, left_aside = _without_labels(root, train, spec, unlabelled, is_text)
+    train, test = _with_test(train, test, spec, f"{root}", f"{name} ({root})")
+    names = names or tuple(map(str, range(classes)))
+    # A site's label space is the classes of its samples; the run may have more.
+    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    return ClientData(
+        name, train, test, None, names, space, shape or _form(train), rest, left_aside,
+        stored_as(train.x),
+    )  # fmt: skip
+
+
+def _with_test(
+    train: Split, test: Split | None, spec: DataSpec, root: str, owner: str
+) -> tuple[Split, Split]:
+    """Return the training and the test samples; without a test part, some are held out.
+
+    Raises DataError for too few of either.
+    """
     if test is None:
         if not spec.test_fraction:
-            raise no_test(f"{root}", spec)
-        train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
+            raise no_test(root, spec)
+        train_rows, test_rows = hold_out(len(train), spec, owner)
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:
         raise DataError(
             f"{root}: has {len(train)} training and {len(test)} test samples, at least 2 and 1 "
             "are needed"
         )
-    names = names or tuple(map(str, range(classes)))
-    # A site's label space is the classes of its samples; the run may have more.
-    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    size = vocabulary_of(spec) if is_text else 0
-    stored = stored_as(train.x)
-    return ClientData(name, train, test, None, names, space, rest, left_aside, size, stored)
+    return train, test
 
 
-def _holds_texts(train: Path, spec: DataSpec) -> bool:
+def _holds_texts(tree: Path, spec: DataSpec) -> bool:
     """Tell whether a site's tree holds texts, as `data.sample-kind` or some .txt file says."""
-    return train.is_dir() and (sample_kind(spec) is TEXT or any(train.glob("*/*.txt")))
+    return sample_kind(spec) is TEXT or any(tree.glob("*/*.txt"))
 
 
 def _without_labels(
-    root: Path, train: Split, spec: DataSpec, wanted: bool, is_text: bool
+    tree: Path, train: Split, spec: DataSpec, wanted: bool, files: Files
 ) -> tuple[Split | None, int]:
     """Return a site's unlabelled samples, if any, and the number of those that are not used.
 
-    Images are decoded in the form of the training images, and scaled if those are. Raises
-    DataError if the folder is needed and holds no samples.
+    They have the form of the training samples. Raises DataError if the folder is needed and holds
+    no samples.
     """
-    refuse_unlabelled(root, f"it lies beside the class folders, in {root / 'train'}")
-    folder = root / "train" / UNLABELLED
+    folder = tree / UNLABELLED
     if not folder.is_dir():
         return None, 0
-    files = unlabelled_files(root / "train", TXT if is_text else ())
+    paths = unlabelled_files(tree, files.endings)
     if not wanted:
-        return train.take(torch.arange(0)), len(files)
-    if not files:
-        what = ".txt files" if is_text else "images"
-        raise DataError(f"{folder}: has no {what}; remove it, and labels of others are hidden")
-    x = read_files(files, spec) if is_text else decode(files, spec, like=_form(train))
-    found = Split(x, torch.full((len(x),), UNKNOWN))
-    return found if x.dtype == train.x.dtype else found.scaled(), 0
+        return train.take(torch.arange(0)), len(paths)
+    if not paths:
+        raise DataError(
+            f"{folder}: has no {files.noun}; remove it, and labels of others are hidden"
+        )
+    x = files.read(paths, spec, _form(train))
+    return Split(x, torch.full((len(x),), UNKNOWN)), 0
 
 
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
@@ -145,30 +162,23 @@ def _folder_names(train: Path, classes: int) -> tuple[str, ...]:
     return names
 
 
-def _form(images: Split) -> tuple[int, ...]:
-    return tuple(images.x.shape[1:])
+def _form(split: Split) -> Shape:
+    return tuple(split.x.shape[1:])
 
 
 def _site_files(
-    root: Path, names: tuple[str, ...], spec: DataSpec, is_text: bool
+    root: Path, names: tuple[str, ...], spec: DataSpec, files: Files
 ) -> tuple[Split, Split | None]:
     if UNLABELLED in names:
         raise DataError(
             f"{root / 'classes.txt'}: {UNLABELLED!r} cannot name a class: "
-            "the folder of that name is for images without one"
+            f"the folder of that name is for {files.noun} without one"
         )
-    refuse_unlabelled(root / "test", "test images need a class")
-    if is_text:
-        there = (root / "test").is_dir()
-        test = read_folder(root / "test", names, spec) if there else None
-        return read_folder(root / "train", names, spec), test
-    files, labels = listing(root / "train", names)
-    train = Split(decode(files, spec), torch.from_numpy(labels))
+    refuse_unlabelled(root / "test", f"test {files.noun} need a class")
+    train = read_folder(root / "train", names, spec, files)
     if not (root / "test").is_dir():
         return train, None
-    files, labels = listing(root / "test", names)
-    x = decode(files, spec, like=_form(train))
-    return train, Split(x, torch.from_numpy(labels))
+    return train, read_folder(root / "test", names, spec, files, _form(train))
 
 
 def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fedhet.devices import scaled
 from fedhet.errors import DataError
-from fedhet.kinds import Shape, text_shape
+from fedhet.kinds import Shape
+from fedhet.seeding import numpy_rng
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import Count, CountOrNone
 
@@ -26,6 +27,8 @@ Stored = Literal["bytes", "scaled", "given"]
 be scaled; or float32 that models take as it is, whatever its range."""
 UNKNOWN = -1
 """The label of a sample of unknown class."""
+FIXED_SEED = 0
+"""The seed of what must not depend on the run's: the common test sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +84,17 @@ class Dataset:
     """For tables: the number of features of each column, in order; (): one each."""
     subclasses: Index | None = None
     """The training set's original labels [N], if `superclasses` replaced them."""
-    vocabulary: int = 0
-    """For texts: the tokens are below it."""
+    shape: Shape = ()
+    """The shape of one sample, as `fedhet.kinds` has it; (): that of the rows of `train.x`."""
     groups: Index | None = None
     """The number [N] of the person or site that each training sample is of, if `data.by` says so;
     numbers are in the order of the names."""
     scaled_images: bool = False
     """Whether `x` holds images as float32 that are in [-1, 1] already, as bytes become."""
 
-    @property
-    def shape(self) -> Shape:
-        """The shape of one sample, as `fedhet.kinds` has it."""
-        return shape_of(self.train.x, self.vocabulary)
+    def __post_init__(self) -> None:
+        """Take the shape of the samples from `train`, unless it is given."""
+        object.__setattr__(self, "shape", self.shape or tuple(self.train.x.shape[1:]))
 
     @property
     def stored(self) -> Stored:
@@ -101,11 +103,11 @@ class Dataset:
 
     def keeping(self, rows: Index) -> Dataset:
         """Return the dataset with these rows of its training set."""
-        kinds, groups = self.subclasses, self.groups
+        subclasses, groups = self.subclasses, self.groups
         return replace(
             self,
             train=self.train.take(rows),
-            subclasses=kinds[rows] if kinds is not None else None,
+            subclasses=subclasses[rows] if subclasses is not None else None,
             groups=groups[rows] if groups is not None else None,
         )
 
@@ -116,7 +118,7 @@ class ClientData:
 
     `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
     the rows of the common test set, if any, in the client's label space. `space` is that label
-    space: classes, ascending.
+    space: classes, ascending. `shape` is that of one sample, as `fedhet.kinds` has it.
     """
 
     name: str
@@ -125,25 +127,13 @@ class ClientData:
     common: Split | None
     classes: tuple[str, ...]
     space: tuple[int, ...]
+    shape: Shape
     unlabelled: Split | None = None
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
     left_aside: int = 0
     """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
-    vocabulary: int = 0
-    """For texts: the tokens are below it."""
     stored: Stored = "given"
     """How its samples are stored, which says how new ones are scaled."""
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of one sample, as `fedhet.kinds` has it."""
-        return shape_of(self.train.x, self.vocabulary)
-
-
-def shape_of(x: Tensor, vocabulary: int) -> Shape:
-    """Return the shape of one of the samples x [N, ...]; `vocabulary` is 0 unless it is text."""
-    size = tuple(x.shape[1:])
-    return text_shape(size[0], vocabulary) if vocabulary else size
 
 
 class DataSpec(DataSettings):
@@ -211,3 +201,9 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
         mine = np.flatnonzero(labels[rows] == label)
         place[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
     return np.sort(rows[np.argsort(place, kind="stable")[:size]])
+
+
+def held_out(labels: Index, share: float, use: str) -> tuple[Index, Index]:
+    """Return the training rows and the rows of a common test set, whatever the run's seed."""
+    test = stratified(labels, round(share * len(labels)), numpy_rng(FIXED_SEED, use, "common"))
+    return np.setdiff1d(np.arange(len(labels)), test), test

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedhet.data import shared_cache
 from fedhet.data.datasets import load
-from fedhet.data.folder import TREE
 from fedhet.data.labelled import joined, split_labels
 from fedhet.data.partition import client_name, hold_out, is_natural, partition
 from fedhet.data.public import (
@@ -25,6 +24,7 @@ from fedhet.data.public import (
     refuse_overlap,
     refuse_unlabelled_public,
 )
+from fedhet.data.sources import find_source
 from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_test
 from fedhet.data.superclass import Deal, deal
 from fedhet.errors import SettingsError
@@ -109,8 +109,8 @@ class RunData:
         if not len(test) and common is None:
             raise no_test(name, self.spec)
         return ClientData(
-            name, train, test, common, dataset.classes, space,
-            vocabulary=dataset.vocabulary, stored=dataset.stored,
+            name, train, test, common, dataset.classes, space, dataset.shape,
+            stored=dataset.stored,
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
@@ -225,8 +225,8 @@ class RunData:
 
 
 def _is_copied(spec: DataSpec) -> bool:
-    """Tell whether a dataset is shared as a copy; images of folders are mapped from a cache."""
-    return not spec.dataset.startswith(f"{TREE}:")
+    """Tell whether a dataset is shared as a copy, or mapped from a cache of its own."""
+    return not find_source(spec.dataset)[0].is_mapped
 
 
 def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:

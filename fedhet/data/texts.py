@@ -1,8 +1,4 @@
-"""Texts with a class each: CSV, TSV or JSON lines, plain or .gz, or a tree of .txt files by class.
-
-PATH may be one file, which has no common test set; a folder with train.csv and, if there is one,
-test.csv; or a folder with train/<class>/*.txt and test/<class>/*.txt, or <class>/*.txt.
-"""
+"""Texts with a class each: rows of a file, and .txt files."""
 
 from __future__ import annotations
 
@@ -12,34 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedhet.data.folder import class_folders, listing, parts, refuse_unlabelled
+from fedhet.data.class_folders import Files
 from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
-from fedhet.data.spec import Dataset, DataSpec, Index, Split, refuse_more
-from fedhet.data.tokens import tokenized, vocabulary_of
-from fedhet.errors import DataError, SettingsError, nearest
-
-TXT = (".txt",)
-
-
-def read_texts(place: str, spec: DataSpec) -> Dataset:
-    """Read PATH, as above. `Dataset.groups` is set if `data.by` names a column."""
-    path = Path(place).expanduser()
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    train = path if path.is_file() else find_rows(path, "train")
-    if train is None:
-        return _read_tree(path, spec)
-    rows = read_rows(train, spec)
-    classes = class_names(rows.labels, train)
-    test = None if path.is_file() else find_rows(path, "test")
-    return Dataset(
-        spec.dataset,
-        labelled(rows, classes, spec, train),
-        labelled(read_rows(test, spec), classes, spec, test) if test else None,
-        classes,
-        vocabulary=vocabulary_of(spec),
-        groups=group_numbers(rows.groups) if rows.groups is not None else None,
-    )
+from fedhet.data.spec import DataSpec, Index, Split, refuse_more
+from fedhet.data.tokens import tokenized
+from fedhet.errors import DataError, nearest
+from fedhet.kinds import Shape
 
 
 def find_rows(folder: Path, part: str) -> Path | None:
@@ -102,8 +76,8 @@ def group_numbers(groups: Sequence[str]) -> Index:
     return np.unique(np.array(groups), return_inverse=True)[1].astype(np.int64)
 
 
-def read_files(files: Sequence[str], spec: DataSpec) -> torch.Tensor:
-    """Return the texts of .txt files in UTF-8 as tokens [N, L]."""
+def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
+    """Return the texts of .txt files in UTF-8 as tokens [N, L], whatever `like` says."""
     texts, taken = [], 0
     for path in map(Path, files):
         try:
@@ -116,21 +90,5 @@ def read_files(files: Sequence[str], spec: DataSpec) -> torch.Tensor:
     return tokenized(texts, spec, Path(files[0]).parents[1] if files else "")
 
 
-def read_folder(root: Path, classes: Sequence[str], spec: DataSpec) -> Split:
-    """Return the texts <class>/*.txt below `root`."""
-    files, labels = listing(root, classes, TXT)
-    return Split(read_files(files, spec), torch.from_numpy(labels))
-
-
-def _read_tree(path: Path, spec: DataSpec) -> Dataset:
-    if spec.by:
-        raise SettingsError(
-            f"data.by = {spec.by!r}: a tree of .txt files has no columns; it takes a text:FILE"
-        )
-    train_root, test_root = parts(path)
-    for root in filter(None, (train_root, test_root)):
-        refuse_unlabelled(root, "only a site's own training texts may lack a class")
-    classes = class_folders(train_root)
-    train = read_folder(train_root, classes, spec)
-    test = read_folder(test_root, classes, spec) if test_root is not None else None
-    return Dataset(spec.dataset, train, test, classes, vocabulary=vocabulary_of(spec))
+TEXTS = Files(".txt files", (".txt",), read_files)
+"""Files of texts."""

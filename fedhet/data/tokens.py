@@ -21,7 +21,7 @@ from torch import Tensor
 from fedhet.data.encoders import configuration, encoder_folder
 from fedhet.data.spec import DataSpec, refuse_more
 from fedhet.errors import DataError, SettingsError
-from fedhet.kinds import PADDING
+from fedhet.kinds import PADDING, Shape, text_shape
 
 WORDS = "words"
 """The tokenizer that needs no file."""
@@ -49,6 +49,11 @@ def vocabulary_of(spec: DataSpec) -> int:
         return spec.vocabulary
     size: int = _tokenizer(spec.tokenizer).get_vocab_size(with_added_tokens=True)
     return size
+
+
+def shape_of_texts(spec: DataSpec) -> Shape:
+    """Return the shape of a run's texts. Raises SettingsError or DataError."""
+    return text_shape(spec.max_tokens, vocabulary_of(spec))
 
 
 def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ from torch import Tensor
 
 from fedhet.client_runtime.record import ClientRecord
 from fedhet.data import DataSpec
-from fedhet.data.folder import decoded
-from fedhet.data.texts import read_files
+from fedhet.data.class_folders import Files
+from fedhet.data.images import IMAGES, MODES, Form, decoded
+from fedhet.data.npz import read_arrays
+from fedhet.data.texts import TEXTS
 from fedhet.data.tokens import tokenized
 from fedhet.devices import scaled
 from fedhet.errors import DataError
-from fedhet.kinds import TEXT, kind_of
+from fedhet.kinds import IMAGE, TEXT, kind_of
 from fedhet.runs.units import natural
 
-MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode of images with so many channels."""
 ROUNDING = 1e-3
 """By how much a scaled pixel may be outside -1 to 1."""
 
@@ -38,21 +37,18 @@ def read_inputs(
     DataError, which names the file.
     """
     if _is_text(record):
-        texts = [file for path in paths for file in _files_in(path, (".txt",))]
-        if not texts:
-            raise DataError(f"{', '.join(map(str, paths)) or 'nothing given'}: holds no .txt files")
-        return list(map(str, texts)), read_files(list(map(str, texts)), _spec(record))
+        texts = _files_in(paths, TEXTS)
+        return texts, TEXTS.read(texts, _spec(record), None)
     arrays = [path for path in paths if path.suffix == ".npz"]
     if arrays and len(paths) > 1:
         raise DataError(f"{arrays[0]}: is one file of all samples; give it alone")
     if arrays:
-        x = samples_for(record, _array(arrays[0]), str(arrays[0]))
+        found = read_arrays(arrays[0], ("x",), _spec(record))["x"]
+        x = samples_for(record, found, str(arrays[0]))
         return [str(row) for row in range(len(x))], x
-    files = [file for path in paths for file in _images_in(path)]
-    if not files:
-        raise DataError(f"{', '.join(map(str, paths)) or 'nothing given'}: holds no images")
-    resize = resize or bool(record.settings.get("data.image-size"))
-    return list(map(str, files)), samples_for(record, _pixels(files, record, resize), str(files[0]))
+    files = _files_in(paths, IMAGES)
+    form = _form(record, resize or bool(record.settings.get("data.image-size")), files[0])
+    return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
 
 
 def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
@@ -86,16 +82,6 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     return scaled(torch.from_numpy(values))
 
 
-def _array(path: Path) -> Any:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return file["x"]
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: must be an .npz file with an array x ({error})") from error
-
-
 def _is_text(record: ClientRecord) -> bool:
     return TEXT.fits(tuple(record.shape))
 
@@ -105,46 +91,28 @@ def _spec(record: ClientRecord) -> DataSpec:
     return DataSpec.of(record.config().run)
 
 
-def _images_in(path: Path) -> list[Path]:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
+def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
+    """Return files, and those with the endings anywhere in folders, in natural order.
 
-    return _files_in(path, IMG_EXTENSIONS)
+    Raises DataError if there are none.
+    """
+    found: list[str] = []
+    for path in paths:
+        inside = (file for file in path.rglob("*") if file.suffix.lower() in files.endings)
+        found += sorted(map(str, inside), key=natural) if path.is_dir() else [str(path)]
+    if not found:
+        given = ", ".join(map(str, paths)) or "nothing given"
+        raise DataError(f"{given}: holds no {files.noun}")
+    return found
 
 
-def _files_in(path: Path, endings: Sequence[str]) -> list[Path]:
-    """Return a file itself, or those with the endings anywhere in a folder, in natural order."""
-    if not path.is_dir():
-        return [path]
-    found = (file for file in path.rglob("*") if file.suffix.lower() in endings)
-    return sorted(found, key=lambda file: natural(str(file)))
-
-
-def _pixels(files: Sequence[Path], record: ClientRecord, resize: bool) -> Any:
-    """Return images [N, C, H, W] of bytes in the client's form."""
-    if len(record.shape) != 3 or record.shape[0] not in MODES:
+def _form(record: ClientRecord, resize: bool, first: str) -> Form:
+    """Return the form of the client's images. Raises DataError if it has none."""
+    if not IMAGE.fits(tuple(record.shape)) or record.shape[0] not in MODES:
         raise DataError(
-            f"{files[0]}: {record.client}'s model takes samples of shape {record.shape}, which "
+            f"{first}: {record.client}'s model takes samples of shape {record.shape}, which "
             "images cannot give; give an .npz file with an array x"
         )
     channels, height, width = record.shape
-    if not resize:
-        _refuse_sizes(files, (width, height), record)
-    names = [str(file) for file in files]
-    return np.concatenate(list(decoded(names, MODES[channels], (width, height), resize)))
-
-
-def _refuse_sizes(files: Sequence[Path], size: tuple[int, int], record: ClientRecord) -> None:
-    """Raise DataError for the first image that is not of `size` (width, height)."""
-    import PIL.Image
-
-    for file in files:
-        try:
-            with PIL.Image.open(file) as image:
-                found = image.size
-        except Exception as error:  # every format of Pillow's has its own
-            raise DataError(f"{file}: not a readable image ({error})") from error
-        if found != size:
-            raise DataError(
-                f"{file}: is {found[0]} x {found[1]} pixels, {record.client}'s model takes "
-                f"{size[0]} x {size[1]}; --resize resizes it"
-            )
+    rule = f"{record.client}'s model takes"
+    return Form(MODES[channels], (width, height), resize, rule, "--resize resizes it")

@@ -55,9 +55,8 @@ class DataSettings(Schema):
 
     dataset: str = Field(
         "digits",
-        description="digits, breast-cancer, mnist, fashion-mnist, cifar10, cifar100, adult:DIR, "
-        "imagefolder:DIR, npz:DIR, text:PATH, signal:DIR, medmnist:FILE, hf:NAME or "
-        "python:module:function",
+        description="a dataset's name, or a format and where the data lies, such as npz:DIR, as "
+        "`fedhet datasets` lists them",
     )
     sample_kind: SampleKind = Field(
         "auto",

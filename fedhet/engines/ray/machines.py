@@ -15,8 +15,7 @@ from typing import Any
 
 from fedhet.config.resolve import Config
 from fedhet.data.encoders import encoder_folder, encoder_parts, is_encoder
-from fedhet.data.paths import paths_of
-from fedhet.data.user_dataset import KIND as OWN
+from fedhet.data.sources import find_source, paths_of
 from fedhet.devices import find_device
 from fedhet.engines.ray import inspection
 from fedhet.engines.ray.faults import faults
@@ -93,11 +92,11 @@ def question_of(config: Config, directory: Path) -> Question:
     """Return what a run needs of each machine. `config` has absolute paths."""
     run, names = config.run, config.run.models.names
     encoders = [encoder_folder(encoder_parts(name)[2]) for name in names if is_encoder(name)]
-    kind, _, own = run.data.dataset.partition(":")
+    source, place = find_source(run.data.dataset)
     modules = [
         *[half.__module__ for half in (config.method.strategy, config.method.client)],
         *[name.partition(":")[0] for name in names if is_own(name)],
-        *([own.partition(":")[0]] if kind == OWN else []),
+        *([place.partition(":")[0]] if source.imports else []),
     ]
     return Question(
         directory=str(directory),

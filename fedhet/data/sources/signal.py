@@ -1,10 +1,12 @@
-"""Signals [N, channels, time] in .npz files: a file for each client, or one to partition."""
+"""Signals [N, channels, time] in .npz files, a file a client or one for all: `signal:DIR`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fedhet.data.npz import read_clients, read_npz, read_owners, same_form
+from fedhet.data.npz import read_npz, read_owners, same_form
+from fedhet.data.sources.base import Source
+from fedhet.data.sources.npz import read_clients
 from fedhet.data.spec import Dataset, DataSpec
 from fedhet.errors import SettingsError
 from fedhet.kinds import SIGNAL
@@ -36,3 +38,16 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
         tuple(map(str, range(highest + 1))),
         groups=read_owners(path, spec.by, spec) if spec.by else None,
     )
+
+
+SOURCES = (
+    Source(
+        "signal",
+        "signals, one file to partition or one for each client",
+        read_signals,
+        "DIR",
+        SIGNAL,
+        whole_clients=True,
+        owners="signal:DIR with train.npz",
+    ),
+)

@@ -1,12 +1,10 @@
 """MedMNIST's files: `medmnist:FILE`, an .npz file with the arrays of one of its 2D datasets.
 
-`train_images` and `val_images` are the training set, which is dealt to the clients, each of which
-holds a test split of its own out; `test_images` is the common test set.
+`train_images` and `val_images` are the training set, `test_images` is the common test set.
 """
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.npz import array_bytes, checked_labels, unreadable
-from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
+from fedhet.data.npz import checked_labels, read_arrays
+from fedhet.data.sources.base import Source
+from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.errors import DataError
 
 PARTS = ("train", "val", "test")
@@ -28,7 +27,9 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
     Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
     """
     path = Path(file).expanduser()
-    arrays = _arrays(path, spec)
+    hint = f"; a file of MedMNIST has {', '.join(ARRAYS)}"
+    source = "; MedMNIST's are at https://medmnist.com, one for each dataset"
+    arrays = read_arrays(path, ARRAYS, spec, hint=hint, source=source)
     train, val, test = (_split(path, part, arrays) for part in PARTS)
     for part, split in (("val", val), ("test", test)):
         if split.x.shape[1:] != train.x.shape[1:]:
@@ -36,28 +37,6 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
     classes = 1 + max(int(split.y.max()) for split in (train, val, test))
     whole = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
     return Dataset(spec.dataset, whole, test, tuple(map(str, range(classes))))
-
-
-def _arrays(path: Path, spec: DataSpec) -> dict[str, npt.NDArray[Any]]:
-    """Return the file's six arrays; pickled ones are refused, not loaded."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            there = {name.removesuffix(".npy") for name in archive.namelist()}
-            if missing := [name for name in ARRAYS if name not in there]:
-                raise DataError(
-                    f"{path}: has no array {missing[0]}; a file of MedMNIST has {', '.join(ARRAYS)}"
-                )
-            refuse_more(sum(array_bytes(archive, f"{n}.npy", path) for n in ARRAYS), spec, path)
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in ARRAYS}
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path}: no such file; MedMNIST's are at https://medmnist.com, one for each dataset"
-        ) from error
-    except DataError:
-        raise
-    except Exception as error:  # zipfile, zlib, lzma, tokenize and numpy have each their own
-        raise unreadable(path, error) from error
 
 
 def _split(path: Path, part: str, arrays: dict[str, npt.NDArray[Any]]) -> Split:
@@ -78,3 +57,6 @@ def _split(path: Path, part: str, arrays: dict[str, npt.NDArray[Any]]) -> Split:
         raise DataError(f"{path}: {part} has {len(x)} images and {len(labels)} labels")
     images = x[:, None] if grey else x.transpose(0, 3, 1, 2)
     return Split(torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels))
+
+
+SOURCES = (Source("medmnist", "a 2D dataset of MedMNIST, its .npz file", read_medmnist, "FILE"),)

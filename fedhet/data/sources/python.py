@@ -6,6 +6,7 @@ and, if there are, `test` to such pairs, and `classes` to their names. Arrays ar
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 
 from fedhet.data.npz import checked_labels
+from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, Split
 from fedhet.errors import DataError, nearest
-from fedhet.kinds import IMAGE
+from fedhet.kinds import IMAGE, Kind, kind_of
 
-KIND, PLACE = "python", "module:function"
+NAME, PLACE = "python", "module:function"
 _KEYS = ("train", "test", "classes")
 _ALLOWED = (
     "must be a fedhet.Dataset, a pair (x, y), or a mapping of train and test to such pairs and of "
@@ -30,10 +32,10 @@ _ALLOWED = (
 @lru_cache(maxsize=4)
 def read_own(path: str) -> Dataset:
     """Import and call the function named by `path`, module:function. Raises DataError; cached."""
-    name = f"{KIND}:{path}"
+    name = f"{NAME}:{path}"
     module, _, attribute = path.partition(":")
     if not module or not attribute:
-        raise DataError(f"data.dataset = {name!r}: is not of the form {KIND}:{PLACE}")
+        raise DataError(f"data.dataset = {name!r}: is not of the form {NAME}:{PLACE}")
     try:
         found = importlib.import_module(module)
     except Exception as error:  # a module of the user's may raise anything
@@ -83,3 +85,22 @@ def _split(where: str, pair: Any) -> Split:
     if len(samples) != len(labels) or not len(labels):
         raise DataError(f"{where}: x has {len(samples)} rows and y has {len(labels)}")
     return Split(torch.from_numpy(samples).clone(), torch.from_numpy(labels).clone())
+
+
+def _found_kind(path: str) -> Kind:
+    with contextlib.suppress(DataError):  # of which reading the dataset tells
+        return kind_of(read_own(path).shape)
+    return IMAGE
+
+
+SOURCES = (
+    Source(
+        NAME,
+        "a function of yours that returns arrays",
+        lambda path, spec: read_own(path),
+        PLACE,
+        found_kind=_found_kind,
+        files=lambda path, table: None,
+        imports=True,
+    ),
+)

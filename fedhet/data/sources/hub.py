@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, read through flwr-datasets.
 
 NAME may also be a folder on this machine that the library `datasets` can read. The split `train` is
-dealt to the clients; `test`, or else `validation`, is the common test set. Nothing is executed that
+the training set; `test`, or else `validation`, is the common test set. Nothing is executed that
 comes with a dataset: the library reads data files alone.
 """
 
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.data.images import Form, pixels_of
+from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
-from fedhet.data.tokens import tokenized, vocabulary_of
+from fedhet.data.tokens import shape_of_texts, tokenized
 from fedhet.errors import DataError
 from fedhet.kinds import TEXT
+from fedhet.settings.run import DataSettings
 
-KIND, PLACE = "hf", "NAME"
 TESTS = ("test", "validation")
 """Splits that may be the common test set; the first that there is."""
 
@@ -41,9 +43,9 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
     if found[-1].x.shape[1:] != found[0].x.shape[1:]:
         raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
-    words = vocabulary_of(spec) if spec.sample_kind == TEXT.name else 0
+    shape = shape_of_texts(spec) if spec.sample_kind == TEXT.name else ()
     return Dataset(
-        spec.dataset, found[0], found[1] if test is not None else None, classes, vocabulary=words
+        spec.dataset, found[0], found[1] if test is not None else None, classes, shape=shape
     )
 
 
@@ -151,19 +153,27 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     """Return PIL images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size."""
-    first = images[0]
-    size = (spec.image_size, spec.image_size) if spec.image_size else first.size
-    mode = "L" if all(image.mode in ("1", "L") for image in images) else "RGB"
-    channels = 1 if mode == "L" else 3
-    refuse_more(len(images) * channels * size[0] * size[1], spec, f"hf:{name}")
-    found = np.empty((len(images), size[1], size[0], channels), np.uint8)
+    grey = all(image.mode in ("1", "L") for image in images)
+    form = Form.of(images[0].size, grey, spec.image_size)
+    refuse_more(len(images) * form.bytes, spec, f"hf:{name}")
+    found = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(images):
-        if image.size != size and not spec.image_size:
-            raise DataError(
-                f"hf:{name}: image {number} is {image.width} x {image.height} pixels, the first "
-                f"{size[0]} x {size[1]}; set data.image-size to resize all"
-            )
-        pixels = image.convert(mode)
-        resized = pixels if pixels.size == size else pixels.resize(size)
-        found[number] = np.asarray(resized).reshape(size[1], size[0], channels)
-    return torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))
+        found[number] = pixels_of(image, form, f"hf:{name}: image {number}")
+    return torch.from_numpy(found)
+
+
+def _folder(path: str, table: DataSettings) -> Path | None:
+    folder = Path(path).expanduser()
+    return folder if path and folder.is_dir() else None
+
+
+SOURCES = (
+    Source(
+        "hf",
+        "images or texts of the Hugging Face Hub",
+        read_hub,
+        "NAME",
+        files=_folder,
+        suffix="@",
+    ),
+)

@@ -1,8 +1,7 @@
-"""Tabular data: breast cancer from scikit-learn, and Adult from its files.
+"""UCI's Adult, a table: `adult:DIR`.
 
-Tables are encoded by scikit-learn's encoders, fitted on the whole training set: categorical columns
-are one-hot, numeric columns centred and scaled. `Dataset.columns` tells which features belong to
-one column.
+It is encoded by scikit-learn's encoders, fitted on the whole training set: categorical columns are
+one-hot, numeric columns centred and scaled. `Dataset.columns` says which features are of a column.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import numpy.typing as npt
 import torch
 
 from fedhet.data.rows import read_bounded
-from fedhet.data.spec import Dataset, DataSpec, Split, stratified
+from fedhet.data.sources.base import Source
+from fedhet.data.spec import Dataset, DataSpec, Split, held_out
 from fedhet.errors import DataError
-from fedhet.seeding import numpy_rng
+from fedhet.kinds import TABLE
 
-_FIXED_SEED = 0  # for what must not depend on the run's seed: the common test sets
-_BREAST_TEST_FRACTION = 0.2
 _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
 _ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)  # of the 14 columns in adult.names
@@ -33,21 +31,6 @@ _MOST_CHARACTERS = 200  # in a field: numpy gives every field the room of the lo
 _MOST_NUMBER = 1e15  # squares of such numbers and their sums are finite
 
 Rows = npt.NDArray[np.str_]
-
-
-def read_breast_cancer(spec: DataSpec) -> Dataset:
-    """Return the 569 rows of 30 numbers from scikit-learn; a fixed fifth is the test set."""
-    from sklearn.datasets import load_breast_cancer
-    from sklearn.preprocessing import StandardScaler
-
-    bunch = load_breast_cancer()
-    labels = np.asarray(bunch.target, np.int64)
-    train, test = _cut(labels, _BREAST_TEST_FRACTION, "breast-cancer")
-    scaler = StandardScaler().fit(bunch.data[train])
-    x = torch.from_numpy(scaler.transform(bunch.data).astype(np.float32))
-    every, classes = Split(x, torch.from_numpy(labels)), tuple(map(str, bunch.target_names))
-    widths = (1,) * x.shape[1]
-    return Dataset(spec.dataset, every.take(train), every.take(test), classes, columns=widths)
 
 
 def read_adult(folder: str, spec: DataSpec) -> Dataset:
@@ -62,23 +45,14 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         train, test = (_read_rows(path, spec) for path in found if path is not None)
     elif spec.download:
         rows = _openml_rows(root)
-        train, test = (rows[part] for part in _cut_rows(rows))
+        labels = np.unique(rows[:, -1], return_inverse=True)[1]
+        train, test = (rows[part] for part in held_out(labels, _OPENML_TEST_FRACTION, "adult"))
     else:
         raise DataError(
             f"data.dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "
             f"{root.resolve()}; put UCI's files there, or allow --set download=true"
         )
     return _encoded(spec.dataset, train, test)
-
-
-def _cut(labels: npt.NDArray[np.int64], share: float, use: str) -> list[npt.NDArray[np.int64]]:
-    """Return training and test rows, independent of the run's seed."""
-    test = stratified(labels, round(share * len(labels)), numpy_rng(_FIXED_SEED, use, "common"))
-    return [np.setdiff1d(np.arange(len(labels)), test), test]
-
-
-def _cut_rows(rows: Rows) -> list[npt.NDArray[np.int64]]:
-    return _cut(np.unique(rows[:, -1], return_inverse=True)[1], _OPENML_TEST_FRACTION, "adult")
 
 
 def _file(root: Path, name: str) -> Path | None:
@@ -159,3 +133,8 @@ def _floats(name: str, rows: Rows, columns: Sequence[int]) -> npt.NDArray[np.flo
             f"{_MOST_NUMBER:g} either way"
         )
     return numbers
+
+
+SOURCES = (
+    Source("adult", "UCI's census income: adult.data and adult.test", read_adult, "DIR", TABLE),
+)

@@ -1,0 +1,220 @@
+"""Images, decoded from files or by Pillow; those of files once, into an array cached on disk.
+
+The decoded array [N, C, H, W] uint8 is a .npy file in FEDHET_CACHE_DIR (or ~/.cache/fedhet), named
+by a hash of its sources and opened as a memory map: all processes of a machine share its pages. It
+is written under a temporary name, then renamed. It may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedhet.data.class_folders import Files
+from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.errors import DataError
+from fedhet.kinds import Shape
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMAT = 1  # part of the cache key: increase it when decoding changes
+_ROWS = 256  # images that one thread decodes at a time
+_CHANNELS = {"L": 1, "RGB": 3}
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode of images with so many channels."""
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What images are decoded to."""
+
+    mode: str
+    """Pillow's: L or RGB."""
+    size: tuple[int, int]
+    """Width and height."""
+    resize: bool
+    """Whether images of another size are resized, and not refused."""
+    rule: str = "the first image"
+    """What has that size, for messages."""
+    remedy: str = "set data.image-size to resize all"
+
+    @classmethod
+    def of(cls, first: tuple[int, int], grey: bool, image_size: int) -> Form:
+        """Return the form of images of which one has the size `first` (width, height)."""
+        size = (image_size, image_size) if image_size else first
+        return cls("L" if grey else "RGB", size, image_size > 0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape [C, H, W] of a decoded image."""
+        return (_CHANNELS[self.mode], self.size[1], self.size[0])
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a decoded image takes."""
+        return int(np.prod(self.shape))
+
+
+def pixels_of(image: Image, form: Form, where: str) -> Pixels:
+    """Return an image [C, H, W]. Raises DataError, which begins with `where`, if it is odd."""
+    if image.mode[0] in "IF":
+        raise DataError(f"{where} has more than 8 bits a channel ({image.mode}); convert it")
+    if image.size != form.size and not form.resize:
+        raise DataError(
+            f"{where} is {image.width} x {image.height} pixels, {form.rule} {form.size[0]} x "
+            f"{form.size[1]}; {form.remedy}"
+        )
+    converted = image.convert(form.mode)
+    resized = converted if converted.size == form.size else converted.resize(form.size)
+    pixels = np.asarray(resized)
+    return pixels[None] if form.mode == "L" else pixels.transpose(2, 0, 1)
+
+
+def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> Tensor:
+    """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
+
+    They are resized to `image_size`, or (0) must all have the size of the first. They become
+    greyscale (C = 1) if every file is, else RGB. `like` [C, H, W] sets channels and size instead.
+    Raises DataError for a file that is no image, and if they take more than `data.max-bytes`.
+    """
+    target = _cache_file(files, spec.image_size, like)
+    try:
+        cached = _open(target, len(files))
+        if cached is None:
+            cached = _build(target, files, spec, like)
+    except OSError as error:
+        raise DataError(
+            f"{target.parent}: cannot hold the decoded images ({error}); "
+            "name another folder in the environment variable FEDHET_CACHE_DIR"
+        ) from error
+    return torch.from_numpy(cached)
+
+
+def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Path:
+    key = hashlib.blake2b(repr((_FORMAT, image_size, like)).encode(), digest_size=16)
+    resolve = cache(os.path.realpath)  # once per folder: a tree may hold a million files
+    for path in files:
+        folder, name = os.path.split(path)
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        line = f"{resolve(folder)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        key.update(os.fsencode(line))
+    home = os.environ.get("FEDHET_CACHE_DIR") or "~/.cache/fedhet"
+    return Path(home).expanduser() / f"images-{key.hexdigest()}.npy"
+
+
+def _open(target: Path, count: int) -> Pixels | None:
+    """Map the cached array, or return None if it is absent or incomplete.
+
+    Mapped copy-on-write: torch accepts it without a warning, and writes never reach the file.
+    """
+    try:
+        pixels = np.load(target, mmap_mode="c", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    whole = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == count
+    return pixels if whole else None
+
+
+def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | None) -> Pixels:
+    """Decode into `target`; other processes that need the same array wait and then use it."""
+    from filelock import FileLock
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        cached = _open(target, len(files))
+        if cached is not None:
+            return cached
+        form = _form(files, spec.image_size, like)
+        refuse_more(len(files) * form.bytes, spec, Path(files[0]).parents[1])
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
+            try:
+                _write(file, files, form)
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    return np.load(target, mmap_mode="c", allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _form(files: Sequence[str], image_size: int, like: Shape | None) -> Form:
+    if like is not None:
+        channels, height, width = like
+        return Form(MODES[channels], (width, height), image_size > 0)
+    with _image(files[0]) as first:
+        size = first.size
+    return Form.of(size, all(map(_is_grey, files)), image_size)
+
+
+def _is_grey(path: str) -> bool:
+    with _image(path) as image:
+        return image.mode == "L"
+
+
+def _image(path: str) -> Image:
+    """Open an image file (reads the header, not the pixels)."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(path)
+    except Exception as error:  # every format of Pillow's has its own
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    return DataError(f"{path}: not a readable image ({error})")
+
+
+def _write(file: IO[bytes], files: Sequence[str], form: Form) -> None:
+    """Write the .npy file of all `files`, decoded by a few threads, in the order of `files`."""
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}
+    np.lib.format.write_array_header_1_0(file, header)
+    for pixels in decoded(files, form):
+        file.write(pixels.tobytes())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
+    """Yield image files, decoded, in blocks [at most _ROWS, C, H, W], in the order of `files`.
+
+    Raises DataError for a file that is no image, or does not fit the form.
+    """
+    blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        yield from pool.map(lambda block: np.stack([_pixels(path, form) for path in block]), blocks)
+
+
+def _pixels(path: str, form: Form) -> Pixels:
+    with _image(path) as image:
+        try:
+            return pixels_of(image, form, f"{path}:")
+        except DataError:
+            raise
+        except Exception as error:  # as in `_image`
+            raise _unreadable(path, error) from error
+
+
+IMAGES = Files(
+    "images",
+    (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+    decode,
+)
+"""Files of images, by the endings that torchvision has."""

@@ -1,0 +1,93 @@
+"""Where data comes from: datasets by name, and formats in which it is read from a place.
+
+Each module of this package declares its `SOURCES`; a new one is found by being here. Libraries that
+take long to import are imported by the functions that read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from fedhet.data.encoders import encoder_folder
+from fedhet.data.sources.base import Source
+from fedhet.data.tokens import WORDS
+from fedhet.errors import SettingsError, nearest
+from fedhet.kinds import IMAGE, Kind, named
+from fedhet.settings.run import DataSettings
+from fedhet.settings.schema import refused
+
+
+def _declared() -> Iterator[Source]:
+    for module in pkgutil.iter_modules(__path__):
+        yield from getattr(importlib.import_module(f"{__name__}.{module.name}"), "SOURCES", ())
+
+
+SOURCES: Mapping[str, Source] = MappingProxyType(
+    {
+        each.name: each
+        for each in sorted(_declared(), key=lambda each: (each.place != "", each.name))
+    }
+)
+"""Every source by its name, those without a place first."""
+
+
+def dataset_names() -> list[str]:
+    """Return the allowed values of `dataset`; DIR, FILE and the like stand for the user's own."""
+    return [source.form for source in SOURCES.values()]
+
+
+def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, str]:
+    """Return the source that a dataset's name begins with, and the place that it names.
+
+    Raises SettingsError if there is no such source, or no place where it needs one.
+    """
+    name, _, place = dataset.partition(":")
+    if name not in SOURCES or (place and not SOURCES[name].place):
+        raise SettingsError(
+            f"setting '{setting}' = {dataset!r} does not exist: it takes one of "
+            f"{', '.join(dataset_names())}{nearest(name, SOURCES)}"
+        )
+    source = SOURCES[name]
+    if source.place and not place:
+        raise refused(setting, dataset, source.form)
+    return source, place
+
+
+def sample_kind(table: DataSettings) -> Kind:
+    """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
+    if table.sample_kind != "auto":
+        return named(table.sample_kind)
+    name, _, place = table.dataset.partition(":")
+    source = SOURCES.get(name)
+    if source is None:  # of which another error tells
+        return IMAGE
+    return source.found_kind(place) if source.found_kind and place else source.kind
+
+
+def paths_of(table: DataSettings) -> list[Path]:
+    """Return the files and folders from which a dataset, public data and a tokenizer are read.
+
+    Data that comes with a package, from Python or from a cache of the Hub has none. Raises
+    SettingsError or DataError if the tokenizer's encoder is not there.
+    """
+    datasets = (table.dataset, table.public_dataset)
+    found = [path for path in (_path(each, table)[0] for each in datasets) if path is not None]
+    if table.tokenizer != WORDS:
+        found.append(Path(encoder_folder(table.tokenizer)))
+    return [path.expanduser().resolve() for path in found]
+
+
+def absolute(dataset: str, table: DataSettings) -> str:
+    """Return a dataset's name with an absolute path, for processes with another working folder."""
+    name, colon, _ = dataset.partition(":")
+    path, rest = _path(dataset, table)
+    return f"{name}:{path.expanduser().resolve()}{rest}" if colon and path else dataset
+
+
+def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
+    name, _, place = dataset.partition(":")
+    return SOURCES[name].path(place, table) if name in SOURCES else (None, "")
