@@ -365,17 +365,6 @@ def test_a_label_space_of_its_own(tmp_path):
         assert torch.isinf(model(client.x[:3])[:, torch.tensor(~inside)]).all()
 
 
-def test_without_a_divergence_the_edge_is_a_client_alone(tmp_path):
-    """alpha = 0: the server's logits change nothing."""
-    replies = []
-    for number, alpha in enumerate((0.0, 0.0, 1.0)):
-        client = opened(gkt(**{"fedgkt.alpha": alpha}), tmp_path / str(number))
-        given = np.zeros((len(client.y), 10), np.float32)
-        replies.append(fitted(client, 1, Knowledge({"logits": given} if number else {})))
-    assert same(replies[0], replies[1])
-    assert not same(replies[0], replies[2])
-
-
 def test_a_run_learns(tmp_path):
     chosen = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "fedgkt.feature-dim": 64}
     summary = run(gkt(models="mlp,cnn2", **chosen), tmp_path / "run")

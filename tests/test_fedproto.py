@@ -17,7 +17,6 @@ from rounds import (
     moved_outputs,
     opened,
     reply_of,
-    same,
     state_of,
 )
 from torch import nn
@@ -183,29 +182,6 @@ def test_prototypes_are_those_of_the_model_as_it_is_evaluated(tmp_path):
     for row, j in enumerate(reply["classes"]):
         mean = features[client.y.numpy() == j].mean(0)
         np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-4, atol=1e-5)
-
-
-def test_the_distance_reaches_the_extractor_alone(tmp_path):
-    """A step in which cross-entropy's part is taken out: the head is as without prototypes."""
-    heads, bodies = [], []
-    for knowledge in (Knowledge(), drawn(0)):
-        chosen = {"models": "mlp", **PLAIN, "training.local-epochs": 1}
-        client = opened(fedproto(**chosen), tmp_path / str(len(heads)))
-        fitted(client, 1, knowledge)
-        heads.append(state_of(client.network.classifier))
-        bodies.append(state_of(client.network.extractor))
-    assert same(*heads)
-    assert not same(*bodies)
-
-
-def test_features_draw_near_to_the_prototypes(tmp_path):
-    gaps = {}
-    for weight in (0.0, 10.0):
-        chosen = {"models": "mlp", "fedproto.lambda": weight, "local_epochs": 10}
-        client = opened(fedproto(**chosen), tmp_path / str(weight))
-        reply = fitted(client, 1, drawn(0, range(10)))
-        gaps[weight] = np.square(reply["features"] - drawn(0, range(10)).tensors["features"]).mean()
-    assert gaps[10.0] < 0.5 * gaps[0.0]
 
 
 # The nearest prototype (Eq. 4)

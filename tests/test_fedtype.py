@@ -195,25 +195,14 @@ def test_parts_cover_the_data_once(tmp_path, local_epochs):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"fedtype.backward": "topk"},
-        {"fedtype.backward": "symmetric"},
-        {"fedtype.eta": "one"},
-        {"fedtype.u": 0.5},
-        {"fedtype.mode": "evaluation"},
-        {"fedtype.epoch-data": "part"},
-        {"fedtype.g": "g2"},
-    ],
+    "changes", [{"fedtype.u": 0.5}, {"fedtype.mode": "evaluation"}, {"fedtype.epoch-data": "part"}]
 )
 def test_a_switch_changes_the_run(tmp_path, changes):
+    """The others do in the test of Algorithm 1, whose models have no batch norms."""
     trained = []
     for number, chosen in enumerate([{}, changes]):
         config = fedtype(local_epochs=4, models="cnn2", **chosen)
         client = opened(config, tmp_path / str(number))
-        if "fedtype.g" in changes:
-            # A proxy that gets worse in every epoch, so that g matters.
-            client.run = training(client.run, lr=0.5)
         fitted(client, 1, instruction(client))
         trained.append(torch.cat([p.flatten() for p in client.models["private"].parameters()]))
     assert not torch.equal(*trained)

@@ -429,17 +429,9 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
     from fedhet.deployment.local import LocalDeployment
 
     config = small("felo", clients=2, rounds=1, join_timeout=300.0)
-    deployment = LocalDeployment(tmp_path / "deployment", nodes=2)
-    deployment.prepare()
-    deployment.start_server()
-    try:
-        for k in range(2):
-            deployment.register(k)
-            deployment.start_node(k)
+    with LocalDeployment(tmp_path / "deployment", nodes=2) as deployment:
         placed = resolve({**config.flat(), "out": str(tmp_path / "deployed")})
         submit(placed, deployment.connection, lambda line: None)
-    finally:
-        deployment.stop()
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
     with pytest.raises(StateError, match="at its sites"):
         open_client(tmp_path / "deployed", "client-0")

@@ -109,20 +109,6 @@ def test_nobody_votes():
     assert aggregate([], 3, 0.3).shape == (3, 0)
 
 
-@settings(max_examples=30)
-@given(seed=st.integers(0, 10_000), order=st.randoms(use_true_random=False))
-def test_the_order_of_equal_voters_changes_nothing(seed, order):
-    classes, spaces, predictions, _, alpha, _ = drawn(seed)
-    places = list(range(len(spaces)))
-    order.shuffle(places)
-    one = ours(classes, spaces, predictions, [1.0] * len(spaces), alpha)
-    other = ours(
-        classes, [spaces[k] for k in places], [predictions[k] for k in places],
-        [1.0] * len(spaces), alpha,
-    )  # fmt: skip
-    assert np.array_equal(one, other)
-
-
 def test_blocks_do_not_show():
     """More instances than a block holds, the last one not full."""
     rng = np.random.default_rng(0)
