@@ -15,7 +15,15 @@ from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.server import attacks
 from fedhet.server.attacks import Attack, Benign, far_vector, lie, ofom, paf, z_max
-from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField, poisonable
+from fedhet.server.round import RoundState
+from fedhet.wire.contract import (
+    Contract,
+    ScalarField,
+    Sizes,
+    TensorField,
+    WeightsField,
+    poisonable,
+)
 from fedhet.wire.knowledge import Knowledge, decode
 
 LOGITS = Contract((TensorField("logits", "float32", ("Q", "C"), "logits"),))
@@ -31,7 +39,8 @@ CLASSWISE = Contract(
 
 def attack(kind, contract=LOGITS, **changes):
     run = small("felo", attack=kind, **{"clients": 9, **changes}).run
-    return Attack(run.attack, contract, run.seed)
+    state = RoundState(1, print)
+    return Attack(run.attack, contract, run.seed, state, lambda client: Sizes({}))
 
 
 def phi(z):
@@ -306,7 +315,7 @@ def played(tmp_path, **changes):
 
     def watched(round, replies):
         # Weights can be read in the round alone.
-        seen.extend(r.saying(Knowledge(dict(r.knowledge.tensors))) for r in replies)
+        seen.extend(r.with_knowledge(Knowledge(dict(r.knowledge.tensors))) for r in replies)
         return aggregate(round, replies)
 
     server.strategy.aggregate = watched
@@ -332,9 +341,7 @@ FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
 def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
     config = small(attack=kind, **changes)
     strategy, told, saw = played(tmp_path, attack=kind, **changes)
-    struck = Attack(strategy.run.attack, config.method.spec.replies, strategy.run.seed).targets(
-        1, list(told)
-    )
+    struck = attack(kind, clients=config.run.clients).targets(1, list(told))
     assert strategy.state.record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
     for name, knowledge in told.items():
         same = np.array_equal(knowledge.tensors[tensor], saw[name].tensors[tensor])

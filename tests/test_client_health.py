@@ -5,14 +5,14 @@ import json
 import pytest
 
 from fedhet.errors import FedhetError
-from fedhet.server.client_health import Standing
+from fedhet.server.client_health import ClientHealth
 
 NAMES = ["a", "b", "c"]
 
 
 def standing(refusals=3, silences=2):
     notices = []
-    found = Standing(refusals, silences, notices.append)
+    found = ClientHealth(refusals, silences, notices.append)
     return found, notices
 
 

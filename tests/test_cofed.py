@@ -572,7 +572,7 @@ def test_what_a_refused_client_measured_does_not_count(tmp_path):
 
     def without_vote(round, reply, accept=server.strategy.accept):
         odd = reply.client.name == "client-1"
-        return accept(round, reply.saying(Knowledge()) if odd else reply)
+        return accept(round, reply.with_knowledge(Knowledge()) if odd else reply)
 
     server.strategy.accept = without_vote
     server.strategy.aggregate_fit(1, answers, [])

@@ -15,7 +15,7 @@ from fedhet.algorithms.distillation import distillation_loss
 from fedhet.arrays import grouped
 from fedhet.errors import KnowledgeError
 from fedhet.models import build
-from fedhet.server.exchange import Reply
+from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
 WIDTH = 12

@@ -23,7 +23,7 @@ from rounds import (
 )
 
 from fedhet.clients.fedmd import Consensus
-from fedhet.server.exchange import Reply
+from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
 METHODS = ("fedmd", "ds-fl", "cronus")

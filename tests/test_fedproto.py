@@ -23,7 +23,7 @@ from torch import nn
 
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.runs.measures import Measured
-from fedhet.server.exchange import Reply
+from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
 

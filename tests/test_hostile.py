@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from federation import Server, records, run, small
-from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import Notices, cut_and_resumed
 
 from fedhet.deployment.local import LocalDeployment
@@ -17,9 +17,10 @@ from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.reply_spool import Inbox
+from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire import contract
-from fedhet.wire.knowledge import decode, encode
+from fedhet.wire.contract import Contract
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 HOSTILE = "client-1"
 
@@ -350,11 +351,10 @@ def _usual_umask():
 
 @pytest.mark.usefixtures("_usual_umask")
 def test_replies_on_disk_are_their_owners(tmp_path):
-    inbox = Inbox(tmp_path / "inbox", 5)
-    stored = inbox.put("a", Parameters([b"12", b"345"], "numpy.ndarray"))
+    message = encode(Envelope("run", "felo", 1, "a"), Knowledge({"w": np.ones(3)}))
+    ReplySpool(tmp_path / "inbox", 10**6, Contract()).put("a", ndarrays_to_parameters(message))
     assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
-    assert stored.parts() == [b"12", b"345"]
 
 
 @pytest.mark.usefixtures("_usual_umask")

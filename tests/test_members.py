@@ -15,7 +15,7 @@ from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
-from fedhet.server.admission import Rules, commonest_task
+from fedhet.server.admission import Admission, commonest_task
 from fedhet.server.members import Members
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
@@ -214,11 +214,23 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
 @pytest.mark.parametrize(
     ("rules", "claims", "fault"),
     [
-        (Rules(), {"shape": "65536,65536"}, "one sample must have at most 268435456 values"),
-        (Rules(classes=3), {"classes": 4}, "its data has 4 classes, 'models.num-classes' is 3"),
-        (Rules(most_bytes=1e6), {"shape": "3,512,512"}, "more than 1 MB ('engine.max-payload-mb')"),
-        (Rules(), {"model": "resnet10", "shape": "64"}, "takes images [C, H, W]"),
-        (Rules(), {"model": "no-such-model"}, "neither registered nor in the run's pool"),
+        (
+            Admission(),
+            {"shape": "65536,65536"},
+            "one sample must have at most 268435456 values",
+        ),
+        (
+            Admission(classes=3),
+            {"classes": 4},
+            "its data has 4 classes, 'models.num-classes' is 3",
+        ),
+        (
+            Admission(most_bytes=1e6),
+            {"shape": "3,512,512"},
+            "more than 1 MB ('engine.max-payload-mb')",
+        ),
+        (Admission(), {"model": "resnet10", "shape": "64"}, "takes images [C, H, W]"),
+        (Admission(), {"model": "no-such-model"}, "neither registered nor in the run's pool"),
     ],
 )
 def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, fault, notices):
@@ -232,7 +244,7 @@ def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, f
 def test_nothing_is_allocated_for_a_claim(members, notices):
     """A model of 2 TB: its size is known without building it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Members(1.0, ["mlp"], notices.append, Rules(most_bytes=2e9)).present(
+    Members(1.0, ["mlp"], notices.append, Admission(most_bytes=2e9)).present(
         Manager(Node("a", shape="4096,4096", classes=100_000))
     )
     assert "would have" in notices[0]
@@ -240,7 +252,7 @@ def test_nothing_is_allocated_for_a_claim(members, notices):
 
 
 def test_where_all_must_have_one_model_the_commonest_is_the_runs(notices):
-    members = Members(1.0, ["mlp"], notices.append, Rules(one_model=True))
+    members = Members(1.0, ["mlp"], notices.append, Admission(one_model=True))
     nodes = [Node("a", model="cnn2"), *(Node(name, model="cnn3") for name in "bc")]
     assert list(members.present(Manager(*nodes))) == ["b", "c"]
     assert notices == ["client a is left out: its model is 'cnn2', all others' 'cnn3'"]

@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from flwr.common import Parameters
 
 from fedhet.errors import StateError
-from fedhet.server.reply_spool import Inbox
 from fedhet.storage import ModelStore
-from fedhet.wire.knowledge import payload_bytes
 
 
 def model(seed):
@@ -49,20 +46,6 @@ def test_a_read_only_array_can_be_put(tmp_path):
     value = np.frombuffer(np.arange(3, dtype=np.float32).tobytes(), np.float32)
     ModelStore(tmp_path).put((0, 0), {"x": value})
     np.testing.assert_array_equal(ModelStore(tmp_path).get((0, 0))["x"], [0, 1, 2])
-
-
-@pytest.mark.parametrize("tensors", [[], [b""], [b"abc", b"", b"\x00" * 1000, b"x"]])
-def test_a_payload_waits_on_disk(tmp_path, tensors):
-    given = Parameters(tensors=list(tensors), tensor_type="numpy.ndarray")
-    inbox = Inbox(tmp_path / "inbox", 10**6)
-    with inbox.read():
-        waiting = inbox.put("client-0", given)
-        assert payload_bytes(waiting) == 0
-        assert waiting.size == sum(map(len, tensors))
-        assert (tmp_path / "inbox" / "client-0").stat().st_size == waiting.size
-        for _ in range(2):
-            assert [bytes(part) for part in waiting.parts()] == given.tensors
-    assert not list((tmp_path / "inbox").iterdir())
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path):

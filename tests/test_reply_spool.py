@@ -17,7 +17,7 @@ from fedhet.arrays import OnDemand
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import KnowledgeError, StateError
 from fedhet.server import reply_spool
-from fedhet.server.reply_spool import Inbox
+from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -55,9 +55,9 @@ def literal_mean(parts, total):
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
-def on_disk(inbox, weights, name):
+def on_disk(spool, weights, name):
     message = payload({f"weights/{k}": v for k, v in weights.items()}, name)
-    return inbox.put(name, message).read(name, SENT)[1].group("weights")
+    return spool.put(name, message).message()[1].group("weights")
 
 
 @pytest.mark.parametrize("part", [1, 7, 185, 10**6])
@@ -66,8 +66,8 @@ def test_an_average_from_disk_is_that_of_whole_tensors_to_the_last_bit(
     tmp_path, monkeypatch, part, count
 ):
     monkeypatch.setattr(averaging, "PART", part)
-    inbox, given = Inbox(tmp_path, LIMIT), list(models(count))
-    stored_models = [(on_disk(inbox, w, f"c{k}"), n) for k, (w, n) in enumerate(given)]
+    spool, given = ReplySpool(tmp_path, LIMIT, SENT), list(models(count))
+    stored_models = [(on_disk(spool, w, f"c{k}"), n) for k, (w, n) in enumerate(given)]
     found = average_weights(stored_models)
     total = sum(n for _, n in given)
     assert list(found) == list(given[0][0])
@@ -92,10 +92,10 @@ def test_a_sum_of_negative_zeros_keeps_its_sign():
 
 
 def test_only_weights_stay_on_disk(tmp_path):
-    inbox = Inbox(tmp_path, LIMIT)
-    with inbox.read():
+    spool = ReplySpool(tmp_path, LIMIT, SENT)
+    with spool.read():
         message = payload({"weights/w": np.arange(6.0), "counts": np.array([1, 2])})
-        envelope, knowledge = inbox.put("a", message).read("a", SENT)
+        envelope, knowledge = spool.put("a", message).message()
         assert envelope.sender == "a"
         assert list(knowledge.tensors) == ["weights/w", "counts"]
         kept = knowledge.tensors["weights/w"]
@@ -111,18 +111,18 @@ def test_only_weights_stay_on_disk(tmp_path):
 
 def test_a_reply_that_is_too_large_is_not_written(tmp_path):
     message = payload({"weights/w": np.zeros(1000)})
-    reply = Inbox(tmp_path, 2000).put("a", message)
+    reply = ReplySpool(tmp_path, 2000, SENT).put("a", message)
     assert not list(tmp_path.iterdir())
     with pytest.raises(KnowledgeError, match=r"a: payload: is 0\.0 MB, the most allowed"):
-        reply.read("a", SENT)
+        reply.message()
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path):
-    reply = Inbox(tmp_path, LIMIT).put("a", payload({"weights/w": np.zeros(1000)}))
+    reply = ReplySpool(tmp_path, LIMIT, SENT).put("a", payload({"weights/w": np.zeros(1000)}))
     with (tmp_path / "a").open("r+b") as file:
         file.truncate(5000)
-    with pytest.raises(KnowledgeError, match="claims float64"):
-        reply.read("a", SENT)
+    with pytest.raises(KnowledgeError, match=r"a: payload: its file has changed"):
+        reply.message()
 
 
 def test_a_full_disk_leaves_no_file(tmp_path):
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_no_file(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            Inbox(tmp_path, LIMIT).put("a", payload({"weights/w": np.zeros(10_000)}))
+            ReplySpool(tmp_path, LIMIT, SENT).put("a", payload({"weights/w": np.zeros(10_000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())

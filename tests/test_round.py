@@ -20,10 +20,11 @@ from flwr.common import (
 )
 
 from fedhet.errors import KnowledgeError, StateError
+from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import exchange as exchanges
 from fedhet.server import round as rounds
-from fedhet.server.client_health import Standing
+from fedhet.server.client_health import ClientHealth
 from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member
 from fedhet.server.proxy import ClientFailureError, NamedProxy, reasons
@@ -129,12 +130,12 @@ def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, 
 
     monkeypatch.setattr(exchanges, step, fails)
     with pytest.raises(KnowledgeError) as caught:
-        exchange.read(1, CLIENT, answer(means()), SIZES)
+        decoded(exchange, answer(means()))
     assert (caught.value.sender, caught.value.field) == ("a", "answer")
     assert type(error).__name__ in caught.value.fault
     if step == "read_measures":
         with pytest.raises(KnowledgeError):
-            exchange.read_evaluation(CLIENT, EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
+            exchange.decode_evaluation(CLIENT, EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
 
 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"
@@ -144,7 +145,7 @@ def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state
     for metrics, status in (({"error": FORGED}, Code.OK), ({}, Code.FIT_NOT_IMPLEMENTED)):
         result = FitRes(Status(status, FORGED), answer(means()).parameters, 1, metrics)
         with state.dropping("a"):
-            exchange.read(1, CLIENT, result, SIZES)
+            decoded(exchange, result)
         assert "owned" in state.record.failed["a"]
         assert state.record.failed["a"].isprintable()
     state.absent("b", FORGED)
@@ -218,6 +219,15 @@ def exchange(state):
     return Exchange("run-1", small("felo").method, LIMIT, state)
 
 
+def decoded(exchange, result):
+    """Return a reply that has passed the first two steps."""
+    reply = exchange.decode(CLIENT, result)
+    find_method("felo").spec.replies.check(
+        CLIENT.name, reply.knowledge.tensors, reply.knowledge.scalars, SIZES
+    )
+    return reply
+
+
 def answer(knowledge, metrics=None, **changes):
     place = {"run": "run-1", "method": "felo", "round": 1, "sender": "a", **changes}
     payload = ndarrays_to_parameters(encode(Envelope(**place), knowledge))
@@ -245,7 +255,7 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
 
 def test_a_reply_is_read_and_counted(exchange, state):
     result = answer(means(), {"accuracy.common.private": 0.5})
-    reply = exchange.read(1, CLIENT, result, SIZES)
+    reply = decoded(exchange, result)
     assert reply.samples == 12
     np.testing.assert_array_equal(reply.knowledge.tensors["counts"], [1, 5])
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors))
@@ -274,17 +284,17 @@ def test_a_reply_is_read_and_counted(exchange, state):
 )
 def test_a_reply_that_is_not_of_this_round_or_contract_is_refused(exchange, state, result, field):
     with pytest.raises(KnowledgeError) as caught:
-        exchange.read(1, CLIENT, result, SIZES)
+        decoded(exchange, result)
     assert (caught.value.sender, caught.value.field) == ("a", field)
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors)), "it did travel"
 
 
 def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
-    state = RoundState(2, notices.append, Standing(1, 1, notices.append))
+    state = RoundState(2, notices.append, ClientHealth(1, 1, notices.append))
     for number, outcomes in enumerate([{"a": "refused", "b": "silent"}, {"c": None}], start=1):
         state.start(number)
         state.ask(Selection(tuple(outcomes)))
-        state.standing.enter(number, outcomes, ["a", "b", "c"])
+        state.health.enter(number, outcomes, ["a", "b", "c"])
     assert state.present(["a", "b", "c"]) == ["c"]
     state.absent("c", "no answer")
     assert state.present(["a", "b", "c"]) == []
@@ -315,7 +325,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     if back:
         state.went_back()
         assert (state.good, state.formed) == (2, 2)
-        assert state.enter_standing(["unable-0"]) == []
+        assert state.enter_health(["unable-0"]) == []
         state.start(3)
         with state.dropping("a"):
             raise KnowledgeError("x", "answer", "training diverged")

@@ -21,7 +21,7 @@ from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.seeding import seeded
-from fedhet.server.reply_spool import StoredReply
+from fedhet.server.reply_spool import SpooledReply
 from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode
 
@@ -488,7 +488,7 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path):
 def test_replies_wait_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
     answers = wire.server.answers(wire.ask(1))
-    assert all(isinstance(result.parameters, StoredReply) for _, result in answers)
+    assert all(isinstance(result.parameters, SpooledReply) for _, result in answers)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
     wire.strategy.aggregate_fit(1, answers, [])
     assert not list((tmp_path / "run" / "inbox").iterdir())

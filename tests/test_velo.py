@@ -145,7 +145,7 @@ def of_their_class(strategy, name, classes, places, width=0.05):
     near = np.array([3.0 * np.eye(WIDTH)[places[y]] for y in classes])
     noise = width * np.random.default_rng(len(name)).normal(size=near.shape)
     tensors = {**said.knowledge.tensors, "features": (near + noise).astype(np.float32)}
-    return said.saying(Knowledge(tensors))
+    return said.with_knowledge(Knowledge(tensors))
 
 
 LEARNS = {"velo.epochs": 150, "velo.least-separation": 0.9}

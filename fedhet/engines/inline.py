@@ -12,7 +12,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.server.direct_proxy import CalledProxy
+from fedhet.server.direct_proxy import DirectProxy
 
 
 def run_inline(config: Config, data: RunData, state_dir: Path, parts: ServerAppComponents) -> None:
@@ -28,7 +28,7 @@ def run_inline(config: Config, data: RunData, state_dir: Path, parts: ServerAppC
     server.fit(rounds.num_rounds, rounds.round_timeout)
 
 
-class InlineProxy(CalledProxy):
+class InlineProxy(DirectProxy):
     """A client in this process."""
 
     # Flower's server calls clients from several threads, but torch's generators and the data caches

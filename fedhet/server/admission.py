@@ -31,7 +31,7 @@ def unknown_task() -> Task | None:
 
 
 @dataclass(frozen=True)
-class Rules:
+class Admission:
     """What a run demands of its clients' descriptions."""
 
     classes: int = 0
@@ -72,7 +72,7 @@ class Rules:
         return ""
 
 
-def rules_of(config: Config, data: RunData) -> Rules:
+def admission_of(config: Config, data: RunData) -> Admission:
     """Return what a run demands of its clients' descriptions."""
 
     def task() -> Task | None:
@@ -82,7 +82,7 @@ def rules_of(config: Config, data: RunData) -> Rules:
             return None
         return len(dataset.classes), dataset.shape
 
-    return Rules(
+    return Admission(
         classes=config.run.models.num_classes,
         one_model=config.method.spec.one_model,
         most_bytes=config.run.engine.max_payload_mb * 1e6,

@@ -9,7 +9,7 @@ clients themselves are honest, and are evaluated like the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
@@ -18,7 +18,7 @@ import numpy as np
 
 from fedhet.arrays import Array
 from fedhet.seeding import numpy_rng
-from fedhet.server.exchange import Reply
+from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.run import AttackSettings
 from fedhet.wire.contract import Contract, Field, Sizes, TensorField, poisonable
@@ -93,54 +93,35 @@ def nearby_distributions(values: Array) -> Array:
 
 Rows = Mapping[str, Array]
 """By the letter of an axis: the numbers of its rows in a larger set."""
-Step = Callable[..., Iterable[Reply]]
-"""A step applied to a round's replies after they are checked and before the method gets them."""
-
-
-def attack_of(settings: AttackSettings, sends: Contract, seed: int) -> Step:
-    """Return the run's attack on replies that satisfy the contract `sends`."""
-    return no_attack if settings.kind == "none" else Attack(settings, sends, seed)
-
-
-def no_attack(round: int, replies: Iterable[Reply], **_: object) -> Iterable[Reply]:
-    """Return the replies unchanged, one at a time."""
-    return replies
 
 
 class Attack:
-    """Poisons the replies of some of a round's clients."""
+    """Poisons the replies of some of the clients that train: a step that a round's replies pass."""
 
-    def __init__(self, settings: AttackSettings, sends: Contract, seed: int) -> None:
-        self.settings = settings
-        self.sends = sends
-        self.seed = seed
-        self.count = settings.attackers or IN_THE_PAPER[settings.kind]
-
-    def __call__(
+    def __init__(
         self,
-        round: int,
-        replies: Iterable[Reply],
+        settings: AttackSettings,
+        contract: Contract,
+        seed: int,
         state: RoundState,
-        check: Callable[[Reply, Sizes], None],
         sizes: Callable[[ClientInfo], Sizes],
-    ) -> list[Reply]:
-        """Return the replies, some poisoned; those that then violate the contract are dropped.
+    ) -> None:
+        """`contract` is that of the replies, and `sizes` returns the sizes of a client's."""
+        self.settings, self.contract, self.seed = settings, contract, seed
+        self.count = settings.attackers or IN_THE_PAPER[settings.kind]
+        self._state, self._sizes = state, sizes
 
-        `check` raises KnowledgeError for those. Only replies of clients that train are poisoned.
-        `sizes` returns those of a client's reply.
-        """
+    def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the replies, some of them poisoned."""
         honest = {reply.client.name: reply for reply in replies}
-        targets = self.targets(round, state.selection.training)
-        state.figures({"poisoned": float(len(targets & honest.keys()))})
-        rows = {name: sizes(honest[name].client).rows for name in targets & honest.keys()}
-        said = self.poison(round, {name: r.knowledge for name, r in honest.items()}, targets, rows)
-        kept = []
+        round, training = self._state.record.round, self._state.selection.training
+        targets = self.targets(round, training) & honest.keys()
+        self._state.figures({"poisoned": float(len(targets))})
+        rows = {name: self._sizes(honest[name].client).rows for name in targets}
+        benign = {name: reply.knowledge for name, reply in honest.items()}
+        poisoned = self.poison(round, benign, targets, rows)
         for name, reply in honest.items():
-            with state.dropping(name):
-                poisoned = reply.saying(said[name])
-                check(poisoned, sizes(reply.client))
-                kept.append(poisoned)
-        return kept
+            yield reply.with_knowledge(poisoned[name]) if name in targets else reply
 
     def targets(self, round: int, training: Sequence[str]) -> Set[str]:
         """Return the clients to poison in a round, drawn among those that train."""
@@ -178,8 +159,8 @@ class Attack:
         craft: Callable[[Benign, Array], Array],
     ) -> Knowledge:
         tensors = dict(own.tensors)
-        for field in poisonable(self.sends):
-            ids = _ids(self.sends, field)
+        for field in poisonable(self.contract):
+            ids = _ids(self.contract, field)
             alike = _alike(field, own, benign, ids)
             for name, value in own.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):

@@ -18,7 +18,7 @@ LONGEST_REST = 16
 """The most rounds between two attempts to ask a client that does not answer."""
 
 
-class Standing:
+class ClientHealth:
     """Counts, by client, the rounds running without a usable reply."""
 
     def __init__(self, refusals: int, silences: int, notice: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
 
 
-class CalledProxy(ClientProxy):
+class DirectProxy(ClientProxy):
     """Passes each of the server's calls on to `call`."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError, one_line, words_of
-from fedhet.server.admission import Rules, Task, commonest, commonest_task, task_of
+from fedhet.server.admission import Admission, Task, commonest, commonest_task, task_of
 from fedhet.server.nodes import asked_again, registered_name
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
@@ -37,7 +37,7 @@ class Members:
         timeout: float,
         pool: Collection[str] | None,
         notice: Callable[[str], None],
-        rules: Rules | None = None,
+        rules: Admission | None = None,
         samples_cap: float = 0.0,
     ) -> None:
         """`timeout`: seconds that a node has to describe itself.
@@ -52,7 +52,7 @@ class Members:
         """The samples with which each client counts that claims more."""
         self._pool = pool
         self._notice = notice
-        self._rules = rules or Rules()
+        self._rules = rules or Admission()
         self._infos: dict[str, ClientInfo] = {}
         self._proxies: dict[str, ClientProxy] = {}
         self._names: dict[str, str] = {}

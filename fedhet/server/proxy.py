@@ -10,8 +10,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
-from fedhet.server.outliers import Sizes
-from fedhet.server.reply_spool import Inbox, StoredReply
+from fedhet.server.reply_spool import ReplySpool
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]
@@ -22,15 +21,17 @@ class NamedProxy(ClientProxy):
     """A member's proxy with the client's name; it reports when the client has replied.
 
     For large messages, `instruction` makes the payload once the semaphore `turn` is acquired.
-    Replies are stored in `inbox`, if there is one.
+    Replies are written to `spool`, if there is one.
     """
 
-    def __init__(self, member: Member, on_answer: OnAnswer, inbox: Inbox | None = None) -> None:
+    def __init__(
+        self, member: Member, on_answer: OnAnswer, spool: ReplySpool | None = None
+    ) -> None:
         super().__init__(member.proxy.cid)
         self.name = member.info.name
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self.inbox = inbox
+        self.spool = spool
         self._proxy = member.proxy
         self._on_answer = on_answer
 
@@ -41,8 +42,8 @@ class NamedProxy(ClientProxy):
                 if self.instruction is not None:
                     ins = FitIns(self.instruction(), ins.config)
                 result = self._proxy.fit(ins, timeout, group_id)
-                if self.inbox is not None:
-                    result.parameters = self.inbox.put(self.name, result.parameters)
+                if self.spool is not None:
+                    result.parameters = self.spool.put(self.name, result.parameters)
         except Exception as error:
             self._on_answer(self.name, words_of(error))
             raise ClientFailureError(self.name, words_of(error)) from error
@@ -69,15 +70,6 @@ class NamedProxy(ClientProxy):
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
         return self._proxy.reconnect(ins, timeout, group_id)
-
-
-def stored_sizes(results: Sequence[tuple[ClientProxy, FitRes]]) -> dict[str, Sizes]:
-    """Return the sizes of the replies that are stored on disk, by client."""
-    return {
-        name_of(proxy): result.parameters.field_sizes
-        for proxy, result in results
-        if isinstance(result.parameters, StoredReply)
-    }
 
 
 class ClientFailureError(Exception):

@@ -1,7 +1,7 @@
 """Replies on disk: the server holds the weights of none of them in memory.
 
-A reply is written to a file of its own as it arrives. Its weights are mapped from there, one tensor
-at a time, whenever they are used, so that the server's memory does not grow with the clients.
+A reply is decoded and written to a file of its own as it arrives. Its weights are mapped from
+there, one tensor at a time, when they are used: the server's memory does not grow with the clients.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from pathlib import Path
 from flwr.common import Parameters
 
 from fedhet.arrays import Array, OnDemand
-from fedhet.errors import StateError
-from fedhet.server.outliers import sizes_of_payload
-from fedhet.wire.contract import Contract, WeightsField
+from fedhet.errors import KnowledgeError, StateError
+from fedhet.server.magnitudes import Magnitudes, magnitudes_of
+from fedhet.server.reply import from_outside
+from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import (
     Envelope,
     Knowledge,
-    check_size,
     decode,
     payload_bytes,
+    read_arrays,
     read_npy,
 )
 
 
-class Inbox:
+class ReplySpool:
     """A folder for the replies of one round: at most one file a client, and none between rounds."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """`max_bytes`: a larger reply is not written, and refused when it is read."""
+    def __init__(self, folder: Path, max_bytes: int, contract: Contract) -> None:
+        """`max_bytes`: a larger reply is not written; `contract` says which tensors are weights."""
         self._folder, self._max_bytes = folder, max_bytes
+        self._weights = tuple(f"{name}/" for name in contract.weights)
 
-    def put(self, client: str, payload: Parameters) -> StoredReply:
-        """Write a client's reply. Raises OSError."""
-        return StoredReply(self._folder / client, payload, self._max_bytes)
+    def put(self, client: str, payload: Parameters) -> SpooledReply:
+        """Decode a client's reply and write it. Raises OSError."""
+        return SpooledReply(self._folder / client, payload, self._max_bytes, self._weights)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -55,41 +57,50 @@ class Inbox:
             path.unlink(missing_ok=True)
 
 
-class StoredReply(Parameters):
-    """A payload that lies on disk instead of in memory."""
+class SpooledReply(Parameters):
+    """A payload that lies on disk instead of in memory.
 
-    def __init__(self, path: Path, parameters: Parameters, max_bytes: int) -> None:
-        super().__init__(tensors=[], tensor_type=parameters.tensor_type)
-        self.size = payload_bytes(parameters)
+    It is decoded once, as it arrives. Of its tensors, only those that are not weights stay in
+    memory. Weights are mapped each time they are used, until the spool is cleared.
+    """
+
+    def __init__(
+        self, path: Path, payload: Parameters, max_bytes: int, weights: tuple[str, ...]
+    ) -> None:
+        super().__init__(tensors=[], tensor_type=payload.tensor_type)
+        self.size = payload_bytes(payload)
         """Bytes of the payload."""
-        self.field_sizes = {} if self.size > max_bytes else sizes_of_payload(parameters)
-        """The root mean square of each field: replies are compared before they are read."""
-        self._path, self._max_bytes = path, max_bytes
-        ends = list(accumulate(map(len, parameters.tensors)))
+        self.magnitudes: Magnitudes = {}
+        """The root mean square of each field."""
+        self._path = path
+        self._message: tuple[Envelope, Knowledge] | KnowledgeError
+        ends = list(accumulate(map(len, payload.tensors)))
         self._places = list(zip([0, *ends], ends, strict=False))
-        if self.size <= max_bytes:
-            _write(path, parameters)
+        try:
+            with from_outside(path.name):
+                envelope, knowledge = decode(read_arrays(payload, path.name, max_bytes), path.name)
+                self.magnitudes = magnitudes_of(knowledge)
+                self._message = envelope, self._on_disk(knowledge, weights)
+        except KnowledgeError as error:  # raised when the round's replies are read
+            self._message = error
+        else:
+            _write(path, payload)
 
-    def parts(self) -> list[memoryview]:
-        """Return the serialised arrays, mapped from the file. Raises StateError."""
-        whole = self._mapped()
-        return [whole[start:end] for start, end in self._places]
+    def message(self) -> tuple[Envelope, Knowledge]:
+        """Return the decoded reply. Raises KnowledgeError."""
+        if isinstance(self._message, KnowledgeError):
+            raise self._message
+        if len(self._mapped()) != self.size:
+            fault = f"its file has changed: it had {self.size} bytes"
+            raise KnowledgeError(self._path.name, "payload", fault)
+        return self._message
 
-    def read(self, sender: str, contract: Contract) -> tuple[Envelope, Knowledge]:
-        """Decode the message; of its tensors, only those that are not weights stay in memory.
-
-        Weights are mapped each time they are used, and can be used until the inbox is cleared.
-        Raises KnowledgeError.
-        """
-        check_size(self.size, sender, self._max_bytes)
-        arrays = [read_npy(part, sender, f"array {n}") for n, part in enumerate(self.parts())]
-        envelope, knowledge = decode(arrays, sender)
-        groups = tuple(f"{f.name}/" for f in contract.fields if isinstance(f, WeightsField))
+    def _on_disk(self, knowledge: Knowledge, weights: tuple[str, ...]) -> Knowledge:
         sources: dict[str, Array | Callable[[], Array]] = {}
         for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
-            weights = name.startswith(groups) and value.size
-            sources[name] = partial(self._array, number) if weights else value.copy()
-        return envelope, Knowledge(OnDemand(sources), knowledge.scalars)
+            mapped = name.startswith(weights) and value.size
+            sources[name] = partial(self._array, number) if mapped else value.copy()
+        return Knowledge(OnDemand(sources), knowledge.scalars)
 
     def _array(self, number: int) -> Array:
         start, end = self._places[number]

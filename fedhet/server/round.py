@@ -26,8 +26,8 @@ from fedhet.errors import (
 )
 from fedhet.runs.measures import Measured
 from fedhet.runs.records import Accuracy, Metrics, RoundRecord, Scores, relative, spread, summarise
-from fedhet.server.client_health import Outcome, Standing
-from fedhet.server.outliers import Sizes, medians
+from fedhet.server.client_health import ClientHealth, Outcome
+from fedhet.server.magnitudes import Magnitudes, medians
 from fedhet.settings.metrics import in_order, metric_of
 from fedhet.settings.run import RunSettings
 
@@ -49,12 +49,12 @@ class RoundState:
     """The record of the current round, and what is known of the clients across rounds."""
 
     def __init__(
-        self, workers: int, notice: Callable[[str], None], standing: Standing | None = None
+        self, workers: int, notice: Callable[[str], None], standing: ClientHealth | None = None
     ) -> None:
         """`workers`: number of clients that train at once; `notice` shows a message to the user."""
         self.record = RoundRecord(0)
         self.selection = Selection(())
-        self.standing = standing or Standing(0, 0, notice)
+        self.health = standing or ClientHealth(0, 0, notice)
         self.usual: dict[str, float] = {}
         """The median size of each field of a reply, in the last round that worked."""
         self.good = self.formed = 0
@@ -73,7 +73,7 @@ class RoundState:
         """Clients whose models have changed since their last evaluation."""
         self._losses: dict[str, float] = {}
         self._outcomes: dict[str, Outcome] = {}
-        self._sizes: Mapping[str, Sizes] = {}
+        self._magnitudes: Mapping[str, Magnitudes] = {}
         self._started = self._waiting_since = self._waiting = 0.0
         self._peak_memory_mb = 0.0
 
@@ -81,7 +81,7 @@ class RoundState:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self._sizes = {}, {}
+            self._outcomes, self._magnitudes = {}, {}
             self._started, self._waiting = time.perf_counter(), 0.0
 
     def ask(self, selection: Selection) -> None:
@@ -120,7 +120,7 @@ class RoundState:
         Not those that have been silent in it, and of those that were not asked none that rests.
         """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
-        resting = {n for n in names if self.standing.rests(self.record.round, n)}
+        resting = {n for n in names if self.health.rests(self.record.round, n)}
         return sorted(set(names) - silent - (resting - set(self.record.asked)))
 
     def measured(self, name: str, measured: Measured) -> None:
@@ -190,9 +190,9 @@ class RoundState:
         self.record.failed[name] = reason
         self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
-    def compared(self, sizes: Mapping[str, Sizes]) -> None:
-        """Record the sizes of this round's replies, by client."""
-        self._sizes = sizes
+    def compared(self, magnitudes: Mapping[str, Magnitudes]) -> None:
+        """Record the magnitudes of this round's replies, by client."""
+        self._magnitudes = magnitudes
 
     def settle(self, answered: Sequence[str]) -> bool:
         """Record the clients whose replies were accepted; tell whether the server must go back.
@@ -206,7 +206,8 @@ class RoundState:
             return self.formed > self.good
         if answered:
             self.good, self.formed = self.record.round - 1, self.record.round
-            self.usual |= medians(self._sizes[name] for name in answered if name in self._sizes)
+            known = self._magnitudes
+            self.usual |= medians(known[name] for name in answered if name in known)
         return False
 
     def went_back(self) -> None:
@@ -240,10 +241,10 @@ class RoundState:
         """Record that the server has learned from the round's replies."""
         self.divergences, self.learned_once = 0, True
 
-    def enter_standing(self, members: Collection[str]) -> list[str]:
+    def enter_health(self, members: Collection[str]) -> list[str]:
         """Enter how the clients fared in the round; return whom the method must forget."""
         fared = {name: self._outcomes.get(name) for name in (*self.record.asked, *self._outcomes)}
-        return self.standing.enter(self.record.round, fared, members)
+        return self.health.enter(self.record.round, fared, members)
 
     def close(self, *, evaluated: bool) -> RoundRecord:
         """End the round and return its record, with accuracies if it was evaluated.
@@ -282,7 +283,7 @@ class RoundState:
                 "accuracy": self._accuracy,
                 **({"metrics": self._metrics} if self._metrics else {}),
                 "changed": sorted(self._changed),
-                "standing": self.standing.to_dict(),
+                "standing": self.health.to_dict(),
                 "usual": self.usual,
                 "good": self.good,
                 "formed": self.formed,
@@ -297,7 +298,7 @@ class RoundState:
         self._accuracy = TypeAdapter(Accuracy).validate_python(known["accuracy"])
         self._metrics = TypeAdapter(Metrics).validate_python(known.get("metrics", {}))
         self._changed = set(TypeAdapter(list[str]).validate_python(known["changed"]))
-        self.standing.load_dict(known["standing"])
+        self.health.load_dict(known["standing"])
         self.usual = {field: float(size) for field, size in known["usual"].items()}
         self.good, self.formed = int(known["good"]), int(known["formed"])
         self.divergences, self.learned_once = int(known["divergences"]), bool(known["learned_once"])

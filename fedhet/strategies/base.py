@@ -1,14 +1,12 @@
 """The server half of every method: a Flower strategy that calls the hooks a method implements.
 
-A round is, in this file's order: `select`, `instruct`, then for each reply the exchange, the attack
-if there is one and `accept`, then `aggregate`, then evaluation.
+A round is, in this file's order: `select`, `instruct`, the steps that each reply passes (decoding,
+contract, attack if there is one, magnitude, `accept`), `aggregate`, and then the evaluation.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
@@ -20,30 +18,28 @@ from torch import nn
 from fedhet.arrays import Array
 from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
-from fedhet.devices import compute_for
 from fedhet.errors import DataError, StateError
 from fedhet.methods.spec import MethodSpec
-from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import Measured, mean_figures
+from fedhet.runs.measures import mean_figures
 from fedhet.seeding import numpy_rng
-from fedhet.server.admission import rules_of
-from fedhet.server.attacks import attack_of
-from fedhet.server.client_health import Standing
-from fedhet.server.exchange import Exchange, Reply, in_proportion
+from fedhet.server.admission import admission_of
+from fedhet.server.client_health import ClientHealth
+from fedhet.server.dispatch import NOTHING, Dispatch
+from fedhet.server.evaluation import measured_on
+from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member, Members
-from fedhet.server.proxy import Failures, NamedProxy, name_of, reasons, stored_sizes
-from fedhet.server.reply_spool import Inbox
+from fedhet.server.proxy import Failures, name_of, reasons
+from fedhet.server.reply import Reply
+from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
-from fedhet.settings.run import RunSettings
+from fedhet.server.steps import checks, through
 from fedhet.storage import Checkpoint
-from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 __all__ = ["HetStrategy", "Reply", "Selection"]
-
-NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 
 
 class HetStrategy(Strategy):
@@ -52,24 +48,29 @@ class HetStrategy(Strategy):
     spec: ClassVar[MethodSpec]
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # Of training settings that are dealt to the clients, the server has the first.
+        # Of training settings that are assigned to the clients, the server has the first.
         self.run = config.run.model_copy(update={"training": config.run.training.first()})
         self.settings, self.log, self.data = config.own, log, data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
-        engine = self.run.engine
-        told, heard = (_holds_weights(each) for each in (self.spec.instructions, self.spec.replies))
-        pool = self.run.models.names if told or heard else None
+        engine, spec, limit = self.run.engine, self.spec, int(self.run.engine.max_payload_mb * 1e6)
+        carry_weights = spec.instructions.weights or spec.replies.weights
         self._members = Members(
-            engine.join_timeout, pool, log.notice, rules_of(config, self.data), engine.samples_cap
+            engine.join_timeout,
+            self.run.models.names if carry_weights else None,
+            log.notice,
+            admission_of(config, self.data),
+            engine.samples_cap,
         )
-        standing = Standing(engine.refusals, engine.silences, log.notice)
-        self.state = RoundState(log.workers, log.notice, standing)
-        limit = int(engine.max_payload_mb * 1e6)
+        health = ClientHealth(engine.refusals, engine.silences, log.notice)
+        self.state = RoundState(log.workers, log.notice, health)
         self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
-        self._attack = attack_of(self.run.attack, self.spec.replies, self.run.seed)
-        self._turns = threading.BoundedSemaphore(engine.in_flight or log.workers)
-        self._inbox = Inbox(log.directory / "inbox", limit)
-        self._stores = self.spec.large_messages or heard
+        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies)
+        self._dispatch = Dispatch(
+            self._exchange,
+            log.client_answered,
+            self._spool if spec.large_messages or spec.replies.weights else None,
+            (engine.in_flight or log.workers) if spec.large_messages else None,
+        )
 
     # The hooks: what a method implements.
 
@@ -157,7 +158,7 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._inbox.clear()
+        self._spool.clear()
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.changed(self.members)
@@ -174,14 +175,15 @@ class HetStrategy(Strategy):
         self.run = self.log.ending(self.run)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined(member.info for member in self.members.values())
-        eligible = self.state.standing.eligible(server_round, self.members)
+        eligible = self.state.health.eligible(server_round, self.members)
         selection = self.select(server_round, [self.members[name].info for name in eligible])
         self.state.ask(selection)
         self.log.round_started(server_round, selection.names)
         evaluated = selection.training if self._evaluates(server_round) else ()
+        asked = [self.members[name] for name in selection.names]
         instructions: list[tuple[ClientProxy, FitIns]] = [
             (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **self.log.kept_too}))
-            for proxy, payload in self._instructions(server_round, selection)
+            for proxy, payload in self._dispatch.to_train(server_round, asked, self.instruct)
         ]
         self.state.wait()
         return instructions
@@ -189,19 +191,13 @@ class HetStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Check the replies, record missing clients, and let the method aggregate."""
+        """Let the replies pass their steps, and the method aggregate those that are accepted."""
         self.state.go_on()
-        with self._inbox.read():
+        with self._spool.read():
             self.state.changed(self.state.selection.training)
-            sent, accepted = self._replies(results, failures), []
-            replies = self._attack(
-                server_round, sent, state=self.state, check=self._exchange.check, sizes=self.sizes
-            )
-            factor = self.run.engine.outlier_factor
-            for reply in in_proportion(replies, stored_sizes(results), self.state, factor):
-                with self.state.dropping(reply.client.name):
-                    accepted.append(self.accept(server_round, reply))
-                    self.state.measured(reply.client.name, reply.measured)
+            replies = self._exchange.decode_all(results, failures, self.members)
+            steps = [*checks(self.run, self.spec.replies, self.sizes, self.state), self._accepted]
+            accepted = list(through(steps, replies))
             if self.state.settle([reply.client.name for reply in accepted]):
                 self._go_back()
             elif accepted:
@@ -209,6 +205,14 @@ class HetStrategy(Strategy):
                     self.state.figures(self.aggregate(server_round, accepted))
                     self.state.figures(mean_figures([r.measured.figures for r in accepted]))
         return NOTHING, dict(self.state.record.method)
+
+    def _accepted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield what the method accepts of the replies: their last step."""
+        for reply in replies:
+            with self.state.dropping(reply.client.name):
+                accepted = self.accept(self.state.record.round, reply)
+                self.state.measured(reply.client.name, reply.measured)
+                yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """Do nothing: the server's own models are evaluated when the round closes."""
@@ -223,9 +227,9 @@ class HetStrategy(Strategy):
         if not instructions:
             self._close_round()
             return []
-        payloads = self._exchange.encode_all(server_round, instructions)
+        asked = self._dispatch.to_evaluate(server_round, self.members, instructions)
         self.state.wait()
-        return [(self._proxy(name), EvaluateIns(part, {})) for name, part in payloads.items()]
+        return list(asked)
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
@@ -238,11 +242,11 @@ class HetStrategy(Strategy):
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
                 info = self.members[name].info
-                self.state.measured(name, self._exchange.read_evaluation(info, result))
+                self.state.measured(name, self._exchange.decode_evaluation(info, result))
         self._close_round()
         return None, {}
 
-    # The steps of these methods.
+    # What these methods call.
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""
@@ -264,42 +268,6 @@ class HetStrategy(Strategy):
             self.load_state_dict(kept)
         self.state.went_back()
 
-    def _instructions(
-        self, round: int, selection: Selection
-    ) -> Iterator[tuple[NamedProxy, Parameters]]:
-        """Yield each selected client's proxy and payload; large payloads are made when sent."""
-        if self.spec.large_messages:
-            for name in selection.names:
-                proxy = self._proxy(name)
-                proxy.instruction = partial(self._payload, round, name)
-                proxy.turn = self._turns
-                yield proxy, NOTHING
-            return
-        made = {name: self.instruct(round, self.members[name].info) for name in selection.names}
-        for name, payload in self._exchange.encode_all(round, made).items():
-            yield self._proxy(name), payload
-
-    def _payload(self, round: int, name: str) -> Parameters:
-        return self._exchange.encode(round, self.instruct(round, self.members[name].info))
-
-    def _proxy(self, name: str) -> NamedProxy:
-        inbox = self._inbox if self._stores else None
-        return NamedProxy(self.members[name], self.log.client_answered, inbox)
-
-    def _replies(
-        self, results: Sequence[tuple[ClientProxy, FitRes]], failures: Failures
-    ) -> Iterator[Reply]:
-        """Yield the replies that satisfy the contract, by client, as they are read."""
-        answers = {name_of(proxy): result for proxy, result in results}
-        why = reasons(failures)
-        for name in self.state.record.asked:
-            if name not in answers:
-                self.state.absent(name, why.get(name, "did not answer in time"))
-                continue
-            client, number = self.members[name].info, self.state.record.round
-            with self.state.dropping(name):
-                yield self._exchange.read(number, client, answers[name], self.sizes(client))
-
     def _evaluates(self, round: int) -> bool:
         return round % self.run.evaluate_every == 0 or round == self.run.rounds
 
@@ -317,31 +285,9 @@ class HetStrategy(Strategy):
         models = self.eval_models() if evaluated else {}
         if models and (common := self.common_test()) is not None:
             self.state.measured(SERVER, measured_on(common, models, self.run))
-        for name in self.state.enter_standing(self.members):
+        for name in self.state.enter_health(self.members):
             self.forget(name)
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
         facts = {"state": self.state.to_json()}
         self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
-
-
-def _holds_weights(contract: Contract) -> bool:
-    return any(isinstance(field, WeightsField) for field in contract.fields)
-
-
-def measured_on(common: Split, models: Mapping[str, nn.Module], run: RunSettings) -> Measured:
-    """Return what the server's own models score, by kind, on the common test set."""
-    compute = compute_for(run.engine)
-    scores = {kind: judge(model, common, compute, run.measured) for kind, model in models.items()}
-    return Measured(
-        {("common", kind): score.accuracy for kind, score in scores.items()},
-        None,
-        0.0,
-        0.0,
-        0.0,
-        metrics={
-            (name, "common", kind): value
-            for kind, score in scores.items()
-            for name, value in score.metrics.items()
-        },
-    )

@@ -79,7 +79,7 @@ class FedDfStrategy(HetStrategy):
             raise KnowledgeError(client.name, "weights", fault)
         self._averages[client.model].add(weights, reply.samples)
         self._ensemble.add({"logits": logits}, 1)
-        return reply.saying(Knowledge())
+        return reply.with_knowledge(Knowledge())
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Distil the mean of all clients' logits into the average of each architecture.

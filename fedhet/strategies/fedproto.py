@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from fedhet.algorithms.classwise import capped
 from fedhet.arrays import Array
 from fedhet.methods.fedproto import SPEC, FedProtoSettings
 from fedhet.strategies.base import Reply
@@ -35,7 +36,8 @@ class FedProtoStrategy(FedHeStrategy):
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with `counts` that sum to at most the client's weight in averages."""
-        return reply.with_counts_capped()
+        counts = capped(reply.knowledge.tensors["counts"], reply.samples)
+        return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:
         """Return the client's samples of each class (Eq. 6), or 1."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.algorithms.classwise import ClassMeans, average
+from fedhet.algorithms.classwise import ClassMeans, average, capped
 from fedhet.arrays import Array, Arrays, grouped, groups
 from fedhet.methods.felo import SPEC, FeloSettings
 from fedhet.strategies.base import HetStrategy, Reply
@@ -45,7 +45,8 @@ class FeloStrategy(HetStrategy):
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with `counts` that sum to at most the client's weight in averages."""
-        return reply.with_counts_capped()
+        counts = capped(reply.knowledge.tensors["counts"], reply.samples)
+        return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""

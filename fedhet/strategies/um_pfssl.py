@@ -113,7 +113,7 @@ class UmPfsslStrategy(HetStrategy):
         self.pool.trim(number, KEPT_VERSIONS)
         self.versions[number] = round
         lists = {k: v for k, v in reply.knowledge.tensors.items() if "/" not in k}
-        return reply.saying(Knowledge(lists, reply.knowledge.scalars))
+        return reply.with_knowledge(Knowledge(lists, reply.knowledge.scalars))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the helper lists; the server averages nothing."""

@@ -115,6 +115,11 @@ class Contract:
 
     fields: tuple[Field, ...] = ()
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the fields that hold the weights of models."""
+        return tuple(field.name for field in self.fields if isinstance(field, WeightsField))
+
     def replacing(self, field: Field) -> Contract:
         """Return this contract with the field of the same name replaced by `field`."""
         return Contract(tuple(field if old.name == field.name else old for old in self.fields))
@@ -142,7 +147,7 @@ class Contract:
     ) -> None:
         scalar_names = {f.name for f in self.fields if isinstance(f, ScalarField)}
         tensor_names = {f.name for f in self.fields if isinstance(f, TensorField)}
-        groups = {f.name for f in self.fields if isinstance(f, WeightsField)}
+        groups = set(self.weights)
         for name in scalars:
             if name not in scalar_names:
                 raise _undeclared(sender, name, scalar_names)

@@ -17,7 +17,7 @@ from fedhet.config.resolve import Config
 from fedhet.engines.ray.pool import LostError, Pool
 from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.errors import FedhetError
-from fedhet.server.direct_proxy import CalledProxy
+from fedhet.server.direct_proxy import DirectProxy
 from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
@@ -71,7 +71,7 @@ class ReachableClients(SimpleClientManager):
         return super().all()
 
 
-class WorkerProxy(CalledProxy):
+class WorkerProxy(DirectProxy):
     """A client that any worker of the cluster can run."""
 
     def __init__(self, name: str, partition: int, pool: Pool) -> None:

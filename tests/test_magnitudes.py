@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flwr.common import ndarrays_to_parameters
 
-from fedhet.server.outliers import medians, out_of_proportion, sizes_of, sizes_of_payload
+from fedhet.server.magnitudes import magnitudes_of, medians, out_of_proportion
+from fedhet.server.reply_spool import ReplySpool
+from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 ENVELOPE = Envelope("run-1", "felo", 1, "a")
@@ -30,7 +32,7 @@ def test_sizes_are_root_mean_squares_of_fields():
     said = reply(rng)
     flat = {name: value.astype(np.longdouble).ravel() for name, value in said.tensors.items()}
     model = np.concatenate([flat["weights/a"], flat["weights/b"]])
-    found = sizes_of(said)
+    found = magnitudes_of(said)
     assert found.keys() == {"features", "weights"}, "integers and scalars have their own bounds"
     assert found["features"] == pytest.approx(float(np.sqrt((flat["features"] ** 2).mean())))
     assert found["weights"] == pytest.approx(float(np.sqrt((model**2).mean())), rel=1e-3)
@@ -40,15 +42,16 @@ def test_the_largest_floats_are_larger_than_all_else():
     huge = Knowledge({"features": np.full((3, 4), 3e38, np.float32)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sizes_of(huge)["features"] > 1e30
+        assert magnitudes_of(huge)["features"] > 1e30
 
 
-def test_a_payload_is_measured_as_it_will_be_read():
+def test_a_payload_is_measured_as_it_will_be_read(tmp_path):
     said = reply(np.random.default_rng(1))
     payload = ndarrays_to_parameters(encode(ENVELOPE, said))
-    assert sizes_of_payload(payload) == sizes_of(said)
+    spool = ReplySpool(tmp_path, 10**6, Contract((WeightsField("weights", "w"),)))
+    assert spool.put("a", payload).magnitudes == magnitudes_of(said)
     payload.tensors[1] = b"garbage"
-    assert sizes_of_payload(payload) == {}
+    assert spool.put("a", payload).magnitudes == {}
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
-from flwr.common import Parameters
 
 from fedhet.arrays import Array
 from fedhet.errors import KnowledgeError
-from fedhet.wire.knowledge import Knowledge, decode, payload_bytes, read_arrays
+from fedhet.wire.knowledge import Knowledge
 
-Sizes = Mapping[str, float]
+Magnitudes = Mapping[str, float]
 """The root mean square of each floating-point field of a reply; a model is one field."""
 LEAST_REFERENCE = 0.01
 """A root mean square to which others may always be compared: a reply of zeros makes nobody odd."""
 
 
-def sizes_of(knowledge: Knowledge) -> Sizes:
+def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
     """Return the root mean square of each field of a reply that holds floating-point numbers."""
     fields: dict[str, list[Array]] = {}
     for name, value in knowledge.tensors.items():
@@ -32,28 +31,19 @@ def sizes_of(knowledge: Knowledge) -> Sizes:
     return {field: _root_mean_square(values) for field, values in fields.items()}
 
 
-def sizes_of_payload(payload: Parameters) -> Sizes:
-    """Return `sizes_of` a reply that has just arrived; nothing if it cannot be decoded."""
-    try:
-        _, knowledge = decode(read_arrays(payload, "", payload_bytes(payload)), "")
-    except KnowledgeError:  # refused when the reply is read, by the client's name
-        return {}
-    return sizes_of(knowledge)
-
-
 def out_of_proportion(
-    sizes: Mapping[str, Sizes], usual: Sizes, factor: float
+    magnitudes: Mapping[str, Magnitudes], usual: Magnitudes, factor: float
 ) -> dict[str, KnowledgeError]:
     """Return the clients whose replies are out of proportion, with the error that says so.
 
-    `sizes`: by client, those of a round's replies; `usual`: the medians of the last round. A field
+    `magnitudes`: by client, those of a round's replies; `usual`: the last round's medians. A field
     is compared with the larger of the other clients' median and the usual one. With two clients
     the larger is thus refused: it is the one that does harm. No client is judged by its own reply,
     so nothing is refused where there is nothing to compare with.
     """
     found: dict[str, KnowledgeError] = {}
-    for name, field, size in _fields(sizes):
-        others = [s[field] for n, s in sizes.items() if n != name and field in s]
+    for name, field, size in _fields(magnitudes):
+        others = [s[field] for n, s in magnitudes.items() if n != name and field in s]
         known = [*([median(others)] if others else []), *([usual[field]] if field in usual else [])]
         if known and size > factor * max(*known, LEAST_REFERENCE):
             fault = (
@@ -64,17 +54,17 @@ def out_of_proportion(
     return found
 
 
-def medians(sizes: Iterable[Sizes]) -> dict[str, float]:
+def medians(magnitudes: Iterable[Magnitudes]) -> dict[str, float]:
     """Return the median of each field over a round's accepted replies."""
     fields: dict[str, list[float]] = {}
-    for each in sizes:
+    for each in magnitudes:
         for field, size in each.items():
             fields.setdefault(field, []).append(size)
     return {field: float(median(found)) for field, found in sorted(fields.items())}
 
 
-def _fields(sizes: Mapping[str, Sizes]) -> Iterator[tuple[str, str, float]]:
-    for name, fields in sizes.items():
+def _fields(magnitudes: Mapping[str, Magnitudes]) -> Iterator[tuple[str, str, float]]:
+    for name, fields in magnitudes.items():
         for field, size in fields.items():
             yield name, field, size
 

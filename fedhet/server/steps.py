@@ -1,0 +1,73 @@
+"""The steps that a round's replies pass, one after the other, before the method gets them.
+
+A step takes the replies that the step before it lets through, and yields those that go on, changed
+or not. It drops a reply by raising KnowledgeError inside `state.dropping`. A step that compares
+replies holds all of them; the others take one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, reduce
+
+from fedhet.server.attacks import Attack
+from fedhet.server.magnitudes import out_of_proportion
+from fedhet.server.reply import Reply, from_outside
+from fedhet.server.round import RoundState
+from fedhet.settings.run import RunSettings
+from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.identity import ClientInfo
+
+Step = Callable[[Iterable[Reply]], Iterable[Reply]]
+SizesOf = Callable[[ClientInfo], Sizes]
+"""Returns the sizes that the fields of a client's reply must have."""
+
+
+def checks(run: RunSettings, replies: Contract, sizes: SizesOf, state: RoundState) -> list[Step]:
+    """Return the steps between decoding a reply and the method's `accept`, in their order.
+
+    The contract is checked again after an attack, whose replies the server would refuse as well.
+    """
+    contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
+    steps: list[Step] = [contract]
+    if run.attack.kind != "none":
+        steps += [Attack(run.attack, replies, run.seed, state, sizes), contract]
+    if run.engine.outlier_factor:
+        steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
+    return steps
+
+
+def through(steps: Iterable[Step], replies: Iterable[Reply]) -> Iterable[Reply]:
+    """Return the replies that pass all steps."""
+    return reduce(lambda passed, step: step(passed), steps, replies)
+
+
+def check_contract(
+    replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf, state: RoundState
+) -> Iterator[Reply]:
+    """Yield the replies that satisfy the contract; drop the others."""
+    for reply in replies:
+        name, knowledge = reply.client.name, reply.knowledge
+        with state.dropping(name):
+            wanted = sizes(reply.client)
+            with from_outside(name):
+                contract.check(name, knowledge.tensors, knowledge.scalars, wanted)
+            yield reply
+
+
+def check_magnitude(
+    replies: Iterable[Reply], *, factor: float, state: RoundState
+) -> Iterator[Reply]:
+    """Yield the replies in proportion to the others of the round; drop the others.
+
+    `factor` is 'engine.outlier-factor'.
+    """
+    replies = list(replies)
+    magnitudes = {reply.client.name: reply.magnitudes() for reply in replies}
+    state.compared(magnitudes)
+    odd = out_of_proportion(magnitudes, state.usual, factor)
+    for reply in replies:
+        with state.dropping(reply.client.name):
+            if reply.client.name in odd:
+                raise odd[reply.client.name]
+            yield reply
