@@ -73,7 +73,8 @@ class SpooledReply(Parameters):
         self.magnitudes: Magnitudes = {}
         """The root mean square of each field."""
         self._path = path
-        self._message: tuple[Envelope, Knowledge] | KnowledgeError
+        self._fault: tuple[str, str] | None = None
+        """The field and the fault for which it is refused; no error, which would hold its frames."""
         ends = list(accumulate(map(len, payload.tensors)))
         self._places = list(zip([0, *ends], ends, strict=False))
         try:
@@ -82,14 +83,14 @@ class SpooledReply(Parameters):
                 self.magnitudes = magnitudes_of(knowledge)
                 self._message = envelope, self._on_disk(knowledge, weights)
         except KnowledgeError as error:  # raised when the round's replies are read
-            self._message = error
+            self._fault = error.field, error.fault
         else:
             _write(path, payload)
 
     def message(self) -> tuple[Envelope, Knowledge]:
         """Return the decoded reply. Raises KnowledgeError."""
-        if isinstance(self._message, KnowledgeError):
-            raise self._message
+        if self._fault is not None:
+            raise KnowledgeError(self._path.name, *self._fault)
         if len(self._mapped()) != self.size:
             fault = f"its file has changed: it had {self.size} bytes"
             raise KnowledgeError(self._path.name, "payload", fault)
