@@ -74,7 +74,7 @@ class SpooledReply(Parameters):
         """The root mean square of each field."""
         self._path = path
         self._fault: tuple[str, str] | None = None
-        """The field and the fault for which it is refused; no error, which would hold its frames."""
+        """The field and the fault for which it is refused: an error would keep its frames alive."""
         ends = list(accumulate(map(len, payload.tensors)))
         self._places = list(zip([0, *ends], ends, strict=False))
         try:
