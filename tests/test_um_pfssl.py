@@ -10,6 +10,7 @@ import rounds
 import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
+from rounds import altered
 from test_helper_selection import ranks_lowest, replace_helper
 
 from benchmarks.model_pool import Pool, settings, traffic
@@ -461,28 +462,29 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     assert not json.loads(wire.strategy.state.to_json())["changed"]
 
 
-def test_a_list_that_cannot_be_is_ignored(tmp_path):
-    wire = Wire(um(clients=4), tmp_path / "run")
-    notices = []
+@pytest.mark.parametrize(
+    ("numbers", "fault"),
+    [((0, 1, 3), "the client itself is missing"), ((0, 1, 2, 3), "has 4 helpers, 3 are allowed")],
+)
+def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
+    wire, notices = Wire(um(clients=4), tmp_path / "run"), []
     wire.server.log.notice = notices.append
     wire.play(1)
     wire.play(2)
     before = dict(wire.strategy.lists)
-    asked = wire.ask(3)
-    answers = wire.server.answers(asked)
-    name = wire.strategy.members["client-2"].info
-    forged = to_arrays([Helper(n, 1, 0.5) for n in (0, 1, 3)])
-    reply = type("Forged", (), {"client": name, "knowledge": Knowledge(forged)})()
-    with pytest.raises(KnowledgeError, match="the client itself is missing"):
-        wire.strategy._read_list(reply)
-    long = to_arrays([Helper(n, 1, 0.5) for n in (0, 1, 2, 3)])
-    reply.knowledge = Knowledge(long)
-    with pytest.raises(KnowledgeError, match="has 4 helpers, 3 are allowed"):
-        wire.strategy._read_list(reply)
-    wire.strategy._read_list = lambda reply: (_ for _ in ()).throw(KnowledgeError("x", "y", "z"))
+    forged = to_arrays([Helper(n, 1, 0.5) for n in numbers])
+    answers = [
+        (proxy, altered(result, lambda found: found.update(forged)))
+        if proxy.name == "client-2"
+        else (proxy, result)
+        for proxy, result in wire.server.answers(wire.ask(3))
+    ]
     wire.strategy.aggregate_fit(3, answers, [])
-    assert wire.strategy.lists == before
-    assert any("helper list is unchanged" in notice for notice in notices)
+    assert wire.strategy.lists["client-2"] == before["client-2"]
+    assert wire.strategy.state.record.failed == {}
+    assert [
+        text for text in notices if "client-2's helper list is unchanged" in text and fault in text
+    ]
 
 
 def test_replies_wait_on_disk(tmp_path):
