@@ -1,4 +1,4 @@
-"""Weighted averages of models, beside exact fractions."""
+"""Weighted averages of models, against exact fractions."""
 
 import itertools
 from fractions import Fraction

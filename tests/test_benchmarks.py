@@ -1,4 +1,4 @@
-"""Benchmarks that nobody runs often: do they run?"""
+"""Benchmarks that are seldom run: do they run?"""
 
 import re
 import subprocess

@@ -145,7 +145,7 @@ def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
 # A round
 
 
-def test_only_the_trainer_is_asked_and_is_told_nothing(tmp_path):
+def test_only_the_trainer_is_asked_and_its_instruction_is_empty(tmp_path):
     server = Server(federation(fraction=0.34), tmp_path)
     for round in (1, 2):
         asked = server.ask(round)
@@ -248,7 +248,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_deployment_refuses_it_and_says_why():
+def test_a_deployment_refuses_it_with_the_reason():
     config = federation()
     why = "setting 'method' = 'central' is not allowed.*data.*have to leave the sites"
     context = Context(1, 1, {}, RecordDict(), config.flat())

@@ -181,7 +181,7 @@ def test_a_single_class_and_constant_features_are_no_error(name):
     assert len(fitted(name, x, y).unique()) > 1
 
 
-def test_nothing_is_said_and_nothing_global_is_left():
+def test_no_warning_and_no_global_state_is_left():
     before = np.random.get_state()[1].copy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -80,7 +80,7 @@ def test_everything_comes_back_in_another_process(tmp_path):
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("before", "expected"), [(1, 0.5), (2, 1.0), (3, 2.0), (9, 3.0)])
-def test_it_goes_on_from_the_last_round_before_the_one_asked_for(tmp_path, fresh, before, expected):
+def test_it_continues_from_the_last_round_before(tmp_path, fresh, before, expected):
     state = opened(tmp_path)
     for round in (1, 2, 3):
         play(state, round, float(round))

@@ -94,7 +94,7 @@ def vote_by_hand(votes, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6])
-def test_each_client_is_told_the_classes_of_its_own_space(tmp_path, alpha):
+def test_each_client_receives_the_classes_of_its_own_space(tmp_path, alpha):
     server, answers = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
     votes = {
         proxy.name: [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
@@ -195,12 +195,12 @@ def test_given_weights_decide_the_vote(tmp_path):
     ["sample", "", "client-0", "client-0=", "client-0=x", "client-0=-1", "client-0=nan",
      "client-0=inf", "client-0=1,client-0=2", "../x=1", "client-0=1,"],
 )  # fmt: skip
-def test_what_is_no_credibility_is_said(text):
+def test_a_credibility_that_cannot_be_is_refused(text):
     with pytest.raises(SettingsError, match=r"it takes equal, samples, or weights .* by client"):
         resolve({"method": "cofed", "cofed.credibility": text})
 
 
-def test_a_weight_of_nobodys_is_said(tmp_path):
+def test_a_weight_of_an_unknown_client_is_refused(tmp_path):
     config = cofed(**{"cofed.credibility": "client-1=2,clint-3=5"})
     with pytest.raises(SettingsError, match="'clint-3' is none; did you mean 'client-3'"):
         Server(config, tmp_path / "run")
@@ -284,7 +284,7 @@ def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
     ("margin", "said_", "fault"),
     [(0.0, 5, "holds 5, must be from 0 to 4"), (0.3, 6, "holds 6, must be from 0 to 5")],
 )
-def test_none_is_an_answer_only_where_participants_may_abstain(tmp_path, margin, said_, fault):
+def test_abstaining_is_refused_unless_participants_may(tmp_path, margin, said_, fault):
     server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
     asked = server.ask(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
@@ -313,7 +313,7 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
 # --- what a client does ---------------------------------------------------------------------
 
 
-def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
+def test_a_network_continues_on_its_own_and_the_pseudolabelled_data(tmp_path):
     config = cofed(models="mlp", **{"local-epochs": 2, "cofed.update-batch-size": 40})
     client = opened(config, tmp_path)
     client.train(1, Knowledge(scalars={"predict": True}))
@@ -343,14 +343,14 @@ def test_a_network_goes_on_with_its_own_and_the_given_data(tmp_path):
         torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5)
 
 
-DEALT = {
+ASSIGNED = {
     "training.optimizer": "adam,sgd",
     "training.lr": "0.002,0.05",
     "training.batch-size": "16,8",
     "training.local-epochs": "3,2",
 }
 SITES = {
-    # Client 0 and client 1 are dealt the first and the second values; the last names its own.
+    # Clients 0 and 1 are assigned the first and the second values; the last names its own.
     "first": (0, {}, "adam", 0.002, 16, 3),
     "second": (1, {}, "sgd", 0.05, 8, 2),
     "own": (1, {"optimizer": "adamw", "lr": 0.01, "batch-size": 10, "local-epochs": 4},
@@ -362,7 +362,7 @@ SITES = {
 def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
     """Sections 4.5 and 5.2: its optimiser, rate and epochs in both, its minibatch in the first."""
     index, own_settings, optimizer, lr, size, epochs = SITES[site]
-    config = cofed(models="mlp", **DEALT, **{"cofed.update-batch-size": 40})
+    config = cofed(models="mlp", **ASSIGNED, **{"cofed.update-batch-size": 40})
     client = rounds.opened(config, tmp_path, partition=index, **own_settings)
     make = {
         "adam": lambda p: torch.optim.Adam(p, lr=lr),
@@ -524,7 +524,7 @@ def test_relative_accuracy_is_after_over_before(tmp_path):
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_server_goes_on_from_its_checkpoint(tmp_path, at):
+def test_a_server_continues_from_its_checkpoint(tmp_path, at):
     config = cofed(**{"cofed.iterations": 2, "cofed.credibility": "samples"})
     server, _ = first_round(config, tmp_path / "run")
     if at == 2:

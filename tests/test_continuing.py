@@ -26,7 +26,7 @@ def longer(config, directory, **changes):
 
 # `local` evaluates every round alike; felo sends its averages once more in what was the last round.
 @pytest.mark.parametrize("method", ["local", "felo"])
-def test_a_finished_run_goes_on_as_if_it_had_been_longer(method, tmp_path):
+def test_a_finished_run_continues_as_if_it_had_been_longer(method, tmp_path):
     share = 0.75 if method == "local" else 1.0
     config = small(method, rounds=2, fraction=share)
     run(config, tmp_path / "run")
@@ -66,7 +66,7 @@ def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-def test_a_schedule_over_the_rounds_is_said_to_have_changed(tmp_path):
+def test_a_changed_schedule_is_noted(tmp_path):
     config = small("local", rounds=1, clients=2, schedule="cosine")
     run(config, tmp_path / "run")
     notices = Notices()
@@ -122,11 +122,11 @@ def test_a_run_whose_accuracy_does_not_rise_ends_early(tmp_path):
 
 
 @pytest.mark.parametrize(("round", "moment"), [(3, "after"), (4, "before"), (4, "after")])
-def test_a_run_that_was_cut_off_ends_early_all_the_same(tmp_path, round, moment):
+def test_an_interrupted_run_ends_early_all_the_same(tmp_path, round, moment):
     cut_and_resumed(stubborn(early_stopping=2), tmp_path, round, moment)
 
 
-def test_a_run_that_ended_early_goes_on_without_early_stopping(tmp_path):
+def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
     with pytest.raises(StateError, match="stopped early, and goes on with --set early-stopping=0"):

@@ -1,4 +1,4 @@
-"""The check of a message against its declaration, beside an oracle written in plain loops."""
+"""The check of a message against its declaration, against an oracle written in plain loops."""
 
 import math
 

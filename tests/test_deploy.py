@@ -58,7 +58,7 @@ class Relay:
 
 
 def to_the_end(deployment, config, directory):
-    """Run `config`; return its summary, and what its server said."""
+    """Run `config`; return its summary, and the lines of its server."""
     placed = resolve({**config.flat(), "out": str(directory), "clients": deployment.nodes})
     said: list[str] = []
     submit(placed, deployment.connection, said.append)

@@ -67,7 +67,7 @@ def objects(count):
         ({"val_labels": objects(12)}, "pickled objects are refused"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path, changes, fault):
+def test_a_faulty_file_is_explained(tmp_path, changes, fault):
     medmnist(tmp_path / "x.npz", **changes)
     with pytest.raises(DataError, match=fault):
         load(spec(f"medmnist:{tmp_path}/x.npz"))
@@ -178,7 +178,7 @@ def test_what_is_too_large_is_refused(hub):
         load(spec(f"hf:{folder}", max_bytes=100))
 
 
-def test_without_the_network_it_is_said_how_to_download():
+def test_without_the_network_the_error_explains_how_to_download():
     with pytest.raises(DataError, match=r"is not on this machine, .*--set download=true") as caught:
         load(spec("hf:nobody/nothing-of-this-name"))
     assert len(str(caught.value).splitlines()) == 1
@@ -201,7 +201,7 @@ def test_a_pool_may_repeat_a_model():
 
 
 @pytest.mark.parametrize("pool", ["cnn2*0", "cnn2*", "*3", "cnn2*x", "cnn2*1.5", "cnn2*1001"])
-def test_what_is_no_multiple_is_said(pool):
+def test_a_wrong_multiple_is_refused(pool):
     with pytest.raises(SettingsError, match=r"is no part of a pool, which is NAME, or NAME\*3"):
         small("felo", models=pool)
 

@@ -82,7 +82,7 @@ def trained(made):
     return [*made.extractor[1:], made.classifier]
 
 
-def test_what_does_not_fit_or_is_not_there_says_so(texts, home, monkeypatch):
+def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
     with pytest.raises(ModelError, match="takes texts of up to 14 tokens below 7, not of"):
         models.build("encoder-1:tiny", (0, 8, 99), 2, seed=0)
     with pytest.raises(ModelError, match="takes texts"):

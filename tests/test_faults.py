@@ -230,7 +230,7 @@ def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path)
 
 
 @pytest.mark.parametrize("clients_too", [False, True], ids=["the server", "server and clients"])
-def test_a_killed_server_goes_on_as_if_nothing_had_been(deployment, tmp_path, clients_too):
+def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path, clients_too):
     going = Run(deployment, tmp_path / "run", local_epochs=100)
     going.wait_for_round(2)
     training(deployment, 0)

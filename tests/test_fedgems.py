@@ -372,7 +372,7 @@ def notices_of(server):
 
 
 def test_a_hostile_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
-    """It goes back to its weights of before, says so, and learns again from the next round."""
+    """It restores its weights, notes it, and learns again from the next round."""
     config = unstable(rounds=4, outlier_factor=0.0, keep_optimizer=True)
     server = Server(config, tmp_path / "run")
     notices, diverged = notices_of(server), []
@@ -428,7 +428,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
     assert math.isfinite(loss)
 
 
-def test_rounds_that_diverge_count_only_if_they_are_running(tmp_path):
+def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
     """Every second round diverges: the run goes on, also past a restored checkpoint."""
     server = Server(unstable(rounds=9, divergences=2, outlier_factor=0.0), tmp_path / "run")
     for number in range(1, 6):
@@ -495,7 +495,7 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
 
-def test_who_did_not_answer_is_told_all_anew(tmp_path):
+def test_who_did_not_reply_receives_all_logits_again(tmp_path):
     server = Server(fedgems(rounds=5), tmp_path / "run")
     frozen_but_for(server.strategy, {n: np.arange(n) for n in range(2, 6)})
     server.play(1)
@@ -676,7 +676,7 @@ def test_it_is_judged_only_when_the_clients_are(tmp_path):
 # --- checkpoints ----------------------------------------------------------------------------
 
 
-def test_a_restored_server_goes_on_bit_for_bit(tmp_path):
+def test_a_restored_server_continues_bit_for_bit(tmp_path):
     config = fedgems(rounds=4, fraction=0.75)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):

@@ -307,7 +307,7 @@ def test_a_teacher_of_other_rows_is_refused_by_the_client(tmp_path):
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
-def test_a_restored_server_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
     """Its model, its optimiser's memory, its learning rate and every client's logits."""
     changes = {**KEEPING, "lr": 0.05, "fedgkt.server-epochs": 1}
     server = Server(gkt(**changes, rounds=5), tmp_path / "one")

@@ -312,7 +312,7 @@ def test_transfer_learning_is_of_the_first_participation_alone(tmp_path):
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
-def test_ds_fls_restored_server_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+def test_ds_fls_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
     config = md("ds-fl", rounds=5, lr=0.05, **KEEPING)
     server, other = Server(config, tmp_path / "one"), Server(config, tmp_path / "two").strategy
     for number in (1, 2):

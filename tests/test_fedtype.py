@@ -280,7 +280,7 @@ def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, ba
     )
 
 
-def test_the_change_of_accuracy_goes_on_over_rounds(tmp_path):
+def test_the_change_of_accuracy_is_carried_over_rounds(tmp_path):
     """With one epoch a round, Eq. 7 sees a change only if the last round's accuracy is kept."""
     client = opened(fedtype(local_epochs=1), tmp_path)
     for number in (1, 2):

@@ -134,7 +134,7 @@ def expected_average(clients, by_samples):
 
 
 @pytest.mark.parametrize("weighting", ["clients", "samples"])
-def test_the_server_averages_what_each_client_said_last(tmp_path, weighting):
+def test_the_server_averages_each_clients_last_reply(tmp_path, weighting):
     config = small(fraction=0.5, rounds=4, **{"felo.weighting": weighting})
     server = Server(config, tmp_path / "run")
     last = {}
@@ -302,7 +302,7 @@ def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "width"), [("resnet18", 512), ("cnn2", 64), ("mlp", 32)])
-def test_class_knowledge_in_bytes_beside_the_weights(model, width):
+def test_class_knowledge_in_bytes_besides_the_weights(model, width):
     """Section 4.3: the class knowledge is below 0.05 % of the weights of ResNet-18."""
     found = reply_sizes(model, (3, 32, 32), 10, width)
     knowledge = 10 * (4 * width + 4 * 10 + 8 + 8)  # features, logits, class and count of each class

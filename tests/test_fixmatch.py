@@ -251,7 +251,7 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
         ("local", {"semi_threshold": 1.1}, "'training.semi-threshold' = 1.1 is not allowed"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(method, changes, says):
+def test_what_cannot_be_is_refused_in_a_line(method, changes, says):
     with pytest.raises(SettingsError, match=says):
         small(method, semi="fixmatch", **changes)
 

@@ -76,7 +76,7 @@ def test_a_restored_model_scores_as_in_the_run(trained, client):
         assert accuracy == summary["accuracy"][protocol]["private"]["per_client"][client]
 
 
-def test_kinds_beside_the_private_model(tmp_path):
+def test_kinds_besides_the_private_model(tmp_path):
     config = small("fedtype", clients=2, rounds=1, models="mlp", **{"fedtype.proxy": "mlp2"})
     with without_figures():
         summary = run(config, tmp_path / "run")

@@ -65,7 +65,7 @@ def test_without_a_share_all_is_labelled():
     assert rest.x.shape == (0, 1)
 
 
-def test_a_client_may_be_dealt_no_labels_or_all():
+def test_a_client_may_be_assigned_no_labels_or_all():
     counts = {len(split_labels(samples(20), 0.1, 0, 0, f"client-{k}")[0]) for k in range(60)}
     assert {0, 20} < counts
 

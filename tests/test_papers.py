@@ -359,7 +359,7 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
     assert all(path.stat().st_mtime_ns == before for path, before in made.items())
 
 
-def test_a_run_that_was_cut_short_goes_on(mine, monkeypatch):
+def test_a_run_that_was_cut_short_is_continued(mine, monkeypatch):
     simulate = command.simulate
     cutting = lambda config, directory, _: simulate(config, directory, [CutOff(2, "before")])  # noqa: E731
     monkeypatch.setattr(command, "simulate", cutting)
@@ -466,6 +466,6 @@ def test_all_tables_are_listed():
         (["felo-2", "--set", "lr=-1"], "'training.lr' = -1"),
     ],
 )
-def test_bad_options_are_said_in_a_line(words, fault):
+def test_bad_options_are_refused_in_a_line(words, fault):
     with pytest.raises(SettingsError, match=fault):
         call(*words)

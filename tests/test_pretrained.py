@@ -96,7 +96,7 @@ def test_shapes_need_no_weights(tmp_path, monkeypatch):
     assert len(str(told.value).splitlines()) == 1
 
 
-def test_a_broken_file_is_said(weights):
+def test_a_broken_file_is_explained(weights):
     weights[0].write_bytes(b"not weights")
     with pytest.raises(ModelError, match="cannot be read"):
         build(f"{BASE}-pretrained", (3, 16, 16), 5, seed=0)
@@ -144,7 +144,7 @@ def test_timms_names_are_checked():
         build("timm:resnet10t", (30,), 2, seed=0)
 
 
-def test_without_timm_it_is_said_what_to_install(monkeypatch):
+def test_without_timm_the_error_explains_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(SettingsError, match=r"needs the package 'timm': pip install"):
         small("felo", models="timm:resnet18")

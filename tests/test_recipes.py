@@ -1,4 +1,4 @@
-"""Training recipes: schedules, clipping, augmentation, kept optimisers, dealt settings."""
+"""Training recipes: schedules, clipping, augmentation, kept optimisers, assigned settings."""
 
 import itertools
 from collections import Counter
@@ -311,7 +311,7 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
 
 
 def test_a_client_augments_by_its_own_draws_of_the_round(tmp_path):
-    """The images of a round, beside the generator that (seed, client, round) gives."""
+    """Against the generator that (seed, client, round) gives."""
     server = Server(small("local", augment="crop-flip", seed=3), tmp_path / "run")
     client = client_of(server.ask(1)[1][0])
     client.recipe.begin(2)
@@ -450,7 +450,7 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path):
     assert rate == pytest.approx(1e-32, rel=1e-6, abs=0)
 
 
-# --- dealt ----------------------------------------------------------------------------------
+# --- assigned -------------------------------------------------------------------------------
 
 
 def dealt(**changes):
@@ -521,7 +521,7 @@ def test_a_pool_comes_back_from_a_file(tmp_path):
     assert config.run.training.first() == TrainingSettings(lr=0.1, local_epochs=1)
 
 
-def test_a_client_trains_with_what_it_was_dealt_and_the_run_says_so(tmp_path):
+def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp_path):
     config = small(
         "local", clients=2, models="mlp", rounds=1, lr="0.5,0.25", optimizer="sgd,adamw",
         local_epochs="2,1", batch_size="16,8",

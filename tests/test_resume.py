@@ -55,7 +55,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
 
 
 def test_a_resumed_run_computes_as_it_was_begun(tmp_path, monkeypatch):
-    """What `auto` meant stands in config.toml, and what it means elsewhere is of no account."""
+    """config.toml has what `auto` meant there; what it means elsewhere does not matter."""
     config = small("fedavg", rounds=3, clients=2, max_samples=100, precision="auto")
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
     run(config, tmp_path / "whole")
@@ -79,7 +79,7 @@ VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo
 
 @pytest.mark.parametrize(("method", "changes"), [("velo", VELO), ("fedgems", GEMS)])
 @pytest.mark.parametrize(("round", "moment"), [(2, "after"), (4, "before")])
-def test_a_server_that_keeps_more_goes_on_too(tmp_path, method, changes, round, moment):
+def test_a_server_that_keeps_more_resumes_too(tmp_path, method, changes, round, moment):
     """The CVAE and its features; the server's model, the pool, and who has which logits."""
     config = small(method, rounds=4, fraction=0.75, models="mlp", max_samples=200, **changes)
     cut_and_resumed(config, tmp_path, round, moment)

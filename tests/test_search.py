@@ -255,7 +255,7 @@ def test_too_little_data_is_not_searched_on(tmp_path, count):
         ("search", "random", "it takes one of none, grid"),
     ],
 )
-def test_what_is_no_search_is_said(name, value, rule):
+def test_an_invalid_search_is_refused(name, value, rule):
     with pytest.raises(SettingsError) as caught:
         resolve({"method": "cofed", f"cofed.{name}": value})
     assert str(caught.value).startswith(

@@ -153,7 +153,7 @@ def test_every_sample_is_in_one_part(seed, self_training, self_distillation):
         assert [bool(part[i]) for part in parts] == expected
 
 
-def test_a_lesson_keeps_what_it_is_told_to():
+def test_targets_keep_the_rows_that_are_chosen():
     lesson = Targets.none(4, 2, torch.device("cpu"))
     lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
     assert lesson.known.tolist() == [False, False, True, False]

@@ -86,7 +86,7 @@ def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
     assert len(said[0].splitlines()) == 1
 
 
-def test_without_the_library_it_is_said_what_to_install(tracker, monkeypatch, tmp_path):
+def test_without_the_library_the_error_explains_what_to_install(tracker, monkeypatch, tmp_path):
     name, _ = tracker
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"needs the package '{name}': pip install"):

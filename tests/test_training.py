@@ -1,4 +1,4 @@
-"""The one training loop beside plain PyTorch, evaluation beside numpy; devices and seeds."""
+"""The one training loop against plain PyTorch, evaluation against numpy; devices and seeds."""
 
 import copy
 import subprocess
@@ -85,7 +85,7 @@ def test_too_few_samples(samples):
         batches(samples, 8, generator())
 
 
-# --- train_epoch beside a plain loop --------------------------------------------------------
+# --- train_epoch against a plain loop -------------------------------------------------------
 
 
 def small_net(dropout=0.0):
@@ -265,7 +265,7 @@ def test_only_the_given_parameters_learn():
     assert not torch.equal(model[4].weight, before["4.weight"])
 
 
-# --- evaluation beside numpy ----------------------------------------------------------------
+# --- evaluation against numpy ---------------------------------------------------------------
 
 
 def numpy_score(weight, bias, x, y):

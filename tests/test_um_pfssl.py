@@ -422,7 +422,7 @@ def test_nothing_new_is_not_sent(tmp_path):
             assert got or name in wire.strategy.state.selection.training
 
 
-def test_a_run_that_is_restored_goes_on_bit_for_bit(tmp_path):
+def test_a_restored_run_continues_bit_for_bit(tmp_path):
     config = um(clients=4, fraction=0.5, rounds=6)
     wire = Wire(config, tmp_path / "one")
     for round in (1, 2, 3):

@@ -312,7 +312,7 @@ def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
     [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.least-separation": 0.1}],
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_restored_server_goes_on_bit_for_bit(tmp_path, changes, stop):
+def test_a_restored_server_continues_bit_for_bit(tmp_path, changes, stop):
     changes = {**changes, "velo.memory": 2}
     whole = started(tmp_path / "whole", **changes)
     for round in range(1, stop + 1):
