@@ -125,6 +125,6 @@ def test_the_commands_say_which_models():
         return " ".join(CliRunner().invoke(app, words).output.replace("\u2502", " ").split())
 
     said = shown("methods", "fedtype")
-    assert "where the data is a table, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
-    assert f"where the data is a table, {SCIKIT};" in shown("methods", "cofed")
+    assert "for tables, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
+    assert f"for tables, {SCIKIT};" in shown("methods", "cofed")
     assert "the pool is one for tables where the data is a table" in shown("run", "--help")

@@ -77,8 +77,8 @@ def _literal(value: object) -> str:
 
 def default_models(method: Method) -> str:
     """Return the method's default models in a sentence, by the kind of data."""
-    others = [kind for kind in KINDS if kind is not IMAGE]
-    parts = [f"where the data is {kind.data}, {_models(method, kind)}" for kind in others]
+    others = [kind for kind in KINDS.values() if kind is not IMAGE]
+    parts = [f"for {kind.plural}, {_models(method, kind)}" for kind in others]
     return f"Models, if none are given: {'; '.join([method.spec.pool(IMAGE), *parts])}."
 
 

@@ -15,7 +15,7 @@ from fedhet.config.values import validated
 from fedhet.data import sources
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError
-from fedhet.kinds import augmentation, plurals
+from fedhet.kinds import KINDS, augmentation
 from fedhet.methods.registry import Method, all_methods
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
@@ -160,8 +160,8 @@ def _check_semi(run: RunSettings, method: Method) -> None:
     if not method.spec.semi:
         rule = f"none with {method.name}, which has a way of its own to train"
         raise refused("training.semi", run.training.semi, rule)
-    if not data.sample_kind(run.data).semi:
-        able = plurals("semi", "or")
+    if not data.sample_kind(run.data).changeable:
+        able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
         rule = f"{able} with 'training.semi' = '{run.training.semi}', which augments them"
         raise refused("data.dataset", run.data.dataset, rule)
     if run.training.augment != "none":

@@ -12,7 +12,7 @@ import torch
 from fedhet.data.sources import find_source
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
 from fedhet.errors import DataError, SettingsError
-from fedhet.kinds import Shape, described, kind_of, plurals
+from fedhet.kinds import KINDS, Shape, described, kind_of
 from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
@@ -96,10 +96,11 @@ def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
         raise SettingsError(
             f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
         )
-    if not kind.generates:
+    if kind.generated is None:
+        able = " and ".join(each.plural for each in KINDS.values() if each.generated)
         raise SettingsError(
-            f"data.public-dataset = {GENERATED!r} is for {plurals('generates', 'and')}; samples of "
-            f"{dataset.name!r} have {described(dataset.shape)}"
+            f"data.public-dataset = {GENERATED!r} is for {able}; samples of {dataset.name!r} have "
+            f"{described(dataset.shape)}"
         )
     rng = numpy_rng(spec.seed, "public", "generated")
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)

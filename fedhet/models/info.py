@@ -44,10 +44,11 @@ class ModelInfo:
                 f"model '{self.name}' takes numbers, not {kind.plural}; {kind.model} and others "
                 "that `fedhet models` lists do"
             )
-        side = self.min_side or 1
+        side = self.min_side or 0
         fits = taken.fits(shape) and taken.side(shape) >= side if taken else len(shape) > 0
         if not fits or min((taken or kind).sizes(shape)) < 1:
-            allowed = taken.minimum(side) if taken else "samples of any shape"
+            allowed = taken.wanted if taken else "samples of any shape"
+            allowed += taken.minimum.format(side) if taken and side else ""
             hint = "; 'mlp' takes any shape" if taken and kind.is_numeric else ""
             raise ModelError(f"model '{self.name}' takes {allowed}, not shape {shape}{hint}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.kinds import IMAGE, KINDS, augmentation_names
+from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     SampleKind = str
     Augmentation = str
 else:
-    SampleKind = Literal[("auto", *(kind.name for kind in KINDS))]
-    Augmentation = Literal[augmentation_names()]
+    SampleKind = Literal[("auto", *KINDS)]
+    Augmentation = Literal[("none", *AUGMENTATIONS)]
 
 
 class DataSettings(Schema):

@@ -16,7 +16,7 @@ from fedhet.data.encoders import encoder_folder
 from fedhet.data.sources.base import Source
 from fedhet.data.tokens import WORDS
 from fedhet.errors import SettingsError, nearest
-from fedhet.kinds import IMAGE, Kind, named
+from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import refused
 
@@ -60,7 +60,7 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
 def sample_kind(table: DataSettings) -> Kind:
     """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
     if table.sample_kind != "auto":
-        return named(table.sample_kind)
+        return KINDS[table.sample_kind]
     name, _, place = table.dataset.partition(":")
     source = SOURCES.get(name)
     if source is None:  # of which another error tells
