@@ -88,25 +88,6 @@ def test_a_sound_message_passes():
     check(*sound())
 
 
-OPTIONAL = [
-    ({"counts": None}, {}),
-    ({"square": None}, {}),
-    ({"weights/fc.weight": None, "weights/bn.count": None}, {}),
-    ({}, {"steps": None}),
-    ({}, {"done": None, "note": None}),
-]
-
-
-@pytest.mark.parametrize(("tensors", "scalars"), OPTIONAL)
-def test_an_optional_field_may_be_missing(tensors, scalars):
-    check(*changed(tensors, scalars))
-
-
-def test_no_entries_at_all_are_sound():
-    empty = {"classes": np.zeros(0, np.int64), "features": f32(0, 2), "counts": np.zeros(0, int)}
-    check(*changed(empty | {"square": np.zeros((0, 0, 3))}))
-
-
 @pytest.mark.parametrize(
     ("tensors", "scalars"),
     [

@@ -112,11 +112,17 @@ def test_reconstruction_reaches_all_four_layers():
     assert all(moved(layer) > 0 for layer in dense)
 
 
-def trained(seed=0, **changes):
-    model, (features, labels, _) = made(), drawn(3, 40)
+def fit(model, features, labels, seed=0, **changes):
+    """Train a CVAE with draws of the seed; return the loss."""
     chosen = {"epochs": 30, "batch_size": 16, "lr": 0.01, "deviation": 1.0, **changes}
-    generator = torch.Generator().manual_seed(seed)
-    loss = train_cvae(model, features, labels, **chosen, generator=generator)
+    return train_cvae(
+        model, features, labels, **chosen, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def trained(seed=0, **changes):
+    model = made()
+    loss = fit(model, *drawn(3, 40)[:2], seed, **changes)
     return model, loss
 
 
@@ -214,16 +220,7 @@ def test_what_is_trained_is_equation_2_on_standardised_features():
     model, (features, labels, _) = made(), drawn(3, 40)
     features = 30 * features + 7
     before = made()
-    loss = train_cvae(
-        model,
-        features,
-        labels,
-        epochs=1,
-        batch_size=40,
-        lr=0.01,
-        deviation=0.7,
-        generator=torch.Generator().manual_seed(2),
-    )
+    loss = fit(model, features, labels, seed=2, epochs=1, batch_size=40, deviation=0.7)
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(40, generator=generator)
     noise = torch.randn(40, LATENT, generator=generator)
@@ -247,17 +244,10 @@ def by_default(features, labels, trainings):
     """A CVAE of the default settings after so many trainings on the same features."""
     sizes = VeloSettings()
     model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
+    usual = {"epochs": sizes.epochs, "batch_size": sizes.cvae_batch_size}
+    usual |= {"lr": sizes.cvae_lr, "deviation": sizes.deviation}
     for round in range(trainings):
-        train_cvae(
-            model,
-            features,
-            labels,
-            epochs=sizes.epochs,
-            batch_size=sizes.cvae_batch_size,
-            lr=sizes.cvae_lr,
-            deviation=sizes.deviation,
-            generator=torch.Generator().manual_seed(round),
-        )
+        fit(model, features, labels, round, **usual)
     return model
 
 
@@ -306,16 +296,7 @@ def test_features_that_are_all_the_same_come_back(value):
 def test_the_state_has_all_that_decoding_needs():
     features, labels, _ = drawn(3, 40)
     model, again = made(), made(1)
-    train_cvae(
-        model,
-        50 * features - 9,
-        labels,
-        epochs=3,
-        batch_size=16,
-        lr=0.01,
-        deviation=1.0,
-        generator=torch.Generator().manual_seed(0),
-    )
+    fit(model, 50 * features - 9, labels, epochs=3)
     again.load_state_dict(model.state_dict())
     draws = [synthesise(m, labels, 2, torch.Generator().manual_seed(4)) for m in (model, again)]
     assert torch.equal(*draws)

@@ -102,21 +102,10 @@ def data(samples=75, seed=2):
 
 
 def plain_optimizer(model, run, fused):
-    parameters = list(model.parameters())
+    usual = {"lr": run.lr, "weight_decay": run.weight_decay, "fused": fused or None}
     if run.optimizer == "adam":
-        return torch.optim.Adam(
-            parameters,
-            lr=run.lr,
-            weight_decay=run.weight_decay,
-            fused=fused or None,
-        )
-    return torch.optim.SGD(
-        parameters,
-        lr=run.lr,
-        momentum=run.momentum,
-        weight_decay=run.weight_decay,
-        fused=fused or None,
-    )
+        return torch.optim.Adam(model.parameters(), **usual)
+    return torch.optim.SGD(model.parameters(), momentum=run.momentum, **usual)
 
 
 def plain_loop(model, x, y, run, epochs, fused=True):
@@ -151,18 +140,9 @@ def trained(run, epochs=3, compute=CPU, model=None, seed=4):
     model = model or small_net()
     x, y = data()
     optimizing, draws = optimization(model.parameters(), run, compute), generator(seed)
-    losses = [
-        train_epoch(
-            x,
-            y,
-            cross_entropy_of(model),
-            optimizing,
-            batch_size=run.batch_size,
-            generator=draws,
-            compute=compute,
-        )
-        for _ in range(epochs)
-    ]
+    given = x, y, cross_entropy_of(model), optimizing
+    usual = {"batch_size": run.batch_size, "generator": draws, "compute": compute}
+    losses = [train_epoch(*given, **usual) for _ in range(epochs)]
     return model, losses
 
 
@@ -221,14 +201,8 @@ def test_settings_change_what_is_learnt():
     base = TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01
     )
-    changes = [
-        {},
-        {"optimizer": "adam"},
-        {"lr": 0.04},
-        {"batch_size": 15},
-        {"momentum": 0.8},
-        {"weight_decay": 0.0},
-    ]
+    changes = [{}, {"optimizer": "adam"}, {"lr": 0.04}, {"batch_size": 15}]
+    changes += [{"momentum": 0.8}, {"weight_decay": 0.0}]
     ends = [
         tuple(trained(base.model_copy(update=change))[0][0].weight.ravel().tolist())
         for change in changes
@@ -240,14 +214,9 @@ def test_training_leaves_the_data_alone():
     x, y = data()
     before = x.clone(), y.clone()
     model = small_net()
+    optimizing = optimization(model.parameters(), RUNS["adam"], CPU)
     train_epoch(
-        x,
-        y,
-        cross_entropy_of(model),
-        optimization(model.parameters(), RUNS["adam"], CPU),
-        batch_size=16,
-        generator=generator(),
-        compute=CPU,
+        x, y, cross_entropy_of(model), optimizing, batch_size=16, generator=generator(), compute=CPU
     )
     assert torch.equal(x, before[0])
     assert torch.equal(y, before[1])
@@ -560,12 +529,9 @@ def test_seeds_are_the_same_in_any_process():
         "with seeded(5, 'model', 'mlp'): print(torch.rand(3).tolist())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
         env={"PYTHONHASHSEED": "12345", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    )  # fmt: skip
     with seeded(5, "model", "mlp"):
         drawn = torch.rand(3).tolist()
     expected = [

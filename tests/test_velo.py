@@ -99,15 +99,10 @@ def test_synthetic_features_take_the_place_of_the_means(tmp_path):
     by_hand.load_state_dict(weights(strategy))
     strategy.aggregate(1, two_replies(strategy, 1))
     loss = train_cvae(
-        by_hand,
-        torch.tensor(strategy.features),
-        torch.tensor(strategy.labels),
-        epochs=3,
-        batch_size=256,
-        lr=0.01,
-        deviation=1.0,
+        by_hand, torch.tensor(strategy.features), torch.tensor(strategy.labels),
+        epochs=3, batch_size=256, lr=0.01, deviation=1.0,
         generator=torch_generator(0, "server", 1, "cvae"),
-    )
+    )  # fmt: skip
     assert np.isfinite(loss)
     assert same(weights(strategy), dict(by_hand.state_dict()))
     generator = torch_generator(0, "server", 1, "synthetic")
