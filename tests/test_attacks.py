@@ -16,14 +16,7 @@ from fedhet.methods.registry import find_method
 from fedhet.server import attacks
 from fedhet.server.attacks import Attack, Benign, far_vector, lie, ofom, paf, z_max
 from fedhet.server.round import RoundState
-from fedhet.wire.contract import (
-    Contract,
-    ScalarField,
-    Sizes,
-    TensorField,
-    WeightsField,
-    poisonable,
-)
+from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField, poisonable
 from fedhet.wire.knowledge import Knowledge, decode
 
 LOGITS = Contract((TensorField("logits", "float32", ("Q", "C"), "logits"),))

@@ -3,7 +3,6 @@
 import numpy as np
 import PIL.Image
 import pytest
-import torch
 from federation import run, small
 
 from fedhet.config.resolve import absolute, resolve
@@ -210,8 +209,3 @@ def test_one_model_for_all_may_be_given_as_a_multiple():
     assert small("fedavg", models="mlp*3").run.models.names == ["mlp"] * 3
     with pytest.raises(SettingsError, match="one model for all clients"):
         small("fedavg", models="mlp*3,cnn2")
-
-
-def test_samples_are_tensors_of_their_own(tmp_path):
-    medmnist(tmp_path / "x.npz")
-    assert load(spec(f"medmnist:{tmp_path}/x.npz")).train.x.dtype == torch.uint8

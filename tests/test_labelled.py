@@ -11,7 +11,6 @@ from rounds import opened
 
 from fedhet.arrays import grouped
 from fedhet.client_runtime.node import read_node
-from fedhet.config.resolve import resolve
 from fedhet.data import UNKNOWN, Split, split_labels
 from fedhet.errors import DataError
 from fedhet.wire.knowledge import Knowledge
@@ -151,12 +150,3 @@ def test_only_a_method_that_needs_it_hides_labels():
     assert share("felo") == share("local") == 0
     assert share("um-pfssl") == share("fedavg", semi="fixmatch") == 0.5
     assert share("um-pfssl", labelled_alpha=2.0) == share("felo", labelled_alpha=2.0) == 2.0
-
-
-def test_a_method_of_one_model_has_it_by_default():
-    def names(method, **said):
-        return resolve({"method": method, **said}).run.models.names
-
-    assert names("um-pfssl") == ["cnn2-dropout"]
-    assert names("um-pfssl", **{"models.pool": "resnet9"}) == ["resnet9"]
-    assert len(names("felo")) == 5

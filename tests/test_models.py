@@ -429,16 +429,6 @@ def test_dropout_of_the_perceptron_follows_its_hidden_layer() -> None:
     assert not torch.equal(model.train()(x), plain.train()(x))
 
 
-def test_deal_explains_wrong_settings() -> None:
-    with pytest.raises(SettingsError, match=r"'models\.deal' = 'x' .* one of cycle, shuffle"):
-        resolve({"models.deal": "x"})
-    with pytest.raises(SettingsError, match=r"'clients' = 0 .* an integer >= 1"):
-        resolve({"clients": 0})
-    for pool in ("", " , "):
-        with pytest.raises(SettingsError, match=r"'models\.pool' = .*the pool of models is empty"):
-            resolve({"models.pool": pool})
-
-
 OWN = """
 def pair(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 6)), nn.Linear(6, classes)

@@ -22,7 +22,7 @@ from interruption import (
     resumed,
     same_but_for_the_name,
     until,
-)  # fmt: skip
+)
 
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
