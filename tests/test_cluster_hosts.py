@@ -25,7 +25,7 @@ import pytest
 from federation import records, run, small, without_times
 from namespaces import SUBNET, TAG, host, ip, namespaces, processes
 
-from fedhet.config.resolve import Config
+from fedhet.config.resolve import Config, resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -44,7 +44,9 @@ ENVIRONMENT = {
 }
 
 
-def call(*words: str, private: Path | None = None, within: str = "") -> None:
+def call(
+    *words: str, private: Path | None = None, within: str = "", environment: dict | None = None
+) -> None:
     """Run a command on a host, there with an empty file system at `private`."""
     command = list(words)
     if private is not None:
@@ -52,7 +54,11 @@ def call(*words: str, private: Path | None = None, within: str = "") -> None:
         command = ["unshare", "--mount", "sh", "-c", mount]
     before = ["ip", "netns", "exec", host(within)] if within else []
     subprocess.run(
-        [*before, *command], check=True, capture_output=True, env=ENVIRONMENT, timeout=PATIENCE
+        [*before, *command],
+        check=True,
+        capture_output=True,
+        env={**ENVIRONMENT, **(environment or {})},
+        timeout=PATIENCE,
     )
 
 
@@ -94,19 +100,23 @@ def head() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def second(address: str, private: Path | None = None) -> Iterator[None]:
+def second(
+    address: str, private: Path | None = None, environment: dict | None = None
+) -> Iterator[None]:
     """The second machine of the cluster, with one processor."""
     try:
         call(
             str(RAY), "start", f"--address={address}", f"--node-ip-address={SECOND}",
-            "--num-cpus=1", private=private, within="second",
+            "--num-cpus=1", private=private, within="second", environment=environment,
         )  # fmt: skip
         yield
     finally:
         kill(processes("second"))
 
 
-def started(config: Config, address: str, out: Path) -> subprocess.Popen[str]:
+def started(
+    config: Config, address: str, out: Path, environment: dict | None = None
+) -> subprocess.Popen[str]:
     """Start a run on the first machine, by the command line."""
     settings = out.parent / f"{out.name}.toml"
     settings.write_text(config.to_toml())
@@ -115,7 +125,8 @@ def started(config: Config, address: str, out: Path) -> subprocess.Popen[str]:
         "--config", str(settings), "--out", str(out), "--set", f"engine.ray-address={address}",
     ]  # fmt: skip
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+    both = {**ENVIRONMENT, **(environment or {})}
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=both)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -181,6 +192,28 @@ def test_two_machines_give_the_numbers_of_one(head, tmp_path):
         said, faults = ended(started(small(backend="ray"), head, tmp_path / "run"))
     assert "starting with 2 workers on 2 machines" in said, faults
     run(small(), tmp_path / "inline")
+    assert summary(tmp_path / "run") == summary(tmp_path / "inline")
+
+
+def test_a_machine_with_another_fedhet_and_without_the_users_modules_gets_both(head, tmp_path):
+    """The folders of the first machine's code are empty on the second."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    shutil.copytree(ROOT / "fedhet", mine / "fedhet")
+    shutil.copy(ROOT / "examples" / "mymodels.py", mine / "mymodels.py")
+    (other / "fedhet").mkdir(parents=True)
+    (other / "fedhet" / "__init__.py").write_text("raise ImportError('another version')")
+    config = small(backend="ray", models="mlp,cnn2")
+    settings = {**config.flat(), "models.pool": "mymodels:tiny,mlp"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(mine))
+        config = resolve({**settings, "method": "felo"})
+        run(config.replacing(engine=small().run.engine), tmp_path / "inline")
+    with second(head, private=mine, environment={"PYTHONPATH": str(other)}):
+        process = started(config, head, tmp_path / "run", {"PYTHONPATH": str(mine)})
+        said, faults = ended(process)
+    assert "starting with 2 workers on 2 machines" in said, faults
+    assert process.returncode == 0, faults
+    assert "no worker starts" not in said
     assert summary(tmp_path / "run") == summary(tmp_path / "inline")
 
 

@@ -1,14 +1,15 @@
-"""Starting a Ray, or joining a cluster, and leaving it; what its workers get of the environment."""
+"""Starting a Ray cluster of one machine, or joining one; its workers' code and environment."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ def _start() -> None:
         ) from error
 
 
-def connect(address: str) -> None:
-    """Join the cluster. Raises FedhetError if it is not there, or this machine is none of its."""
+def connect(address: str, modules: Iterable[str]) -> None:
+    """Join the cluster, and send it fedhet and `modules`: its workers import them as they are here.
+
+    Raises FedhetError if there is no cluster, or this machine is not part of it.
+    """
     ray = _ray()
     if address != AUTO:
         _reach(address)
@@ -84,7 +88,7 @@ def connect(address: str) -> None:
             address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": environment()},
+            runtime_env={"env_vars": environment(), "py_modules": code_of(["fedhet", *modules])},
         )
     except Exception as error:  # Ray raises errors of several kinds, and of several lines
         ray.shutdown()
@@ -142,7 +146,8 @@ def leave() -> None:
 def environment() -> dict[str, str]:
     """Return the environment variables that the workers of all machines get.
 
-    A machine's own PYTHONPATH stands behind the folders of the user's modules here.
+    A machine's own PYTHONPATH comes after the folders of the user's modules here, from which a
+    module that is sent may import others.
     """
     carried = {
         name: value
@@ -150,6 +155,21 @@ def environment() -> dict[str, str]:
         if name in CARRIED or name.startswith(OURS)
     }
     return {**carried, "PYTHONPATH": os.pathsep.join([*own_paths(), "${PYTHONPATH}"])}
+
+
+def code_of(modules: Iterable[str]) -> list[str]:
+    """Return the folder or the file of each module's top-level package, Python's own left out."""
+    library, found = Path(sysconfig.get_path("stdlib")).resolve(), []
+    for name in dict.fromkeys(module.partition(".")[0] for module in modules):
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        place = Path(next(iter(spec.submodule_search_locations or [spec.origin or "built-in"])))
+        installed = not INSTALLED.isdisjoint(place.parts)
+        is_pythons = place.resolve().is_relative_to(library) and not installed
+        if (place.suffix == ".py" or place.is_dir()) and not is_pythons:
+            found.append(str(place))
+    return found
 
 
 def own_paths() -> list[str]:

@@ -39,22 +39,13 @@ def _lines(question: Question, here: Answer, there: Answer | str) -> Iterator[st
         )
     for module in there["missing"]:
         if module not in here["missing"]:
-            yield f"does not find the module '{module}', which the run imports"
+            yield (
+                f"does not find the module '{module}', which the run imports: install it there, in "
+                "the Python that `ray start` runs in"
+            )
 
 
 def _versions(here: Answer, there: Answer) -> Iterator[str]:
-    if there["import_fault"]:
-        yield (
-            f"cannot import fedhet ({there['import_fault']}): install it there, in the Python that "
-            "`ray start` runs in"
-        )
-    elif there["version"] != here["version"]:
-        yield f"has fedhet {there['version']}, this machine {here['version']}"
-    elif there["source"] != here["source"]:
-        yield (
-            f"its fedhet {there['version']} has other source files than this machine's: install "
-            "the same on both"
-        )
     for name, what in (("python", "Python"), ("torch", "PyTorch")):
         theirs, ours = str(there[name]), str(here[name])  # type: ignore[literal-required]
         if theirs != ours:

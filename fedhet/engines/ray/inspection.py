@@ -1,7 +1,6 @@
-"""What a machine of a cluster says of itself.
+"""What a machine of a cluster reports about itself.
 
-`inspect` is sent to each machine as code, not by its name, since a machine may have another version
-of fedhet, or none. It therefore uses nothing but Python's own library.
+It uses nothing but Python's own library, since a machine may lack the others.
 """
 
 from __future__ import annotations
@@ -32,19 +31,11 @@ class Question(TypedDict):
     """Files and folders that the run reads."""
     modules: list[str]
     """Modules that the run imports."""
-    packages: list[str]
-    """Packages of which all machines must have the same source files."""
 
 
 class Answer(TypedDict):
-    """What a machine has; a fault that is empty is none."""
+    """What a machine has. An empty fault means that there is none."""
 
-    import_fault: str
-    """Why fedhet cannot be imported."""
-    version: str
-    """fedhet's."""
-    source: str
-    """A digest of the packages' source files."""
     python: str
     torch: str
     read_fault: str
@@ -60,12 +51,8 @@ class Answer(TypedDict):
 
 def inspect(question: Question) -> Answer:
     """Answer `question` for the machine and the Python in which this runs."""
-    import_fault, version = _fedhet()
     read_fault = _read_fault(question["directory"], question["token"])
     return {
-        "import_fault": import_fault,
-        "version": version,
-        "source": "" if import_fault else _source(question["packages"]),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": _version_of("torch"),
         "read_fault": read_fault,
@@ -76,35 +63,12 @@ def inspect(question: Question) -> Answer:
     }
 
 
-def _fedhet() -> tuple[str, str]:
-    """Return why fedhet cannot be imported, or "", and its version."""
-    try:
-        return "", str(importlib.import_module("fedhet").__version__)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", ""
-
-
 def _version_of(package: str) -> str:
     """Return major and minor of an installed package's version; "" if it is not installed."""
     try:
         return ".".join(importlib.metadata.version(package).split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _source(packages: list[str]) -> str:
-    """Return a digest of the names and contents of the packages' source files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for package in packages:
-        spec = importlib.util.find_spec(package)
-        for root in (spec.submodule_search_locations or []) if spec else []:
-            for path in _files(root):
-                if path.endswith(".py"):
-                    with open(path, "rb") as file:
-                        content = hashlib.blake2b(file.read()).digest()
-                    digest.update(os.fsencode(f"{package}/{os.path.relpath(path, root)}\0"))
-                    digest.update(content)
-    return digest.hexdigest()
 
 
 def _files(root: str) -> list[str]:

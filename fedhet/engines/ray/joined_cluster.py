@@ -13,6 +13,7 @@ from fedhet.engines.ray.connection import connect, leave
 from fedhet.engines.ray.machines import (
     Machine,
     check_machines,
+    modules_of,
     pinned,
     places,
     question_of,
@@ -36,7 +37,7 @@ def joined(config: Config, directory: Path, notice: Callable[[str], None]) -> It
     on_workers = _for_workers(config)
     with contextlib.ExitStack() as leaving:
         with _shared(directory, go_on=config.run.resume):
-            connect(engine.ray_address)
+            connect(engine.ray_address, modules_of(config))
             leaving.callback(leave)
             machines = taking_clients(running_machines(), engine)
             check_machines(machines, question_of(on_workers, directory), engine.join_timeout)

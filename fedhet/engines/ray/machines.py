@@ -26,6 +26,9 @@ from fedhet.runs.units import plural
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 
+REQUIRED = ("flwr", "torch", "torchvision", "pydantic", "sklearn", "safetensors", "flwr_datasets")
+"""What must be installed on every machine; the code of fedhet itself is sent there."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -88,23 +91,26 @@ def places(
     return dealt[:clients]
 
 
+def modules_of(config: Config) -> list[str]:
+    """Return the modules that a run's workers import by name: its method, models and dataset."""
+    source, place = find_source(config.run.data.dataset)
+    return [
+        *[half.__module__ for half in (config.method.strategy, config.method.client)],
+        *[name.partition(":")[0] for name in config.run.models.names if is_own(name)],
+        *([place.partition(":")[0]] if source.imports else []),
+    ]
+
+
 def question_of(config: Config, directory: Path) -> Question:
     """Return what a run needs of each machine. `config` has absolute paths."""
     run, names = config.run, config.run.models.names
     encoders = [encoder_folder(encoder_parts(name)[2]) for name in names if is_encoder(name)]
-    source, place = find_source(run.data.dataset)
-    modules = [
-        *[half.__module__ for half in (config.method.strategy, config.method.client)],
-        *[name.partition(":")[0] for name in names if is_own(name)],
-        *([place.partition(":")[0]] if source.imports else []),
-    ]
     return Question(
         directory=str(directory),
         token=f".fedhet-{secrets.token_hex(8)}",
         device=find_device(run.engine.device).type,
         data=list(dict.fromkeys([*map(str, paths_of(run.data)), *encoders])),
-        modules=list(dict.fromkeys(modules)),
-        packages=["fedhet"],
+        modules=list(dict.fromkeys([*REQUIRED, *modules_of(config)])),
     )
 
 
@@ -147,18 +153,12 @@ def _answers(
 ) -> Mapping[str, Answer | str]:
     """Return each machine's answer by its address, or in words why there is none."""
     import ray
-    from ray import cloudpickle
 
-    # As code: the other machine may have no such module, or another version of it.
-    cloudpickle.register_pickle_by_value(inspection)  # type: ignore[no-untyped-call]
-    try:
-        task = ray.remote(num_cpus=0, max_retries=0)(inspection.inspect)
-        asked = {
-            machine.address: task.options(scheduling_strategy=pinned(machine)).remote(question)
-            for machine in machines
-        }
-    finally:
-        cloudpickle.unregister_pickle_by_value(inspection)  # type: ignore[no-untyped-call]
+    task = ray.remote(num_cpus=0, max_retries=0)(inspection.inspect)
+    asked = {
+        machine.address: task.options(scheduling_strategy=pinned(machine)).remote(question)
+        for machine in machines
+    }
     refs = list(asked.values())
     answered, _ = ray.wait(refs, num_returns=len(refs), timeout=patience)
     return {
