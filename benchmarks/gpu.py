@@ -83,7 +83,7 @@ def settings_of(where: Where, method: str, **settings: Any) -> Config:
         "method": method,
         "clients": where.choose(8, 2),
         "rounds": where.choose(6, 2),
-        "models.pool": where.choose("cnn2,resnet10,vgg11,mlp", "cnn2,mlp"),
+        "models.pool": where.choose(["cnn2", "resnet10", "vgg11", "mlp"], ["cnn2", "mlp"]),
         "data.dataset": dataset_name(images, inline=True),
         "training.local-epochs": 2,
         "engine.backend": "inline",

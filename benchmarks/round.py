@@ -191,7 +191,7 @@ def fedhet(chosen: argparse.Namespace, folder: Path) -> list[float]:
     config = resolve(
         {
             "method": "local", "clients": chosen.clients, "rounds": chosen.rounds,
-            "data.dataset": f"npz:{folder}", "models.pool": ",".join(MODELS),
+            "data.dataset": f"npz:{folder}", "models.pool": [*MODELS],
             "training.local-epochs": 1, "training.batch-size": BATCH,
             "engine.precision": chosen.precision, "engine.channels-last": chosen.channels_last,
         }

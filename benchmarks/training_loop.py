@@ -88,7 +88,7 @@ def teaching(client: HetClient) -> Knowledge:
 def texts_in(folder: Path, ag_news: str | None) -> dict[str, object]:
     """Return the settings of AG News, or of texts made in `folder`."""
     if ag_news:
-        columns = {"data.label-column": "1", "data.text-column": "2,3"}
+        columns = {"data.label-column": "1", "data.text-column": ["2", "3"]}
         return {"data.dataset": f"text:{ag_news}", "data.max-samples": 7600, **columns}
     write_example("text", folder / "texts")
     return {"data.dataset": f"text:{folder / 'texts'}"}

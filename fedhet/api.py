@@ -53,7 +53,7 @@ def run(
     enough where it is unique. What is given here takes precedence over `config`, a TOML file, and
     that over `preset`.
 
-    Python objects may stand for names. `models` is "cnn2,mlp", or a list of names and of functions
+    Python objects may stand for names. `models` is one or a list of names, and of functions
     (shape, classes) that return an extractor and a classifier. `dataset` may be a `fedhet.Dataset`,
     a pair (x, y), a mapping of `train` and `test` to such pairs, or a function that returns one of
     these. `method` may be a module, or a pair of classes (strategy, client). With the backend
@@ -163,14 +163,12 @@ def _backend(*sources: Mapping[str, Any]) -> object:
 
 
 def _named(setting: str, value: Any, inline: bool) -> Any:
-    """Return a setting's value as text, numbers or truth: objects by name, several joined."""
+    """Return a setting's value with names for objects, as TOML could have it."""
     if setting == "data.dataset":
         return dataset_name(value, inline=inline)
     if setting == "models.pool":
         several = value if isinstance(value, list | tuple) else [value]
-        return ",".join(model_name(each, inline=inline) for each in several)
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
+        return [model_name(each, inline=inline) for each in several]
     return str(value) if isinstance(value, Path) else value
 
 

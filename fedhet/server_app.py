@@ -14,6 +14,7 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
 from fedhet.config.resolve import Config, check_deployable, resolve
+from fedhet.config.sources import from_flower
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import LineDisplay
@@ -108,7 +109,7 @@ def server_fn(context: Context) -> ServerAppComponents:
 
     The app that Flower distributes has no page templates: `fedhet report DIR` writes the report.
     """
-    config = resolve(context.run_config)
+    config = resolve(from_flower(context.run_config))
     check_deployable(config)
     display = LineDisplay(Console(width=160))
     return components(config, run_directory(config), workers=config.run.clients, watchers=[display])

@@ -31,7 +31,7 @@ SMALL = {
     "data.max-samples": 400,
     "data.max-test-samples": 100,
     "data.min-samples": 20,
-    "models.pool": "mlp,cnn2",
+    "models.pool": ["mlp", "cnn2"],
     "training.local-epochs": 1,
     "engine.backend": "inline",
     "engine.precision": "float32",  # as the references compute; `auto` is the machine's choice
@@ -57,8 +57,8 @@ def settings(method: str, **changes: object) -> dict[str, object]:
 
 def small(method: str = "felo", **changes: object) -> Config:
     """Return the settings of a federation that trains in a second."""
-    if "," not in (model := find_method(method).spec.pool(IMAGE)):  # all clients have one
-        changes = {"models": model, **changes}
+    if len(pool := find_method(method).spec.pool(IMAGE)) == 1:  # all clients have one
+        changes = {"models": pool, **changes}
     return resolve({**SMALL, **settings(method, **changes)})
 
 

@@ -29,8 +29,8 @@ PLAIN = {
 SPACES = {
     "partition": "superclasses",
     "data.samples-per-class": 10,
-    "superclasses": "0+1,2+3,4+5,6+7+8+9",
-    "label-space": "2-2",
+    "superclasses": [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7", "8", "9"]],
+    "label-space": [2, 2],
 }
 """Every client has two classes of four."""
 

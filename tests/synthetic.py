@@ -114,7 +114,7 @@ def config(spec: Spec) -> str:
         "seed": spec.seed,
         "data.dataset": spec.dataset,
         "data.alpha": 0.5,
-        "models.pool": "cnn2,mlp",
+        "models.pool": ["cnn2", "mlp"],
         **spec.settings,
         **{f"{spec.method}.{key}": value for key, value in spec.table.items()},
     }

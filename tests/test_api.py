@@ -138,9 +138,9 @@ def test_a_run_is_loaded_again(result, tmp_path):
 
 
 def test_a_run_goes_on(tmp_path):
-    whole = quick(models="mlp,mlp3", dataset=tabular, rounds=2, out=tmp_path / "whole")
+    whole = quick(models=["mlp", "mlp3"], dataset=tabular, rounds=2, out=tmp_path / "whole")
     out = tmp_path / "run"
-    quick(models="mlp,mlp3", dataset=tabular, rounds=1, out=out)
+    quick(models=["mlp", "mlp3"], dataset=tabular, rounds=1, out=out)
     options = {"clients": None, "settings": None}
     longer = quick(None, resume=out, rounds=2, **options)
     scores = longer.to_frame()
@@ -195,7 +195,7 @@ def test_a_model_of_a_script_and_a_lambda(tmp_path):
         wanted = found.model("client-0")(torch.from_numpy(X)).softmax(1).numpy()
     assert np.allclose(found.predict("client-0", X).probabilities, wanted, atol=1e-6)
     named = quick(models=[tiny, "mlp"], dataset=tabular, out=tmp_path / "named")
-    assert named.settings["models.pool"] == "test_api:tiny,mlp"
+    assert named.settings["models.pool"] == ["test_api:tiny", "mlp"]
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
     )  # fmt: skip
     (config,) = seen
     assert (config.run.rounds, config.run.data.alpha, config.method.name) == (3, 0.3, "local")
-    assert (config.run.training.lr, config.run.models.pool) == ("0.25,0.5", "mlp,cnn2")
+    assert (config.run.training.lr, config.run.models.pool) == ((0.25, 0.5), ("mlp", "cnn2"))
 
 
 def test_a_site_imports_no_data_that_it_does_not_allow():

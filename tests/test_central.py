@@ -219,10 +219,12 @@ def test_a_label_space_of_its_own(tmp_path):
 
 
 def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
-    server = Server(federation(models="cnn2,mlp"), tmp_path / "first")
+    server = Server(federation(models=["cnn2", "mlp"]), tmp_path / "first")
     wide = reply_of(server.answers(server.ask(1))[0][1]).group("weights")
     assert wide["classifier.weight"].shape == (10, 64)
-    server = Server(federation(models="cnn2,mlp", **{"central.model": "mlp3"}), tmp_path / "named")
+    server = Server(
+        federation(models=["cnn2", "mlp"], **{"central.model": "mlp3"}), tmp_path / "named"
+    )
     assert server.strategy.model.feature_dim == 64
     assert len(server.strategy.model.extractor) == 7
     with pytest.raises(SettingsError, match=r"'central\.model' = 'mlpp'.*did you mean"):

@@ -236,7 +236,7 @@ def test_a_users_own_model(own):
 def test_a_users_own_model_in_a_federation(own, tmp_path):
     name = own("nearest2", NEAREST_MEAN, "nearest_mean")
     for method in ("local", "cofed"):
-        summary = run(small(method, models=f"{name},mlp", rounds=2), tmp_path / method)
+        summary = run(small(method, models=[name, "mlp"], rounds=2), tmp_path / method)
         mine = {k: a for k, a in summary["models"].items() if a == name}
         reached = summary["accuracy"]["personal"]["private"]["per_client"]
         assert len(mine) == 2
@@ -333,13 +333,13 @@ def test_a_fit_that_fails_names_the_model(own):
 @pytest.mark.parametrize("method", ["felo", "fedtype"])
 def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
     with pytest.raises(SettingsError, match=rf"sk-svm has no gradients, which {method}.*cofed"):
-        resolve({"method": method, "models.pool": "mlp,sk-svm"})
+        resolve({"method": method, "models.pool": ["mlp", "sk-svm"]})
     name = own("nearest3", NEAREST_MEAN, "nearest_mean")
     with pytest.raises(ModelError, match=f"model '{name}' has no gradients"):
-        check(resolve({"method": method, "models.pool": f"mlp,{name}"}))
+        check(resolve({"method": method, "models.pool": ["mlp", name]}))
     with pytest.raises(ModelError, match="model 'sk-svm' has no gradients"):
         models.build("sk-svm", (4,), 2, seed=0)
-    check(resolve({"method": "local", "models.pool": f"mlp,sk-svm,{name}"}))
+    check(resolve({"method": "local", "models.pool": ["mlp", "sk-svm", name]}))
 
 
 def test_a_mistyped_name_finds_its_nearest():

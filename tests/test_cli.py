@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from fedhet.cli import app
 from fedhet.cli.options import gather
 from fedhet.config.resolve import resolve
+from fedhet.settings.text import as_text
 
-OPTIONS = [f"--set={k}={v}" for k, v in SMALL.items()]
+OPTIONS = [f"--set={k}={as_text(v)}" for k, v in SMALL.items()]
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
 
 
 def test_what_a_run_asks_for(tmp_path):
-    chosen = {"data.dataset": f"imagefolder:{tmp_path}", "models.pool": "os:getcwd,mlp"}
+    chosen = {"data.dataset": f"imagefolder:{tmp_path}", "models.pool": ["os:getcwd", "mlp"]}
     config = absolute(resolve({"method": "felo", **chosen}))
     asked = question_of(config, tmp_path / "run")
     assert asked["data"] == [str(tmp_path)]

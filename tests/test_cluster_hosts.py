@@ -202,8 +202,8 @@ def test_a_machine_with_another_fedhet_and_without_the_users_modules_gets_both(h
     shutil.copy(ROOT / "examples" / "mymodels.py", mine / "mymodels.py")
     (other / "fedhet").mkdir(parents=True)
     (other / "fedhet" / "__init__.py").write_text("raise ImportError('another version')")
-    config = small(backend="ray", models="mlp,cnn2")
-    settings = {**config.flat(), "models.pool": "mymodels:tiny,mlp"}
+    config = small(backend="ray", models=["mlp", "cnn2"])
+    settings = {**config.flat(), "models.pool": ["mymodels:tiny", "mlp"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(mine))
         config = resolve({**settings, "method": "felo"})

@@ -26,13 +26,13 @@ from fedhet.wire.knowledge import Knowledge, decode, encode
 
 TASKS = {
     "partition": "superclasses",
-    "superclasses": "0+1,2+3,4+5,6+7,8+9",
-    "label-space": "2-3",
-    "subclasses": "1",
+    "superclasses": [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8", "9"]],
+    "label-space": [2, 3],
+    "subclasses": 1,
     "samples-per-class": 15,
     "public-fraction": 0.4,
     "max-samples": 700,
-    "models": "mlp,sk-tree",
+    "models": ["mlp", "sk-tree"],
 }
 
 
@@ -155,7 +155,7 @@ def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
 def test_credibility_by_samples_weighs_the_votes(tmp_path):
     equal, _ = first_round(cofed(), tmp_path / "equal")
     by_samples, _ = first_round(
-        cofed(**{"cofed.credibility": "samples", "label-space": "1-3"}), tmp_path / "samples"
+        cofed(**{"cofed.credibility": "samples", "label-space": [1, 3]}), tmp_path / "samples"
     )
     assert {vote.weight for vote in equal.strategy.votes.values()} == {1.0}
     samples = {name: m.info.samples for name, m in by_samples.strategy.members.items()}
@@ -341,10 +341,10 @@ def test_a_network_continues_on_its_own_and_the_pseudolabelled_data(tmp_path):
 
 
 ASSIGNED = {
-    "training.optimizer": "adam,sgd",
-    "training.lr": "0.002,0.05",
-    "training.batch-size": "16,8",
-    "training.local-epochs": "3,2",
+    "training.optimizer": ["adam", "sgd"],
+    "training.lr": [0.002, 0.05],
+    "training.batch-size": [16, 8],
+    "training.local-epochs": [3, 2],
 }
 SITES = {
     # Clients 0 and 1 are assigned the first and the second values; the last names its own.

@@ -22,18 +22,18 @@ CIFAR = {
     "data.dataset": "cifar100",
     "data.superclasses": "cifar100",
     "data.partition": "superclasses",
-    "data.label-space": "6-8",  # "randomly assigned 6 to 8 superclasses"
+    "data.label-space": [6, 8],  # "randomly assigned 6 to 8 superclasses"
     "data.public-dataset": "cifar10",
     "data.public-samples": 0,  # "the training set of CIFAR10", all of it
     "data.max-samples": 0,
     "data.max-test-samples": 0,  # "all instances in the test set of CIFAR100 are used"
     "cofed.threshold": 0.3,  # "the hyperparameter alpha is set to 0.3 for both settings"
-    "models.pool": "cofed-random",
+    "models.pool": ["cofed-random"],
 }
 PAPER = {
     "cofed-cifar100-iid": {**CIFAR, "data.subclasses": "all", "cofed.margin": 0.0},
     # "only randomly acquired from 1 to 2 subclasses"; the margin is the authors' script's.
-    "cofed-cifar100-non-iid": {**CIFAR, "data.subclasses": "1-2", "cofed.margin": 0.3},
+    "cofed-cifar100-non-iid": {**CIFAR, "data.subclasses": [1, 2], "cofed.margin": 0.3},
     "cofed-femnist": {
         **EVERY,
         **TRAINING,
@@ -43,7 +43,7 @@ PAPER = {
         "data.public-dataset": "npz:data/kannada",
         "data.public-samples": 0,
         # "The architectures of participant models are the same as those in the CIFAR experiment"
-        "models.pool": "cofed-random",
+        "models.pool": ["cofed-random"],
     },
     "cofed-adult": {
         **EVERY,
@@ -84,7 +84,7 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
     rows = run.data.max_samples / run.clients
     assert rows - run.data.test_fraction * rows == 200
     assert run.data.max_samples <= 32_561
-    dealt = Counter(models.deal(run.models.names, run.clients, run.seed, run.models.deal))
+    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
     assert dealt == {"sk-tree": 25, "sk-svm": 25, "sk-gam": 25, "sk-mlp": 25}
 
 
@@ -93,7 +93,7 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
 def test_a_hundred_randomly_generated_cnns_of_two_or_three_layers(name, seed):
     """Section 5.1, and the widths that Table 1 shows."""
     run = resolve({**read_preset(name), "seed": seed}).run
-    dealt = models.deal(run.models.names, run.clients, run.seed, run.models.deal)
+    dealt = models.deal(run.models.pool, run.clients, run.seed, run.models.deal)
     filters = [np.array(name.split("-")[1:], int) for name in dealt]
     assert len(dealt) == 100
     assert {len(f) for f in filters} == {2, 3}

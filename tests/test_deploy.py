@@ -22,7 +22,7 @@ from fedhet.deployment.local import LocalDeployment, free_port
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 
-MODELS = "mlp,cnn2,cnn3"
+MODELS = ["mlp", "cnn2", "cnn3"]
 ORDINARY = "felo"
 
 
@@ -127,7 +127,7 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
     write_example("text", tmp_path / "texts")
     everyone = tmp_path / "texts" / "train.csv"
     lengths = {"data.max-tokens": 24, "models.num-classes": 4, "data.test-fraction": 0.2}
-    common = {**lengths, "models": ",".join(TEXT_MODELS), "clients": 3, "rounds": 3}
+    common = {**lengths, "models": TEXT_MODELS, "clients": 3, "rounds": 3}
     simulated = small("felo", **common, dataset=f"text:{everyone}", by="site", max_samples=0)
     folders = site_folders(everyone, simulated, tmp_path / "sites")
     with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:

@@ -6,10 +6,10 @@ import pytest
 from federation import run, small
 
 from fedhet.config.resolve import absolute, resolve
+from fedhet.config.sources import parse_pairs
 from fedhet.data import DataSpec, load
 from fedhet.errors import DataError, SettingsError
 from fedhet.models import deal
-from fedhet.settings.schema import pool_names
 
 
 def spec(dataset, **changes):
@@ -194,18 +194,19 @@ def test_a_name_on_the_hub_stays_as_it_is(tmp_path):
 
 
 def test_a_pool_may_repeat_a_model():
-    assert pool_names("cnn2*3, mlp ,sk-tree * 2") == ["cnn2"] * 3 + ["mlp"] + ["sk-tree"] * 2
-    config = small("felo", models="cnn2*3,mlp", clients=8)
-    assert deal(config.run.models.names, 8, 0) == ["cnn2", "cnn2", "cnn2", "mlp"] * 2
+    pool = parse_pairs(["models.pool=cnn2*3, mlp ,sk-tree * 2"])["models.pool"]
+    assert pool == ("cnn2",) * 3 + ("mlp",) + ("sk-tree",) * 2
+    config = small("felo", models=["cnn2", "cnn2", "cnn2", "mlp"], clients=8)
+    assert deal(config.run.models.pool, 8, 0) == ["cnn2", "cnn2", "cnn2", "mlp"] * 2
 
 
 @pytest.mark.parametrize("pool", ["cnn2*0", "cnn2*", "*3", "cnn2*x", "cnn2*1.5", "cnn2*1001"])
 def test_a_wrong_multiple_is_refused(pool):
-    with pytest.raises(SettingsError, match=r"is no part of a pool, which is NAME, or NAME\*3"):
-        small("felo", models=pool)
+    with pytest.raises(SettingsError, match=r"is no part of a list, which is VALUE, or VALUE\*3"):
+        parse_pairs([f"models.pool={pool}"])
 
 
 def test_one_model_for_all_may_be_given_as_a_multiple():
-    assert small("fedavg", models="mlp*3").run.models.names == ["mlp"] * 3
+    assert small("fedavg", models=["mlp"] * 3).run.models.pool == ("mlp",) * 3
     with pytest.raises(SettingsError, match="one model for all clients"):
-        small("fedavg", models="mlp*3,cnn2")
+        small("fedavg", models=["mlp", "mlp", "cnn2"])

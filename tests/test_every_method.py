@@ -108,9 +108,9 @@ def test_a_label_space_of_its_own(tmp_path, method):
 
 ALONE = {
     "felo": {"felo.alpha": 0.0, "felo.share-weights": False, "models": "cnn2"},
-    "fedhe": {"fedhe.alpha": 0.0, "models": "mlp,cnn2"},
+    "fedhe": {"fedhe.alpha": 0.0, "models": ["mlp", "cnn2"]},
     "fedproto": {"fedproto.lambda": 0.0, "models": "cnn2"},
-    "fml": {"fml.alpha": 1.0, "fml.meme": "cnn2", "models": "mlp,cnn2,cnn3"},
+    "fml": {"fml.alpha": 1.0, "fml.meme": "cnn2", "models": ["mlp", "cnn2", "cnn3"]},
 }
 """Without what they learn from the server; cnn2 has the width of features that Felo has."""
 
@@ -132,16 +132,16 @@ def test_without_the_servers_part_clients_train_alone(tmp_path, method):
 
 DIRICHLET = {"rounds": 6, "local_epochs": 2, "alpha": 0.5, "partition": "dirichlet"}
 SKEWED = {"rounds": 3, "local_epochs": 3, "data.alpha": 0.5}
-PUBLIC = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "models": "mlp,cnn2"}
+PUBLIC = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "models": ["mlp", "cnn2"]}
 LEARNS = [
     ("fedavg", DIRICHLET, {"personal/private": 0.75}),
     ("fedbn", DIRICHLET, {"personal/private": 0.75}),
     ("lg-fedavg", DIRICHLET, {"personal/private": 0.75}),
-    ("fml", {**SKEWED, "models": "mlp,cnn2", "fml.meme": "mlp"},
+    ("fml", {**SKEWED, "models": ["mlp", "cnn2"], "fml.meme": "mlp"},
      {"personal/private": 0.7, "personal/proxy": 0.6}),
     ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "mse"}, {"personal/private": 0.7}),
     ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "kl"}, {"personal/private": 0.7}),
-    ("fedproto", {**SKEWED, "models": "mlp,cnn2"},
+    ("fedproto", {**SKEWED, "models": ["mlp", "cnn2"]},
      {"personal/private": 0.7, "personal/prototype": 0.7}),
     # More than a client alone, which knows 0.49 of the common test set here.
     ("fedmd", PUBLIC, {"common/private": 0.6}),
@@ -167,7 +167,9 @@ def test_a_run_learns(tmp_path, method, changes, bounds):
 @pytest.mark.parametrize("method", method_names())
 def test_ray_gives_the_numbers_of_inline(tmp_path, method):
     """With models of any kind where the method takes them, and half of the clients a round."""
-    models = {"cofed": "mlp,sk-tree,sk-svm,cnn2", "local": "mlp,sk-tree"}.get(method, "")
+    models = {"cofed": ["mlp", "sk-tree", "sk-svm", "cnn2"], "local": ["mlp", "sk-tree"]}.get(
+        method, []
+    )
     pool = {"models": models} if models else {}
     inline, ray = (
         run(quick(method, clients=4, fraction=0.5, backend=b, **pool), tmp_path / b)

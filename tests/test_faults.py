@@ -40,7 +40,7 @@ class Run:
         self.fault: list[FedhetError] = []
         settings = {
             "clients": 3,
-            "models": "mlp,cnn2,cnn3",
+            "models": ["mlp", "cnn2", "cnn3"],
             "rounds": ROUNDS,
             "local-epochs": 250,
             "min-clients": 2,

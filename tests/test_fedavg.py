@@ -263,11 +263,11 @@ def test_a_run_judges_both_kinds(tmp_path, method):
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "lg-fedavg"])
 def test_all_clients_must_have_one_model(tmp_path, method):
     with pytest.raises(FedhetError, match=f"one model for all clients with {method}"):
-        Server(federation(method, models="mlp,cnn2"), tmp_path)
+        Server(federation(method, models=["mlp", "cnn2"]), tmp_path)
 
 
 def test_lg_fedavgs_heads_agree_whatever_the_extractors(tmp_path):
-    server = Server(federation("lg-fedavg", models="mlp,cnn2,cnn3"), tmp_path)
+    server = Server(federation("lg-fedavg", models=["mlp", "cnn2", "cnn3"]), tmp_path)
     answers = server.answers(server.ask(1))
     assert {reply_of(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {
         (10, 64)

@@ -19,7 +19,7 @@ from fedhet.models import build
 
 
 def federation(**changes):
-    few = {"clients": 4, "models": "mlp,cnn2", "max_samples": 200, "feddf.epochs": 2}
+    few = {"clients": 4, "models": ["mlp", "cnn2"], "max_samples": 200, "feddf.epochs": 2}
     return small("feddf", **{**few, **changes})
 
 

@@ -335,8 +335,8 @@ def unstable(**changes):
     """The server (SGD 0.3; the clients have Adam) learns from the clients' logits alone."""
     recipe = {
         "clients": 5,
-        "optimizer": "sgd,adam,adam,adam,adam",
-        "lr": "0.3,0.001,0.001,0.001,0.001",
+        "optimizer": ["sgd", "adam", "adam", "adam", "adam"],
+        "lr": [0.3, 0.001, 0.001, 0.001, 0.001],
         "momentum": 0.0,
         "fedgems.server-model": f"{__name__}:cubic",
         "fedgems.selective": False,
@@ -417,7 +417,7 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
 def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
     """One step leaves the loss as it was before it, and logits beyond what clients accept."""
     config = unstable(
-        lr="1000000.0,0.001,0.001,0.001,0.001", batch_size=64, **{"fedgems.server-epochs": 1}
+        lr=[1000000.0, 0.001, 0.001, 0.001, 0.001], batch_size=64, **{"fedgems.server-epochs": 1}
     )
     server = Server(config, tmp_path / "run")
     before, notices = all_of(server), notices_of(server)

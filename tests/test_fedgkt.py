@@ -212,7 +212,7 @@ def test_a_servers_round_leaves_the_edge_models_as_they_are(tmp_path):
 
 
 def test_nothing_but_features_logits_and_labels_travels(tmp_path):
-    server = Server(gkt(models="mlp,cnn2"), tmp_path)
+    server = Server(gkt(models=["mlp", "cnn2"]), tmp_path)
     for number in (1, 2):
         replies = learn(server, number)
         for name, client in clients(server).items():
@@ -234,7 +234,7 @@ def test_the_servers_model_travels_after_the_last_round_alone(tmp_path):
 
 
 def test_the_kind_server_is_judged_after_the_last_round(tmp_path):
-    summary = run(gkt(rounds=3, models="mlp,cnn2"), tmp_path / "run")
+    summary = run(gkt(rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     judged = [set(record["accuracy"]["personal"]) for record in records(tmp_path / "run")]
     assert judged == [{"private"}, {"private"}, {"private", "server"}]
     for protocol in ("personal", "common"):
@@ -327,7 +327,7 @@ def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
 
 
 def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path):
-    config = gkt(rounds=3, fraction=0.67, models="mlp,cnn2", **KEEPING)
+    config = gkt(rounds=3, fraction=0.67, models=["mlp", "cnn2"], **KEEPING)
     cut_and_resumed(config, tmp_path)
 
 
@@ -367,7 +367,7 @@ def test_a_label_space_of_its_own(tmp_path):
 
 def test_a_run_learns(tmp_path):
     chosen = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "fedgkt.feature-dim": 64}
-    summary = run(gkt(models="mlp,cnn2", **chosen), tmp_path / "run")
+    summary = run(gkt(models=["mlp", "cnn2"], **chosen), tmp_path / "run")
     common = summary["accuracy"]["common"]
     assert common["server"]["mean"] > 0.5
     assert common["server"]["mean"] > common["private"]["mean"] > 0.4

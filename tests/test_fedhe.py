@@ -207,7 +207,7 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
 
 
 def test_nothing_but_class_logits_travels(tmp_path):
-    server = Server(fedhe(models="mlp,cnn2,cnn3"), tmp_path)
+    server = Server(fedhe(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked = server.ask(1)
     assert not instruction_of(asked[0]).tensors
     answers = server.answers(asked)

@@ -259,7 +259,7 @@ def test_a_label_space_of_its_own(tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_but_scores_and_numbers_of_public_samples_travels(tmp_path, method):
-    server = Server(md(method, models="mlp,cnn2"), tmp_path)
+    server = Server(md(method, models=["mlp", "cnn2"]), tmp_path)
     for number in (1, 2):
         instruction = instruction_of(server.ask(number)[0])
         agreed = {FIELD[method], "rows"} if number > 1 else set()
@@ -329,7 +329,7 @@ def test_ds_fls_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path, method):
-    config = md(method, rounds=3, fraction=0.67, models="mlp,cnn2", own_sample=15, **KEEPING)
+    config = md(method, rounds=3, fraction=0.67, models=["mlp", "cnn2"], own_sample=15, **KEEPING)
     cut_and_resumed(config, tmp_path)
 
 

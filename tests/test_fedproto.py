@@ -254,7 +254,9 @@ def test_a_label_space_of_its_own(tmp_path):
 
 
 def test_nothing_but_prototypes_travels(tmp_path):
-    server = Server(fedproto(models="mlp,cnn2,cnn3", **{"fedproto.feature-dim": 32}), tmp_path)
+    server = Server(
+        fedproto(models=["mlp", "cnn2", "cnn3"], **{"fedproto.feature-dim": 32}), tmp_path
+    )
     asked = server.ask(1)
     assert not instruction_of(asked[0]).tensors
     answers = server.answers(asked)

@@ -15,7 +15,7 @@ from fedhet.errors import SettingsError
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 
-CHANGES = {"clients": 3, "models": "mlp,cnn2,cnn3", "fedtype.proxy": "mlp3"}
+CHANGES = {"clients": 3, "models": ["mlp", "cnn2", "cnn3"], "fedtype.proxy": "mlp3"}
 
 
 def fedtype(**changes):

@@ -214,7 +214,7 @@ def accuracy_of(architecture, weights, split):
 @pytest.mark.parametrize("method", ["felo", "velo"])
 def test_the_averages_are_judged_as_received_and_at_last_as_aggregated(tmp_path, method):
     """In round 2 those of round 1; after the last round those of the last, at every client."""
-    server = Server(small(method, rounds=3, models="mlp,cnn2"), tmp_path / "run")
+    server = Server(small(method, rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     members, averaged = server.strategy.members, {}
     for number in (1, 2, 3):
         _, answers = server.play(number)
@@ -241,7 +241,7 @@ def test_the_averages_are_judged_as_received_and_at_last_as_aggregated(tmp_path,
 
 
 def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(tmp_path):
-    server = Server(small(rounds=1, fraction=0.25, models="mlp,cnn2"), tmp_path / "run")
+    server = Server(small(rounds=1, fraction=0.25, models=["mlp", "cnn2"]), tmp_path / "run")
     asked = server.ask(1)
     (sampled,) = (proxy.name for proxy, _ in asked)
     answers = server.answers(asked)
@@ -290,7 +290,7 @@ def test_judging_an_average_leaves_the_private_model_as_it_is(tmp_path):
 
 def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
     """A client whose task is some of the classes is judged on these alone, with either model."""
-    changes = {"partition": "superclasses", "label-space": "2-3", "samples-per-class": 12}
+    changes = {"partition": "superclasses", "label-space": [2, 3], "samples-per-class": 12}
     client = opened(tmp_path, **changes, fraction=1.0)
     outside = torch.ones(10, dtype=torch.bool)
     outside[client.space] = False

@@ -228,7 +228,10 @@ def test_a_run_learns_and_is_sure_of_more_images(tmp_path):
 
 
 def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
-    spaces = {"superclasses": "0+1,2+3,4+5,6+7+8+9", "label-space": "2-2"}
+    spaces = {
+        "superclasses": [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7", "8", "9"]],
+        "label-space": [2, 2],
+    }
     changes = {"partition": "superclasses", "samples-per-class": 20, "models": "mlp", **spaces}
     config = semi("fedavg", semi_threshold=0.0, **changes)
     server = Server(config, tmp_path / "run")

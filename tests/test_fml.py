@@ -109,7 +109,7 @@ def test_a_clients_round_is_the_local_update(tmp_path):
 
 def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
     """beta = 1: the meme learns from labels alone, whatever the private models are."""
-    mutual = Server(fml(models="cnn2,mlp", **{"fml.beta": 1.0}), tmp_path / "fml")
+    mutual = Server(fml(models=["cnn2", "mlp"], **{"fml.beta": 1.0}), tmp_path / "fml")
     plain = Server(small("fedavg", clients=3, models="mlp3"), tmp_path / "fedavg")
     for number in (1, 2):
         one, other = learn(mutual, number), learn(plain, number)
@@ -121,7 +121,7 @@ def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
 
 
 def test_nothing_but_the_meme_travels(tmp_path):
-    server = Server(fml(models="mlp,cnn2,cnn3"), tmp_path)
+    server = Server(fml(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked = server.ask(1)
     info = client_of(asked[0][0]).info
     names = {f"weights/{n}" for n in build("mlp3", info.shape, info.classes, seed=0).state_dict()}

@@ -312,9 +312,9 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
 def test_the_settings_say_what_is_allowed(tmp_path):
     with pytest.raises(SettingsError, match=r"'heterofl\.levels' = 'a,f'.*some of a, b, c, d, e"):
         federation(**{"heterofl.levels": "a,f"})
-    with pytest.raises(SettingsError, match=r"'models\.pool' = 'mlp,cnn2'.*one model"):
-        Server(federation(models="mlp,cnn2"), tmp_path / "two")
-    with pytest.raises(SettingsError, match=r"'models\.pool' = 'cofed-24-40'.*several widths"):
+    with pytest.raises(SettingsError, match=r"'models\.pool' = \['mlp', 'cnn2'\].*one model"):
+        Server(federation(models=["mlp", "cnn2"]), tmp_path / "two")
+    with pytest.raises(SettingsError, match=r"'models\.pool' = \['cofed-24-40'\].*several widths"):
         Server(federation(models="cofed-24-40", clients=2), tmp_path / "none")
     with pytest.raises(SettingsError, match=r"training\.semi"):
         federation(**{"training.semi": "fixmatch"})

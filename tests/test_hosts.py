@@ -65,7 +65,7 @@ def test_a_client_whose_link_is_cut_in_mid_round_is_back_at_the_end(tmp_path):
     ):
         config = small(
             clients=3,
-            models="mlp,cnn2,cnn3",
+            models=["mlp", "cnn2", "cnn3"],
             rounds=3,
             local_epochs=5,
             join_timeout=300.0,

@@ -31,7 +31,7 @@ SCALED = (LEVELS / 8 - 1)[:, None].astype(np.float32)
 def trained(tmp_path_factory):
     """A run of clients that each tell two classes of four apart."""
     directory = tmp_path_factory.mktemp("trained") / "run"
-    config = small("local", clients=3, models="mlp,cnn2,sk-tree", **SPACES)
+    config = small("local", clients=3, models=["mlp", "cnn2", "sk-tree"], **SPACES)
     with without_figures():
         return directory, run(config, directory)
 

@@ -266,7 +266,7 @@ def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():
 def judged(tmp_path_factory):
     """A run with scikit-learn models, with all metrics, and its report."""
     directory = tmp_path_factory.mktemp("judged") / "run"
-    config = small("local", models="mlp,sk-tree", metrics=ALL, rounds=2, clients=3)
+    config = small("local", models=["mlp", "sk-tree"], metrics=ALL, rounds=2, clients=3)
     return directory, run(config, directory, report=True)
 
 
@@ -287,7 +287,7 @@ def test_a_runs_metrics_are_in_its_files(judged):
 
 def test_with_the_default_nothing_else_changes(judged, tmp_path):
     _, summary = judged
-    plain = run(small("local", models="mlp,sk-tree", clients=3), tmp_path / "run")
+    plain = run(small("local", models=["mlp", "sk-tree"], clients=3), tmp_path / "run")
     assert "metrics" not in plain
     assert "metrics" not in records(tmp_path / "run")[0]
     for name in ("accuracy", "history", "bytes_up", "bytes_down"):
@@ -329,7 +329,7 @@ def test_each_client_has_its_curve_in_tensorboard(judged):
 def test_runs_are_compared_by_a_metric(judged, tmp_path):
     directory, summary = judged
     other = tmp_path / "other"
-    run(small("local", models="mlp,sk-tree", metrics=ALL, clients=3, lr=0.01), other)
+    run(small("local", models=["mlp", "sk-tree"], metrics=ALL, clients=3, lr=0.01), other)
     again = json.loads((other / "summary.json").read_text())
     for metric, sign in (("auc", -1), ("test-loss", 1)):
         means = {
@@ -376,7 +376,7 @@ def test_the_servers_own_model_is_measured_too(tmp_path):
 def test_clients_with_label_spaces_of_their_own(tmp_path):
     config = small(
         "cofed", metrics=ALL, partition="superclasses", samples_per_class=10, clients=3,
-        models="mlp,sk-svm", max_samples=0,
+        models=["mlp", "sk-svm"], max_samples=0,
     )  # fmt: skip
     summary = run(config, tmp_path / "run")
     for protocols in summary["metrics"].values():

@@ -38,6 +38,12 @@ def context(node, **run):
     return SimpleNamespace(node_config=node, run_config=settings)
 
 
+def test_a_pool_that_cannot_be_read_is_refused_as_a_site_reads_it(evil):
+    with pytest.raises(SettingsError, match=r"'models.pool' = 'evil_module:f\*x' is not allowed"):
+        client_fn(context(PARTITION, models__pool="evil_module:f*x"))
+    assert not evil.exists()
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -45,7 +51,6 @@ def context(node, **run):
         {"models__pool": "mlp, evil_module:f"},
         {"models__pool": "mlp,evil_module:f*3"},
         {"models__pool": "evil_module:f * 3"},
-        {"models__pool": "evil_module:f*x"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f x"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f:g"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f*x"},

@@ -20,7 +20,17 @@ FEDTYPE = {
     "data.partition": "dirichlet",
     "data.alpha": 0.5,
     "data.test-fraction": 0.2,
-    "models.pool": "resnet18,resnet34,resnet50,resnet101,resnet152,vgg11,vgg13,vgg16,vgg19",
+    "models.pool": [
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "vgg11",
+        "vgg13",
+        "vgg16",
+        "vgg19",
+    ],
     "training.optimizer": "adam",
     "training.lr": 0.0001,
     "training.batch-size": 16,
@@ -40,7 +50,7 @@ UM_PFSSL = {
     "data.partition": "dirichlet",
     "data.alpha": 0.5,
     "data.labelled-alpha": 0.5,
-    "models.pool": "resnet9",
+    "models.pool": ["resnet9"],
     "training.optimizer": "sgd",
     "training.lr": 0.0001,
     "training.momentum": 0.9,
@@ -107,7 +117,7 @@ def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
     assert found["data.partition"] == ("iid" if iid else "dirichlet")
     assert (found["clients"], found["fraction"]) == (CLIENTS[dataset], fraction)
     run = config.run
-    dealt = Counter(models.deal(run.models.names, run.clients, run.seed, run.models.deal))
+    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
     each = CLIENTS[dataset] // len(POOLS[pool])  # four clients of each model, or two; or all
     assert dealt == {f"resnet{depth}": each for depth in POOLS[pool]}
     if method != "local":
@@ -146,7 +156,7 @@ def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alp
     config = resolve(gather(method, names))
     run = config.run
     assert (run.clients, run.fraction, run.rounds) == (20, 0.2, 40)
-    dealt = Counter(models.deal(run.models.names, run.clients, run.seed, run.models.deal))
+    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
     assert dealt == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
     assert run.data.partition == ("dirichlet" if alpha else "iid")
     assert not alpha or run.data.alpha == alpha
@@ -162,8 +172,16 @@ FEDGEMS = {
     "data.partition": "dirichlet",
     "data.alpha": 0.5,
     "data.public-fraction": 0.5,  # "a public and a private dataset with a ratio of 1:1"
-    "models.pool": "gems-resnet11,gems-resnet14-a,gems-resnet14-b,gems-resnet14-c,"
-    "gems-resnet17-a,gems-resnet17-b,gems-resnet17-c,gems-resnet17-d",
+    "models.pool": [
+        "gems-resnet11",
+        "gems-resnet14-a",
+        "gems-resnet14-b",
+        "gems-resnet14-c",
+        "gems-resnet17-a",
+        "gems-resnet17-b",
+        "gems-resnet17-c",
+        "gems-resnet17-d",
+    ],
     "models.deal": "cycle",  # Table 11: clients 1 and 9 have the first, 2 and 10 the second, ...
     "training.optimizer": "adam",
     "training.lr": 0.001,
@@ -182,18 +200,18 @@ FEDGEMS = {
 FEDGEMS_HOMOGENEOUS = {
     **{name: value for name, value in FEDGEMS.items() if name != "data.alpha"},
     "data.partition": "iid",
-    "models.pool": "gems-resnet11",
+    "models.pool": ["gems-resnet11"],
 }
 # FedType, Appendix K: DistilBERT kept fixed below 3, 4 or 5 linear layers; 50 rounds.
 FEDTYPE_TEXTS = {
     "rounds": 50,
     "data.alpha": 0.5,
-    "models.pool": ",".join(f"encoder-{n}-frozen:distilbert" for n in (3, 4, 5)),
+    "models.pool": [f"encoder-{n}-frozen:distilbert" for n in (3, 4, 5)],
     "fedtype.proxy": "encoder-3-frozen:distilbert",
     "fedtype.aggregation": "fedavg",
 }
 FEDTYPE_ONE_TEXT_MODEL = FEDTYPE_TEXTS | {
-    "models.pool": "encoder-4-frozen:distilbert",
+    "models.pool": ["encoder-4-frozen:distilbert"],
     "fedtype.proxy": "encoder-4-frozen:distilbert",
 }
 EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4

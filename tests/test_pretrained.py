@@ -113,7 +113,7 @@ def test_which_names_there_are():
 
 
 def test_a_run_with_a_frozen_network(weights, tmp_path):
-    config = small("felo", models=f"{BASE}-frozen,mlp", rounds=2, clients=2, max_samples=120)
+    config = small("felo", models=[f"{BASE}-frozen", "mlp"], rounds=2, clients=2, max_samples=120)
     summary = run(config, tmp_path / "run")
     assert np.isfinite(summary["accuracy"]["common"]["private"]["mean"])
 

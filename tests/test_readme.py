@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -16,6 +17,7 @@ from fedhet import report
 from fedhet.cli import main, shown, training
 from fedhet.config.resolve import resolve
 from fedhet.deployment import local
+from fedhet.settings.text import as_text
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -101,9 +103,11 @@ def test_the_python_is_that_of_the_commands():
     (first,) = (block for block in blocks("python") if block.startswith("import fedhet"))
     compile(first, "README.md", "exec")
     by_hand = next(words for words in FEDHET if "resnet10" in " ".join(words))
-    given = dict(re.findall(r"(\w+)=([^,)\"]+|\"[^\"]*\")", first))
+    calls = (node for node in ast.walk(ast.parse(first)) if isinstance(node, ast.Call))
+    (call,) = (node for node in calls if ast.unparse(node.func) == "fedhet.run")
+    given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     options = dict(zip(by_hand[3::2], by_hand[4::2], strict=True))
-    assert {f"--{name}": value.strip('"') for name, value in given.items()} == options
+    assert {f"--{name}": as_text(value) for name, value in given.items()} == options
 
 
 def test_the_citation_names_this_version():

@@ -54,7 +54,7 @@ SCHEDULES = {
     "constant": ({}, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
     "cosine": ({"schedule": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, 20)),
     "step": (
-        {"schedule": "step", "milestones": "3,4,11", "decay": 0.3},
+        {"schedule": "step", "milestones": [3, 4, 11], "decay": 0.3},
         lambda o: lr_scheduler.MultiStepLR(o, [3, 4, 11], 0.3),
     ),
     "step at half and three quarters": (
@@ -111,7 +111,7 @@ def rate_in(server, number):
 
 
 def test_a_client_trains_at_the_rounds_rate(tmp_path):
-    config = small("local", rounds=4, schedule="step", milestones="2", lr=0.5, clients=2)
+    config = small("local", rounds=4, schedule="step", milestones=[2], lr=0.5, clients=2)
     server = Server(config, tmp_path / "run")
     assert [rate_in(server, number) for number in (1, 2, 3, 4, 2)] == [0.5, 0.5, 0.05, 0.05, 0.5]
 
@@ -470,9 +470,9 @@ def test_one_value_is_everyones():
 def test_every_combination_has_one_client(models, optimizers, rates):
     clients = models * optimizers * rates
     pools = {
-        "models": ",".join(["mlp", "mlp2", "cnn2", "cnn3", "lenet5", "resnet10"][:models]),
-        "optimizer": ",".join(["adam", "sgd", "adamw"][:optimizers]),
-        "lr": ",".join(["0.1", "0.01", "0.001"][:rates]),
+        "models": ["mlp", "mlp2", "cnn2", "cnn3", "lenet5", "resnet10"][:models],
+        "optimizer": ["adam", "sgd", "adamw"][:optimizers],
+        "lr": [0.1, 0.01, 0.001][:rates],
     }
     found = dealt(clients=clients, **pools)
     seen = Counter((k % models, t.optimizer, t.lr) for k, t in enumerate(found))
@@ -485,7 +485,7 @@ def test_every_combination_has_one_client(models, optimizers, rates):
 
 
 def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
-    pools = {"lr": "0.1,0.01", "optimizer": "adam,sgd", "batch_size": "8,16,32"}
+    pools = {"lr": [0.1, 0.01], "optimizer": ["adam", "sgd"], "batch_size": [8, 16, 32]}
     found = dealt(clients=12, deal="shuffle", **pools)
     assert Counter(t.lr for t in found) == {0.1: 6, 0.01: 6}
     assert Counter(t.batch_size for t in found) == {8: 4, 16: 4, 32: 4}
@@ -497,34 +497,38 @@ def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("training.lr", "0.1,-1", "a number > 0"),
+        ("training.lr", [0.1, -1], "a number > 0"),
+        ("training.lr", [], "a number > 0"),
         ("training.lr", "0.1,", "a number > 0"),
         ("training.lr", "fast", "a number > 0"),
-        ("training.optimizer", "adam,sdg", "one of adam, adamw, sgd"),
-        ("training.local-epochs", "1,2.5", "an integer >= 1"),
-        ("training.batch-size", "8,0", "an integer >= 1"),
-        ("training.momentum", "0.1,0.2", "a number >= 0"),
-        ("training.milestones", "5,3", "rounds from 1, ascending"),
+        ("training.optimizer", ["adam", "sdg"], "one of adam, adamw, sgd"),
+        ("training.local-epochs", [1, 2.5], "an integer >= 1"),
+        ("training.batch-size", [8, 0], "an integer >= 1"),
+        ("training.momentum", [0.1, 0.2], "a number >= 0"),
+        ("training.milestones", [5, 3], "a list of integers >= 1, ascending"),
+        ("training.milestones", [5, 5], "a list of integers >= 1, ascending"),
+        ("training.milestones", [0, 5], "a list, each an integer >= 1"),
+        ("training.milestones", "5,7", "a list, such as "),
     ],
 )
 def test_each_value_is_checked(name, value, rule):
     with pytest.raises(SettingsError) as caught:
         resolve({name: value})
-    assert f"setting '{name}' = '{value}' is not allowed: it takes {rule}" in str(caught.value)
+    assert f"setting '{name}' = {value!r} is not allowed: it takes {rule}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_pool_comes_back_from_a_file(tmp_path):
-    config = resolve({"training.lr": "0.1, 1e-3", "training.local-epochs": "1,2"})
-    assert config.flat()["training.lr"] == "0.1,0.001"
+    config = resolve({"training.lr": [0.1, 1e-3], "training.local-epochs": [1, 2]})
+    assert config.flat()["training.lr"] == [0.1, 0.001]
     assert resolve(config.flat()) == config
     assert config.run.training.first() == TrainingSettings(lr=0.1, local_epochs=1)
 
 
 def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp_path):
     config = small(
-        "local", clients=2, models="mlp", rounds=1, lr="0.5,0.25", optimizer="sgd,adamw",
-        local_epochs="2,1", batch_size="16,8",
+        "local", clients=2, models="mlp", rounds=1, lr=[0.5, 0.25], optimizer=["sgd", "adamw"],
+        local_epochs=[2, 1], batch_size=[16, 8],
     )  # fmt: skip
     server = Server(config, tmp_path / "by-hand")
     assert server.strategy.run.training.lr == 0.5
@@ -545,7 +549,7 @@ def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp
 
 
 def test_a_nodes_own_settings_go_before_the_runs():
-    run = small("local", lr="0.5,0.25").run
+    run = small("local", lr=[0.5, 0.25]).run
     own = {"partition-id": 1, "optimizer": "sgd", "local-epochs": 7, "batch-size": 3}
     assert read_node(own, run).training == run.training.model_copy(
         update={"lr": 0.25, "optimizer": "sgd", "local_epochs": 7, "batch_size": 3}

@@ -29,6 +29,7 @@ from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
 from fedhet.methods.registry import method_names
 from fedhet.settings.run import RunSettings
+from fedhet.settings.text import as_text
 from fedhet.storage import Checkpoints, save
 
 PYTHON = [sys.executable, "-m", "fedhet"]
@@ -244,7 +245,8 @@ def command(*arguments: str) -> subprocess.Popen:
 
 
 def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
-    pairs = [f"{k}={v}" for k, v in {**SMALL, "rounds": rounds, "data.max-samples": 1000}.items()]
+    chosen = {**SMALL, "rounds": rounds, "data.max-samples": 1000}
+    pairs = [f"{k}={as_text(v)}" for k, v in chosen.items()]
     arguments = [word for pair in pairs for word in ("--set", pair)]
     return command("felo", *arguments, "--out", str(directory))
 

@@ -138,7 +138,7 @@ def test_a_restarted_client_finds_its_model(felo):
 
 def test_a_state_of_another_model_is_refused(felo):
     directory, _ = felo
-    config = small(models="cnn2,mlp")
+    config = small(models=["cnn2", "mlp"])
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
     other = config.method.client(config, node)
     before = states(directory)[1].read_bytes()

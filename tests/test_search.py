@@ -20,9 +20,9 @@ from fedhet.wire.knowledge import Knowledge
 
 TASKS = {
     "partition": "superclasses",
-    "superclasses": "0+1,2+3,4+5,6+7,8+9",
-    "label-space": "3",
-    "subclasses": "1",
+    "superclasses": [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8", "9"]],
+    "label-space": 3,
+    "subclasses": 1,
     "samples-per-class": 20,
     "public-fraction": 0.4,
     "max-samples": 700,
@@ -210,7 +210,7 @@ def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
 
 
 def test_what_was_found_is_kept_with_the_private_model(tmp_path):
-    config = small("cofed", **{**TASKS, **GRID, "models": "mlp,sk-tree", "clients": 2})
+    config = small("cofed", **{**TASKS, **GRID, "models": ["mlp", "sk-tree"], "clients": 2})
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
         server.play(number)

@@ -7,19 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import read_preset
+from fedhet.config.sources import parse_pairs, read_preset
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.spec import Dataset, Split
-from fedhet.data.superclass import deal, joined, label_spaces, parse
+from fedhet.data.superclass import deal, joined, label_spaces, named
 from fedhet.errors import DataError, SettingsError
-from fedhet.settings.schema import span
 
-PAIRS = "0+1,2+3,4+5,6+7,8+9"
+PAIRS = (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"), ("8", "9"))
 DIGITS = DataSpec(
     clients=4,
     partition="superclasses",
     superclasses=PAIRS,
-    label_space="2-3",
+    label_space=(2, 3),
     samples_per_class=20,
 )
 WHOLE = load(DataSpec())
@@ -38,7 +37,7 @@ def test_superclasses_replace_the_classes():
 
 
 def test_cifar100s_superclasses_are_a_partition_of_a_hundred():
-    groups = parse("cifar100")
+    groups = named("cifar100")
     names = [name for group in groups.values() for name in group]
     assert len(groups) == 20
     assert len(set(names)) == 100
@@ -73,7 +72,7 @@ COARSE_OF_FINE = [
 
 def test_cifar100s_superclasses_are_those_of_its_files():
     assert len(FINE_NAMES) == len(COARSE_OF_FINE) == 100
-    groups = parse("cifar100")
+    groups = named("cifar100")
     assert list(groups) == COARSE_NAMES
     for number, coarse in enumerate(COARSE_NAMES):
         expected = [n for n, c in zip(FINE_NAMES, COARSE_OF_FINE, strict=True) if c == number]
@@ -83,9 +82,9 @@ def test_cifar100s_superclasses_are_those_of_its_files():
 @pytest.mark.parametrize(
     ("grouping", "fault"),
     [
-        ("0+1,2+3,4+5,6+7,8+x", "has no class 'x'"),
-        ("0+1,2+3,4+5,6+7,8+9+0", "the class '0' is in two"),
-        ("0+1,2+3,4+5,6+7", "8, 9 of digits must be in one of them too"),
+        ((*PAIRS[:-1], ("8", "x")), "has no class 'x'"),
+        ((*PAIRS[:-1], ("8", "9", "0")), "the class '0' is in two"),
+        (PAIRS[:-1], "8, 9 of digits must be in one of them too"),
     ],
 )
 def test_a_grouping_must_fit(grouping, fault):
@@ -96,7 +95,7 @@ def test_a_grouping_must_fit(grouping, fault):
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
-    subclasses=st.sampled_from(["all", "1", "1-2"]),
+    subclasses=st.sampled_from(["all", (1, 1), (1, 2)]),
     clients=st.integers(1, 5),
 )
 def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, clients):
@@ -115,7 +114,7 @@ def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, cl
             if subclasses == "all":
                 assert sorted(held) == [5, 6]
             else:
-                assert len(held) in {"1": (1,), "1-2": (1, 2)}[subclasses]
+                assert len(held) in subclasses
                 assert held.max() - held.min() <= 1
 
 
@@ -133,10 +132,10 @@ def test_subclasses_that_run_out_are_drawn_again():
     """Two holders of 2 x 30 of a class of 60: one draw in two gives both the same subclass."""
     labels = torch.arange(120) % 4
     split = Split(torch.zeros(120, 1), labels)
-    dataset = joined(Dataset("d", split, None, ("0", "1", "2", "3")), "0+1,2+3")
+    dataset = joined(Dataset("d", split, None, ("0", "1", "2", "3")), PAIRS[:2])
     spec = DataSpec(
-        clients=2, partition="superclasses", label_space="2", subclasses="1",
-        samples_per_class=30, superclasses="0+1,2+3",
+        clients=2, partition="superclasses", label_space=2, subclasses=1,
+        samples_per_class=30, superclasses=[["0", "1"], ["2", "3"]],
     )  # fmt: skip
     for seed in range(10):
         dealt = deal(dataset, spec.but(seed=seed))
@@ -172,11 +171,11 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
 def test_too_little_data_and_too_few_classes_are_said():
     with pytest.raises(DataError, match=r"do not find enough of .* samples of a class; lower"):
         RunData(DIGITS.but(samples_per_class=200)).partition()
-    with pytest.raises(DataError, match="label-space = '6-8': must be at most the 5 classes"):
-        RunData(DIGITS.but(label_space="6-8")).partition()
+    with pytest.raises(DataError, match=r"label-space = \[6, 8\]: must be at most the 5 classes"):
+        RunData(DIGITS.but(label_space=(6, 8))).partition()
 
 
-@pytest.mark.parametrize("subclasses", ["all", "1"])
+@pytest.mark.parametrize("subclasses", ["all", (1, 1)])
 def test_a_client_is_judged_on_all_subclasses_of_its_label_space(subclasses):
     spec = DIGITS.but(subclasses=subclasses)
     store = RunData(spec)
@@ -219,14 +218,15 @@ def test_a_sites_task_is_what_it_has_samples_of(tmp_path):
 def test_the_settings_spell_it():
     said = {
         "clients": 4, "data.partition": "superclasses", "data.superclasses": PAIRS,
-        "data.label-space": "2-3", "data.subclasses": "1", "data.samples-per-class": 9,
+        "data.label-space": [2, 3], "data.subclasses": 1, "data.samples-per-class": 9,
     }  # fmt: skip
     spec = DataSpec.of(resolve(said).run)
-    assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ("2-3", "1", 9)
-    assert spec == DIGITS.but(subclasses="1", samples_per_class=9)
+    assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ((2, 3), (1, 1), 9)
+    assert spec == DIGITS.but(subclasses=(1, 1), samples_per_class=9)
     assert DataSpec.of(resolve({}).run).subclasses == "all"
-    for text, ends in (("6-8", (6, 8)), ("7", (7, 7)), ("1-1", (1, 1)), ("all", (0, 0))):
-        assert span(text) == ends
+    for text, ends in (("6-8", (6, 8)), ("7", (7,)), ("1,1", (1, 1)), ("all", "all")):
+        assert parse_pairs([f"subclasses={text}"]) == {"data.subclasses": ends}
+    assert resolve({"data.subclasses": [7]}).run.data.subclasses == (7, 7)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,18 @@ def test_the_settings_spell_it():
             ("label-space", text)
             for text in ("all", "", "3-2", "0", "0-3", "1-2-3", "a", "1-", "²")
         ),
-        *(("subclasses", text) for text in ("0-1", "", "2-1", "-1", " 1", "1.5", "none", "1" * 7)),
+        *(("subclasses", text) for text in ("0-1", "", "2-1", "-1", "1.5", "none", "1" * 7)),
     ],
 )
 def test_what_is_no_range_of_numbers_is_refused(name, value):
-    said = f"setting 'data.{name}' = {value!r} is not allowed: it takes a number, or a range"
+    rule = "all or an integer >= 1" if name == "subclasses" else "an integer >= 1"
+    with pytest.raises(SettingsError, match=rf"'data.{name}' = .* is not allowed: it takes {rule}"):
+        resolve(parse_pairs([f"{name}={value}"]))
+
+
+@pytest.mark.parametrize("value", ["6-8", [3, 2], 0, [0, 3], [1, 2, 3], True, [], [1.5, 2], None])
+def test_a_range_has_two_ends(value):
+    said = f"setting 'data.label-space' = {value!r} is not allowed: it takes an integer >= 1, or a"
     with pytest.raises(SettingsError) as caught:
-        resolve({f"data.{name}": value})
+        resolve({"data.label-space": value})
     assert str(caught.value).startswith(said)

@@ -181,8 +181,8 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
 
 def test_unused_rows_of_a_joined_dataset_are_those_left_out():
     spec = DataSpec(
-        dataset="digits", superclasses="0+1,2+3,4+5,6+7,8+9", max_samples=700,
-        public_dataset="unused",
+        dataset="digits", max_samples=700, public_dataset="unused",
+        superclasses=[["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8", "9"]],
     )  # fmt: skip
     used, left = (
         x.flatten(1).numpy() for x in (load(spec).train.x, RunData(spec).public_set((1, 8, 8), 5).x)

@@ -22,7 +22,7 @@ SETTINGS = {
     "engine.backend": "inline",
 }
 SMALL = {"um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2}, "velo": {"velo.epochs": 1}}
-SCIKIT = "sk-tree,sk-svm,sk-gam,sk-mlp"
+SCIKIT = ("sk-tree", "sk-svm", "sk-gam", "sk-mlp")
 
 
 @pytest.mark.parametrize("name", each(method_names()))
@@ -48,7 +48,7 @@ def test_what_was_chosen_stands_in_the_config_and_comes_back(name, tmp_path):
     assert resolve(config.flat()) == config
     path = tmp_path / "config.toml"
     path.write_text(config.to_toml())
-    assert read_toml(path)["models.pool"] == config.run.models.pool
+    assert read_toml(path)["models.pool"] == list(config.run.models.pool)
     assert resolve(read_toml(path)) == config
     # As Flower's run config has it: every setting is there, at its default.
     everything = {key: info.default for key, info in all_settings().items()}
@@ -62,9 +62,15 @@ def test_the_pool_is_the_methods():
         ).run.models.pool
 
     assert pool("cofed") == pool("local") == SCIKIT
-    assert pool("felo") == pool("velo") == pool("fedtype") == pool("fedgems") == "mlp,mlp2,mlp3"
-    assert pool("um-pfssl") == "mlp-dropout"
-    assert pool("cofed", **{"models.pool": "mlp3"}) == "mlp3"
+    assert (
+        pool("felo")
+        == pool("velo")
+        == pool("fedtype")
+        == pool("fedgems")
+        == ("mlp", "mlp2", "mlp3")
+    )
+    assert pool("um-pfssl") == ("mlp-dropout",)
+    assert pool("cofed", **{"models.pool": "mlp3"}) == ("mlp3",)
     assert resolve({"method": "cofed", "data.dataset": "adult:DIR"}).run.models.pool == SCIKIT
     for dataset in ("digits", "cifar10", "imagefolder:DIR", "npz:DIR"):
         run = resolve({"method": "cofed", "data.dataset": dataset}).run
@@ -73,9 +79,9 @@ def test_the_pool_is_the_methods():
 
 def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
     spec = find_method("um-pfssl").spec
-    assert replace(spec, models={}).pool(TABLE) == "mlp"
-    assert replace(spec, models={}, any_model=True).pool(TABLE) == "mlp"
-    assert replace(spec, one_model=False, models={}).pool(TABLE) == "mlp,mlp2,mlp3"
+    assert replace(spec, models={}).pool(TABLE) == ("mlp",)
+    assert replace(spec, models={}, any_model=True).pool(TABLE) == ("mlp",)
+    assert replace(spec, one_model=False, models={}).pool(TABLE) == ("mlp", "mlp2", "mlp3")
 
 
 def test_a_methods_own_models_are_for_tables_too():
@@ -99,7 +105,7 @@ def test_files_say_by_their_head_whether_they_are_tables(tmp_path, shape, expect
     save(tmp_path / "train" / "0.npz", x=np.zeros(shape, np.float32), y=np.zeros(6, int))
     assert (sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is TABLE) is expected
     pool = resolve({"method": "felo", "data.dataset": f"npz:{tmp_path}"}).run.models.pool
-    assert pool == ("mlp,mlp2,mlp3" if expected else RunSettings().models.pool)
+    assert pool == (("mlp", "mlp2", "mlp3") if expected else RunSettings().models.pool)
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
@@ -126,5 +132,5 @@ def test_the_commands_say_which_models():
 
     said = shown("methods", "fedtype")
     assert "for tables, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
-    assert f"for tables, {SCIKIT};" in shown("methods", "cofed")
+    assert f"for tables, {','.join(SCIKIT)};" in shown("methods", "cofed")
     assert "the pool is one for tables where the data is a table" in shown("run", "--help")

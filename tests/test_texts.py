@@ -81,7 +81,7 @@ def test_in_tsv_quotes_mean_nothing(tmp_path):
 def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
     rows = [("10", "a", "b"), ("9", "c", "d"), ("2", "e", "f")]
     path = write(tmp_path / "all.csv", rows, None)
-    data = load(spec(path, text_column="2, 3", label_column="1", max_tokens=4))
+    data = load(spec(path, text_column=["2", "3"], label_column="1", max_tokens=4))
     assert data.classes == ("2", "9", "10")
     assert data.train.y.tolist() == [2, 1, 0]
     assert data.train.x[0].tolist() == by_hand("a b", 8192, 4)
@@ -276,16 +276,22 @@ def test_the_default_models_are_those_of_the_kind(tmp_path):
     def of(**changes):
         return resolve({"data.dataset": f"text:{place}", **changes})
 
-    pool = "text-bag,text-cnn,text-gru,text-lstm,text-transformer"
+    pool = ("text-bag", "text-cnn", "text-gru", "text-lstm", "text-transformer")
     assert of().run.models.pool == pool
     assert of(method="cofed").run.models.pool == pool
-    assert of(method="fedavg").run.models.pool == "text-cnn"
-    assert of(method="um-pfssl").run.models.pool == "text-cnn-dropout"
+    assert of(method="fedavg").run.models.pool == ("text-cnn",)
+    assert of(method="um-pfssl").run.models.pool == ("text-cnn-dropout",)
     assert of(method="fedtype").own.proxy == "text-cnn"
     assert of(method="fedgems").own.server_model == "text-transformer"
     signals = resolve({"method": "fedgems", "data.sample-kind": "signal"})  # of sites' own folders
     assert signals.own.server_model == "signal-resnet"
-    assert signals.run.models.pool == "signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp"
+    assert signals.run.models.pool == (
+        "signal-cnn2",
+        "signal-cnn3",
+        "signal-gru",
+        "signal-resnet",
+        "mlp",
+    )
     assert resolve(of().flat()) == of()
 
 
@@ -382,10 +388,10 @@ def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
     write_example("text", tmp_path / "texts")
     given = spec(
         tmp_path / "texts",
-        superclasses="garden+kitchen,journey+workshop",
+        superclasses=[["garden", "kitchen"], ["journey", "workshop"]],
         partition="superclasses",
-        label_space="2",
-        subclasses="1",
+        label_space=2,
+        subclasses=1,
         samples_per_class=20,
     )
     with (tmp_path / "texts" / "train.csv").open(encoding="utf-8", newline="") as file:

@@ -501,7 +501,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
     with pytest.raises(
         FedhetError, match=r"'models.pool' = 'cnn2-dropout,mlp' .* takes one model for all"
     ):
-        Server(um(models="cnn2-dropout,mlp"), tmp_path / "a")
+        Server(um(models=["cnn2-dropout", "mlp"]), tmp_path / "a")
     with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
 

@@ -442,7 +442,7 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
     """The first round is initial training, the second has seen the means alone."""
     sent = {}
     for method in ("felo", "velo"):
-        changes = {"rounds": 3, "models": "cnn2,mlp"}
+        changes = {"rounds": 3, "models": ["cnn2", "mlp"]}
         own = {"velo.interval": 2, "velo.least-separation": 0.0}
         changes |= own if method == "velo" else {}
         server = Server(small(method, **changes), tmp_path / method)
@@ -463,7 +463,7 @@ def test_the_extreme_pool_meets_in_one_width():
     """Table 3: ResNet-50 alone has features of another width than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
     width = config.own.feature_dim
-    names = config.run.models.names
+    names = config.run.models.pool
     assert names == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
     assert config.own.feature_dim == width == 512
     for name in names:
@@ -475,7 +475,7 @@ def test_the_extreme_pool_meets_in_one_width():
 
 @pytest.mark.slow
 def test_the_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
-    few = {"models": "resnet10,resnet50", "clients": 2, "max_samples": 24, "min_samples": 4}
+    few = {"models": ["resnet10", "resnet50"], "clients": 2, "max_samples": 24, "min_samples": 4}
     few |= {"partition": "iid", "max_test_samples": 10, "velo.feature-dim": 32, "velo.epochs": 3}
     run(small("velo", **few), tmp_path / "run")
     for record in records(tmp_path / "run"):

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedhet.settings.run import TrainingSettings
-from fedhet.settings.schema import milestones
 
 MILESTONES = (0.5, 0.75)
 """Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""
@@ -30,7 +29,7 @@ def rate_factor(settings: TrainingSettings, round: int, rounds: int) -> float:
     if settings.schedule == "cosine":
         factor *= cosine(round - settings.warm_up_rounds, rounds - settings.warm_up_rounds)
     elif settings.schedule == "step":
-        ends = milestones(settings.milestones) or [max(1, int(s * rounds)) for s in MILESTONES]
+        ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
         factor *= steps(round, ends, settings.decay)
     return factor
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Annotated
 
+import tomli_w
 import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
@@ -20,11 +21,11 @@ from fedhet.config.reference import (
     field_rows,
     setting_rows,
 )
-from fedhet.config.sources import all_settings, defaults_toml, preset_names, read_preset
+from fedhet.config.sources import all_settings, defaults, preset_names, read_preset
 from fedhet.config.values import validated
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import Schema, table_of, unknown
+from fedhet.settings.schema import Schema, nest, table_of, unknown
 
 
 def methods_command(
@@ -103,7 +104,8 @@ def settings_command(
 ) -> None:
     """List the settings of every run, or those of a table or a word."""
     if toml:
-        console.print(defaults_toml(), end="", markup=False, highlight=False, soft_wrap=True)
+        toml_text = tomli_w.dumps(nest(defaults()))
+        console.print(toml_text, end="", markup=False, highlight=False, soft_wrap=True)
         return
     if name is not None:
         console.print(_settings(_settings_of(name)))

@@ -11,7 +11,7 @@ from fedhet.config.sources import full_name
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import parse_text
+from fedhet.settings.text import as_text, read_text
 
 MOST_VALUES = 1000
 
@@ -29,7 +29,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     if name not in known:
         raise SettingsError(f"setting '{name}' is not of this run's method, which is {method}")
     parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
-    values = [parse_text(known[name], part.strip()) for part in parts]
+    values = [_one(read_text(name, known[name], part.strip())) for part in parts]
     if len(set(map(str, values))) != len(values):
         raise SettingsError(f"'{text}' is no sweep: a value is given twice")
     return name, values
@@ -66,8 +66,14 @@ def point_name(point: Sequence[object]) -> str:
 
 def folder_name(value: object) -> str:
     """Return a value as a valid folder name."""
-    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in str(value))
+    text = as_text(value) if isinstance(value, tuple) else str(value)
+    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
     return kept.lstrip("._-")[:60] or "empty"
+
+
+def _one(value: object) -> object:
+    """Return a list of one value as that value, which a setting takes too."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _steps(text: str, ends: list[str]) -> list[str]:

@@ -25,8 +25,9 @@ from fedhet.runs.directory import is_complete
 from fedhet.runs.display import LineDisplay
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import Watcher
-from fedhet.runs.units import plural, setting
+from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
+from fedhet.settings.text import as_text
 from fedhet.simulate import settled_for, simulate
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _made(run: OneOfSeveral) -> str:
 
 def _label(chosen: Mapping[str, object], seed: int, *, several: bool) -> str:
     """Return the run's values of the swept settings, with its seed where there are several."""
-    point = ", ".join(f"{name}={setting(value)}" for name, value in chosen.items())
+    point = ", ".join(f"{name}={as_text(value)}" for name, value in chosen.items())
     return f"{point}, seed {seed}" if several else point
 
 

@@ -111,7 +111,7 @@ def read_node(
 
 
 def _dealt(run: RunSettings, partition: int) -> str:
-    dealt = deal(run.models.names, run.clients, run.seed, run.models.deal)
+    dealt = deal(run.models.pool, run.clients, run.seed, run.models.deal)
     return dealt[partition % len(dealt)]
 
 

@@ -7,11 +7,11 @@ package has, and read nothing but the site's own data: `allow-models` and `allow
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedhet.client_runtime.node import NodeSettings
+from fedhet.config.sources import from_flower
 from fedhet.data.sources import SOURCES
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import method_names
@@ -25,8 +25,6 @@ POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
 SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
 """Settings of simulations alone, which a site does not follow."""
 DATASETS = ("data.dataset", "data.public-dataset")
-_TIMES = re.compile(r"\s*\*\s*\d+$")
-"""The end of a pool's entry that stands for several of a model."""
 
 
 def permitted(
@@ -40,32 +38,48 @@ def permitted(
     taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         taken[POOL] = site.model
-    for setting, name in _imports(taken):
-        if name != site.model and not _may_import(name, site):
-            raise _refused("allow-models", _models(site), f"import {name!r}", setting)
+    _check_import(METHOD, _own_method(taken), site)  # before its settings are known
+    for setting, name in _imports(from_flower(taken)):
+        _check_import(setting, name, site)
     for setting, path in _paths(taken):
         if not _may_read(path, site):
             raise _refused("allow-paths", _allowed_paths(site), f"read {path!r}", setting)
     return taken
 
 
-def _imports(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
-    """Yield every setting that names code to import, with what it names."""
+def _own_method(settings: Mapping[str, object]) -> str:
+    """Return the name of a method that is none of the installed ones, or ""."""
     method = str(settings.get(METHOD, ""))
-    if method and method not in method_names():
-        yield METHOD, method
+    return "" if method in method_names() else method
+
+
+def _imports(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names a dataset or a model to import, with what it names."""
     for setting in DATASETS:
         source, _, place = str(settings.get(setting, "")).partition(":")
         if source in SOURCES and SOURCES[source].imports:
             yield setting, place
     for setting, value in settings.items():
-        if isinstance(value, str) and setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
+        if setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
             # Whatever has a colon may end as the path of a model, odd as it may look.
-            named = [_TIMES.sub("", part.strip()) for part in value.split(",") if ":" in part]
-            yield from ((setting, name) for name in named if is_own(name))
+            yield from ((setting, name) for name in _texts(value) if ":" in name and is_own(name))
 
 
-def _paths(settings: Mapping[str, Scalar]) -> Iterator[tuple[str, str]]:
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in a setting's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value:
+            yield from _texts(each)
+
+
+def _check_import(setting: str, name: str, site: NodeSettings) -> None:
+    if name not in ("", site.model) and not _may_import(name, site):
+        raise _refused("allow-models", _models(site), f"import {name!r}", setting)
+
+
+def _paths(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield every setting that names a path, with the path."""
     for setting in DATASETS:
         source, colon, place = str(settings.get(setting, "")).partition(":")

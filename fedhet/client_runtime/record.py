@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
 from fedhet.client_runtime.node import Node
@@ -42,7 +42,7 @@ class ClientRecord(BaseModel):
     partition: int
     folder: str
     """The site's own data folder; "" for a partition of the run's dataset."""
-    settings: dict[str, bool | int | float | str]
+    settings: dict[str, JsonValue]
     """The settings with which the client trained, by their full names."""
     classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
     """The names of all classes of the run, in order."""

@@ -6,17 +6,20 @@ config of `flwr run`. `python -m fedhet.config.reference`, in the project's root
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import tomli_w
 from pydantic.fields import FieldInfo
 
-from fedhet.config.sources import defaults_toml
+from fedhet.config.sources import defaults, to_flower
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import kebab, takes
+from fedhet.settings.schema import kebab, nest, plain, takes
+from fedhet.settings.text import as_text
 from fedhet.wire.contract import Contract
 
 HEAD = """# Reference
@@ -70,22 +73,20 @@ def setting_rows(
 
 
 def _literal(value: object) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return json.dumps(plain(value), ensure_ascii=False)
 
 
 def default_models(method: Method) -> str:
     """Return the method's default models in a sentence, by the kind of data."""
     others = [kind for kind in KINDS.values() if kind is not IMAGE]
     parts = [f"for {kind.plural}, {_models(method, kind)}" for kind in others]
-    return f"Models, if none are given: {'; '.join([method.spec.pool(IMAGE), *parts])}."
+    return f"Models, if none are given: {'; '.join([as_text(method.spec.pool(IMAGE)), *parts])}."
 
 
 def _models(method: Method, kind: Kind) -> str:
     own = method.spec.defaults(kind)
     named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
-    return ", and ".join([method.spec.pool(kind), *named])
+    return ", and ".join([as_text(method.spec.pool(kind)), *named])
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
@@ -110,7 +111,8 @@ def with_run_config(pyproject: str) -> str:
     """Return the text of pyproject.toml with every setting's default as the run config."""
     before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
     after = rest[rest.index("[tool.ruff]") :]
-    settings = re.sub(r"^\[", "[tool.flwr.app.config.", defaults_toml(), flags=re.MULTILINE)
+    content = tomli_w.dumps(nest(to_flower(defaults())))
+    settings = re.sub(r"^\[", "[tool.flwr.app.config.", content, flags=re.MULTILINE)
     return f"{before}{start}{settings.strip()}\n\n{after}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
+from fedhet.config.sources import from_flower
 from fedhet.config.values import validated
 from fedhet.data import sources
 from fedhet.devices import compute_for
@@ -40,7 +41,7 @@ class Config:
         """Tell whether the clients learn from unlabelled samples of their own."""
         return self.method.spec.needs_unlabelled or self.run.training.semi != "none"
 
-    def flat(self) -> dict[str, Scalar]:
+    def flat(self) -> dict[str, Any]:
         """Return every setting of the run by its full name; the inverse of `resolve`."""
         own = {f"{self.method.table}.{name}": value for name, value in self.own.flat().items()}
         return {**self.run.flat(), **own}
@@ -69,8 +70,8 @@ def resolve(values: Mapping[str, object]) -> Config:
 
 @lru_cache(maxsize=8)
 def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
-    """Return `resolve(dict(items))`, computed once per process for the same items."""
-    return resolve(dict(items))
+    """Return the settings of Flower's run config, resolved once a process for the same items."""
+    return resolve(from_flower(dict(items)))
 
 
 def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSettings:
@@ -114,9 +115,10 @@ def _check_names(config: Config) -> None:
     """Raise SettingsError for a model, dataset or attack that the method does not support."""
     run, method = config.run, config.method
     try:
-        models.deal(run.models.names, run.clients, run.seed, run.models.deal)
+        models.deal(run.models.pool, run.clients, run.seed, run.models.deal)
     except FedhetError as error:
-        raise SettingsError(f"setting 'models.pool' = {run.models.pool!r}: {error}") from None
+        pool = list(run.models.pool)
+        raise SettingsError(f"setting 'models.pool' = {pool!r}: {error}") from None
     _check_own_models(config)
     data.find_source(run.data.dataset)
     if run.data.public_dataset not in ("", *data.MADE_HERE):
@@ -126,11 +128,11 @@ def _check_names(config: Config) -> None:
         raise refused("attack.kind", run.attack.kind, rule)
     if run.training.semi != "none":
         _check_semi(run, method)
-    several = len(set(run.models.names)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.names)
+    several = len(set(run.models.pool)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.pool)
     if method.spec.one_model and several:
         rule = f"one model for all clients with {method.name}, which averages their weights"
         raise refused("models.pool", run.models.pool, rule)
-    for name in run.models.names:
+    for name in run.models.pool:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:
             able = ", ".join(m for m, found in all_methods()[0].items() if found.spec.any_model)
             rule = (
@@ -138,7 +140,7 @@ def _check_names(config: Config) -> None:
                 f"any kind: {able}"
             )
             raise SettingsError(
-                f"setting 'models.pool' = {run.models.pool!r} is not allowed: {rule}"
+                f"setting 'models.pool' = {list(run.models.pool)!r} is not allowed: {rule}"
             )
 
 
@@ -167,7 +169,7 @@ def _check_semi(run: RunSettings, method: Method) -> None:
     if run.training.augment != "none":
         rule = f"none with 'training.semi' = '{run.training.semi}', which augments by its own rules"
         raise refused("training.augment", run.training.augment, rule)
-    if unable := [name for name in run.models.names if name in models.WITHOUT_GRADIENTS]:
+    if unable := [name for name in run.models.pool if name in models.WITHOUT_GRADIENTS]:
         rule = f"networks with 'training.semi' = '{run.training.semi}', not {unable[0]}"
         raise refused("models.pool", run.models.pool, rule)
 
@@ -182,7 +184,7 @@ def check(config: Config, store: data.RunData | None = None) -> None:
         rule = f"0, or the {len(dataset.classes)} classes of {run.data.dataset}"
         raise refused("models.num-classes", run.models.num_classes, rule)
     augmentation(run.training.augment, dataset.shape)
-    for name in dict.fromkeys(run.models.names):
+    for name in dict.fromkeys(run.models.pool):
         any_model = config.method.spec.any_model
         models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
 

@@ -6,14 +6,15 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.methods.registry import all_methods, find_method, shipped_names
-from fedhet.settings.run import RENAMED, RunSettings
-from fedhet.settings.schema import flatten, nest, parse_text, table_of, unknown
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
+from fedhet.settings.text import as_text, holds_several, read_text
 
 PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 PRESETS = resources.files("fedhet") / "presets"
@@ -24,10 +25,28 @@ def all_settings() -> dict[str, FieldInfo]:
     return _with_settings_of(all_methods()[0])
 
 
-def defaults_toml() -> str:
-    """Return all settings, of the built-in methods too, at their defaults: Flower's run config."""
+def defaults() -> dict[str, object]:
+    """Return all settings at their defaults, those of the built-in methods too."""
     found = _with_settings_of(sorted(shipped_names()))
-    return tomli_w.dumps(nest({name: info.default for name, info in found.items()}))
+    return {name: plain(info.default) for name, info in found.items()}
+
+
+def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return settings as Flower's run config has them: lists and maps as text."""
+    return {k: as_text(v) if isinstance(v, list | dict) else v for k, v in values.items()}
+
+
+def from_flower(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of Flower's run config: the inverse of `to_flower`.
+
+    Raises SettingsError; the run's method is imported.
+    """
+    known = all_settings() | find_method(str(values.get("method", RunSettings().method))).settings()
+    several = {k: known[k] for k, v in values.items() if k in known and isinstance(v, str)}
+    read = {
+        k: read_text(k, info, str(values[k])) for k, info in several.items() if holds_several(info)
+    }
+    return {**values, **read}
 
 
 def _with_settings_of(names: Iterable[str]) -> dict[str, FieldInfo]:
@@ -52,7 +71,7 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
         name = full_name(key.strip(), known)
         if name in values:
             raise SettingsError(f"setting '{name}' is given twice, the second time as {text!r}")
-        values[name] = parse_text(known.get(name) or all_settings().get(name), text.strip())
+        values[name] = read_text(name, known.get(name) or all_settings().get(name), text.strip())
     return values
 
 
@@ -68,8 +87,6 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
     ending = [name for name in known if name.endswith(f".{key}")]
     if len(ending) > 1:
         raise SettingsError(f"'{key}' is the end of several settings: {', '.join(ending)}")
-    if key in RENAMED:
-        raise SettingsError(f"unknown setting '{key}': it is '{RENAMED[key]}'")
     if not ending and key not in all_settings():
         raise unknown(key, {**known, **all_settings()})
     return ending[0] if ending else key
@@ -103,10 +120,7 @@ def of_run(directory: Path) -> dict[str, object]:
     path = directory / "config.toml"
     if not path.exists():
         raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    values = read_toml(path)
-    if "data.dataset" not in values:
-        raise StateError(f"{path} is of fedhet 0.1, whose runs cannot be resumed by this version")
-    return {**values, "resume": True, "out": str(directory)}
+    return {**read_toml(path), "resume": True, "out": str(directory)}
 
 
 def overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:

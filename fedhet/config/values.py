@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fedhet.config.sources import all_settings
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import Method, find_method
-from fedhet.settings.run import RENAMED, RunSettings
-from fedhet.settings.schema import MethodSettings, build, refused, unknown
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import MethodSettings, build, plain, refused, unknown
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,12 @@ def validated(values: Mapping[str, object]) -> Given:
 
 def _refuse_unless_default(name: str, value: object, method: Method) -> None:
     known = all_settings()
-    if name in RENAMED:
-        raise SettingsError(f"unknown setting '{name}': it is '{RENAMED[name]}'")
     if name not in known:
         shared = RunSettings.fields()
         in_a_table = any(full.endswith(f".{name}") for full in shared)
         raise unknown(name, shared if in_a_table else known)
-    if value != known[name].default or isinstance(value, bool) != (known[name].annotation is bool):
+    is_bool = known[name].annotation is bool
+    if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
         raise SettingsError(
             f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"
         )

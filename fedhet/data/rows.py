@@ -35,7 +35,7 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
     Several columns of text are joined by a space. Columns that are numbers are counted from 1, and
     the file then has no header.
     """
-    texts, label, by = _columns(spec.text_column), spec.label_column.strip(), spec.by.strip()
+    texts, label, by = spec.text_column, spec.label_column.strip(), spec.by.strip()
     wanted = [*texts, label, *([by] if by else [])]
     found = TextRows([], [], [] if by else None)
     for number, row in enumerate(_rows(path, spec, wanted), 1):
@@ -62,10 +62,6 @@ def read_bounded(path: Path, spec: DataSpec) -> bytes:
             content += piece
             refuse_more(len(content), spec, path)
     return bytes(content)
-
-
-def _columns(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",")]
 
 
 def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Iterator[Mapping[str, object]]:

@@ -15,21 +15,33 @@ import torch
 from fedhet.data.spec import Dataset, DataSpec, Index, Split
 from fedhet.errors import DataError, SettingsError, nearest
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import span
 
 # Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.
-CIFAR100 = """
-beaver+dolphin+otter+seal+whale, aquarium_fish+flatfish+ray+shark+trout,
-orchid+poppy+rose+sunflower+tulip, bottle+bowl+can+cup+plate,
-apple+mushroom+orange+pear+sweet_pepper, clock+keyboard+lamp+telephone+television,
-bed+chair+couch+table+wardrobe, bee+beetle+butterfly+caterpillar+cockroach,
-bear+leopard+lion+tiger+wolf, bridge+castle+house+road+skyscraper,
-cloud+forest+mountain+plain+sea, camel+cattle+chimpanzee+elephant+kangaroo,
-fox+porcupine+possum+raccoon+skunk, crab+lobster+snail+spider+worm,
-baby+boy+girl+man+woman, crocodile+dinosaur+lizard+snake+turtle,
-hamster+mouse+rabbit+shrew+squirrel, maple_tree+oak_tree+palm_tree+pine_tree+willow_tree,
-bicycle+bus+motorcycle+pickup_truck+train, lawn_mower+rocket+streetcar+tank+tractor
-"""
+CIFAR100 = tuple(
+    tuple(line.split())
+    for line in """
+    beaver dolphin otter seal whale
+    aquarium_fish flatfish ray shark trout
+    orchid poppy rose sunflower tulip
+    bottle bowl can cup plate
+    apple mushroom orange pear sweet_pepper
+    clock keyboard lamp telephone television
+    bed chair couch table wardrobe
+    bee beetle butterfly caterpillar cockroach
+    bear leopard lion tiger wolf
+    bridge castle house road skyscraper
+    cloud forest mountain plain sea
+    camel cattle chimpanzee elephant kangaroo
+    fox porcupine possum raccoon skunk
+    crab lobster snail spider worm
+    baby boy girl man woman
+    crocodile dinosaur lizard snake turtle
+    hamster mouse rabbit shrew squirrel
+    maple_tree oak_tree palm_tree pine_tree willow_tree
+    bicycle bus motorcycle pickup_truck train
+    lawn_mower rocket streetcar tank tractor
+    """.strip().splitlines()
+)
 CIFAR100_NAMES = tuple(
     """
     aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
@@ -38,7 +50,9 @@ CIFAR100_NAMES = tuple(
     non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2
     """.split()
 )
-GROUPINGS = {"cifar100": (CIFAR100, CIFAR100_NAMES)}
+GROUPINGS = {"cifar100": dict(zip(CIFAR100_NAMES, CIFAR100, strict=True))}
+Superclasses = str | tuple[tuple[str, ...], ...]
+"""A known grouping's name, or the classes of each superclass."""
 _DRAWS = 50
 _TASKS = 5  # label spaces for which the data is insufficient are redrawn
 
@@ -51,19 +65,19 @@ class Deal:
     spaces: tuple[tuple[int, ...], ...]
 
 
-def parse(superclasses: str) -> dict[str, tuple[str, ...]]:
-    """Return each superclass's classes, for a known grouping's name or a text "a+b,c+d"."""
-    text, names = GROUPINGS.get(superclasses, (superclasses, ()))
-    groups = [tuple(n.strip() for n in part.split("+")) for part in text.split(",") if part.strip()]
-    return dict(zip(names or ("+".join(group) for group in groups), groups, strict=True))
+def named(superclasses: Superclasses) -> dict[str, tuple[str, ...]]:
+    """Return each superclass's classes by its name: "a+b" unless it is a known grouping's."""
+    if isinstance(superclasses, str):
+        return GROUPINGS[superclasses]
+    return {"+".join(group): group for group in superclasses}
 
 
-def joined(dataset: Dataset, superclasses: str) -> Dataset:
+def joined(dataset: Dataset, superclasses: Superclasses) -> Dataset:
     """Return the dataset with superclasses as its classes; `subclasses` keeps its own labels.
 
     Raises SettingsError unless every class of the dataset is in exactly one superclass.
     """
-    groups = parse(superclasses)
+    groups = named(superclasses)
     listed = [name for group in groups.values() for name in group]
     for name in listed:
         if name not in dataset.classes:
@@ -118,10 +132,10 @@ def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return each client's label space: `label-space` classes, drawn at random."""
-    low, high = span(spec.label_space)
+    low, high = spec.label_space
     if high > classes:
         raise DataError(
-            f"data.label-space = '{low}-{high}': must be at most the {classes} classes of "
+            f"data.label-space = [{low}, {high}]: must be at most the {classes} classes of "
             f"{spec.dataset}{'' if spec.superclasses else ' (no superclasses are given)'}"
         )
     spaces = []
@@ -167,9 +181,9 @@ def _subclasses(
     `with_room`: only subclasses with enough rows left, if necessary in another number.
     """
     present = np.array(sorted(left))
-    low, high = span(spec.subclasses)
-    if high == 0:
+    if spec.subclasses == "all":
         return rng.permutation(present)
+    low, high = spec.subclasses
     size = min(int(rng.integers(low, high + 1)), len(present))
     order = rng.permutation(present)
     if with_room:

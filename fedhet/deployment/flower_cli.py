@@ -17,6 +17,7 @@ import tomli_w
 
 from fedhet import __version__
 from fedhet.config.resolve import Config, check_deployable
+from fedhet.config.sources import to_flower
 from fedhet.errors import FedhetError
 from fedhet.settings.schema import nest
 
@@ -166,7 +167,7 @@ def app_of(config: Config) -> dict[str, object]:
             "serverapp": "fedhet.server_app:app",
             "clientapp": "fedhet.client_app:app",
         },
-        "config": nest(config.flat()),
+        "config": nest(to_flower(config.flat())),
     }
     project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
     return {"project": project, "tool": {"flwr": {"app": app}}}

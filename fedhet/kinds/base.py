@@ -68,13 +68,13 @@ class Kind:
     """What a model of the kind takes, in words."""
     fits: Callable[[Shape], bool]
     """(shape) -> whether a sample of this shape is of the kind."""
-    pool: str
+    pool: tuple[str, ...]
     """The default pool of models."""
     model: str
     """The default model of a method whose clients have one architecture, and of small helpers."""
     large_model: str
     """The default of a method's own model that is larger than the clients', such as a server's."""
-    pool_of_any: str = ""
+    pool_of_any: tuple[str, ...] = ()
     """The default pool of a method whose models need no gradients; empty: `pool`."""
     is_numeric: bool = True
     """Whether samples are numbers, which a model of any shape takes, and not tokens."""

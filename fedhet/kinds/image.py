@@ -18,7 +18,7 @@ IMAGE = Kind(
     plural="images",
     wanted="images [C, H, W]",
     fits=lambda shape: len(shape) == 3 and shape[0] > 0,
-    pool="cnn2,cnn3,mlp,gems-resnet11,resnet10",
+    pool=("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"),
     model="cnn2",
     large_model="gems-resnet56",
     side=lambda shape: min(shape[1:]),

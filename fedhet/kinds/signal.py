@@ -24,7 +24,7 @@ SIGNAL = Kind(
     plural="signals",
     wanted="signals [C, T] (signal:DIR)",
     fits=lambda shape: len(shape) == 2,
-    pool="signal-cnn2,signal-cnn3,signal-gru,signal-resnet,mlp",
+    pool=("signal-cnn2", "signal-cnn3", "signal-gru", "signal-resnet", "mlp"),
     model="signal-cnn2",
     large_model="signal-resnet",
     side=lambda shape: shape[1],

@@ -29,8 +29,8 @@ TABLE = Kind(
     plural="tables",
     wanted="rows [F] of a table",
     fits=lambda shape: len(shape) == 1,
-    pool="mlp,mlp2,mlp3",
-    pool_of_any="sk-tree,sk-svm,sk-gam,sk-mlp",  # CoFED's four kinds, Section 5.7
+    pool=("mlp", "mlp2", "mlp3"),
+    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),  # CoFED's four kinds, Section 5.7
     model="mlp",
     large_model="mlp3",
     generated=permuted_columns,

@@ -51,7 +51,7 @@ TEXT = Kind(
     plural="texts",
     wanted="texts (text:PATH)",
     fits=lambda shape: len(shape) == 3 and shape[0] == 0,
-    pool="text-bag,text-cnn,text-gru,text-lstm,text-transformer",
+    pool=("text-bag", "text-cnn", "text-gru", "text-lstm", "text-transformer"),
     model="text-cnn",
     large_model="text-transformer",
     is_numeric=False,

@@ -64,10 +64,11 @@ class MethodSpec:
     simulation_only: bool = False
     """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
 
-    def pool(self, kind: Kind) -> str:
+    def pool(self, kind: Kind) -> tuple[str, ...]:
         """Return the default pool of models for a kind of data."""
-        usual = (kind.pool_of_any if self.any_model else "") or kind.pool
-        return self.models.get(kind.name) or (kind.model if self.one_model else usual)
+        if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
+            return (one,)
+        return (kind.pool_of_any if self.any_model else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
         """Return the defaults of `own_models` for a kind of data."""

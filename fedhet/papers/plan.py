@@ -15,6 +15,7 @@ from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine
+from fedhet.settings.text import as_text
 
 Values = dict[str, object]
 
@@ -41,7 +42,7 @@ class PlannedRun:
     def command(self) -> str:
         """Return the command that makes this run alone."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
-        words = [f"--set {shlex.quote(f'{name}={_spelled(v)}')}" for name, v in chosen.items()]
+        words = [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in chosen.items()]
         return " ".join(["fedhet run", str(self.values["method"]), *words])
 
 
@@ -139,7 +140,3 @@ def _digest(values: Values) -> str:
     }
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _spelled(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,8 +13,9 @@ from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.report.frames import over_seeds
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.records import KINDS, NAN
-from fedhet.runs.units import position, setting
+from fedhet.runs.units import position
 from fedhet.settings.run import where_it_ran
+from fedhet.settings.text import as_text
 
 Column = tuple[str, str]
 """A protocol and a kind of model."""
@@ -157,7 +158,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     place = where_it_ran() | {"seed"}
     found: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
-        named = {key: setting(value) for key, value in run.settings.items() if key not in place}
+        named = {key: as_text(value) for key, value in run.settings.items() if key not in place}
         found.setdefault(tuple(sorted(named.items())), []).append(run)
     notes: list[str] = []
     kept = [tuple(_one_a_seed(_finished(some, notes), notes)) for some in found.values()]

@@ -25,9 +25,9 @@ from fedhet.runs.units import (
     plural,
     printable,
     score,
-    setting,
     spans,
 )
+from fedhet.settings.text import as_text
 
 SPARKS = 24
 """Maximum number of the method's own metrics that get a small curve."""
@@ -104,7 +104,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    shown = (human_bytes, human_seconds, lowest, percent, plural, score, setting, spans)
+    shown = (human_bytes, human_seconds, lowest, percent, plural, score, as_text, spans)
     environment.filters |= {function.__name__: function for function in shown}
     environment.filters["where"] = _where
     environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}

@@ -19,8 +19,9 @@ from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
-from fedhet.runs.units import human_number, printable, setting
+from fedhet.runs.units import human_number, printable
 from fedhet.settings.metrics import is_shown, metric_of
+from fedhet.settings.text import as_text
 
 TAIL = ", tail"
 """Ends the name of a quantity that is the mean of the last fifth of the rounds."""
@@ -73,7 +74,7 @@ class Sweep:
 
     def label(self, point: Point) -> str:
         """Return a point as text, with the names of the settings if there are several."""
-        values = [setting(value) for value in point]
+        values = [as_text(value) for value in point]
         if len(self.names) == 1:
             return values[0]
         pairs = zip(self.names, values, strict=True)
@@ -157,7 +158,7 @@ def _best(found: Sweep, quantity: str) -> dict[str, object] | None:
     if means.empty:
         return None
     point = found.points[int(means.idxmax())]
-    settings = {name: setting(value) for name, value in zip(found.names, point, strict=True)}
+    settings = {name: as_text(value) for name, value in zip(found.names, point, strict=True)}
     what = f"{_title(quantity).lower()}, the highest mean over the seeds"
     return {"value": human_number(means.max()), "what": what, "settings": settings}
 
@@ -177,7 +178,7 @@ def sweep_table(found: Sweep, figures: str = "") -> Table:
 
 def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
     values = {
-        name: [Cell(setting(point[place])) for point in found.points]
+        name: [Cell(as_text(point[place])) for point in found.points]
         for place, name in enumerate(found.names)
     }
     columns = {name: _column(found.spread(name)) for name in quantities}
@@ -220,7 +221,7 @@ def _panel(ax: Axes, found: Sweep, name: str) -> None:
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
     if not numeric:
-        ax.set_xticks(list(places.values()), [setting(value) for value in values])
+        ax.set_xticks(list(places.values()), [as_text(value) for value in values])
     several = bool(spread["count"].max() > 1)
     ax.set_xlabel(found.names[0] + ("  (band: ± std over seeds)" if several else ""))
     style.ticks(ax, human_number)
@@ -230,7 +231,7 @@ def _panel(ax: Axes, found: Sweep, name: str) -> None:
 
 def _curve_label(found: Sweep, other: Point) -> str:
     pairs = zip(found.names[1:], other, strict=True)
-    return ", ".join(f"{name.rpartition('.')[2]}={setting(value)}" for name, value in pairs)
+    return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 
 
 def _title(name: str) -> str:

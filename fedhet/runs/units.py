@@ -60,17 +60,6 @@ def plus_minus(mean: float, std: float, digits: int = 4) -> str:
     return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if math.isfinite(std) else "")
 
 
-def setting(value: object) -> str:
-    """Return a setting's value as it is typed on the command line: true, 0.5, a,b."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    if isinstance(value, list):
-        return ",".join(map(setting, value))
-    return str(value)
-
-
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that puts client-2 before client-10."""
     parts = re.split(r"(\d+)", name)

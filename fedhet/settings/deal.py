@@ -19,7 +19,7 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
     >>> [training_of(run, client).lr for client in range(4)]
     [0.1, 0.01, 0.01, 0.1]
     """
-    chosen, period, client = {}, max(1, len(run.models.names)), client % run.clients
+    chosen, period, client = {}, max(1, len(run.models.pool)), client % run.clients
     for name, pool in run.training.pools().items():
         place = client
         if run.models.deal == "shuffle":

@@ -7,7 +7,6 @@ Each part of the library reads its own table: data reads `DataSettings`, the opt
 from __future__ import annotations
 
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -16,29 +15,26 @@ from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
+    Ascending,
+    Assigned,
     Bytes,
     Count,
     CountOrNone,
-    Dealt,
     Fraction,
+    Listed,
     Metrics,
-    Milestones,
+    Names,
     NonNegative,
-    Pool,
     Positive,
+    Range,
     Scalar,
     Schema,
     Side,
-    Span,
-    SpanOrAll,
     Tokens,
     Vocabulary,
-    entries,
-    is_dealt,
+    is_assigned,
     is_machine,
-    is_pool,
     machine,
-    pool_names,
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -66,7 +62,7 @@ class DataSettings(Schema):
     data_dir: str = machine("data", "where torchvision's datasets lie")
     download: bool = machine(False, "may a missing dataset be downloaded?")
     partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
-        "dirichlet", description="how the training set is dealt to the clients"
+        "dirichlet", description="how the training set is divided among the clients"
     )
     by: str = Field(
         "",
@@ -77,20 +73,21 @@ class DataSettings(Schema):
     alpha: Positive = Field(0.5, description="Dirichlet's concentration; smaller is more skewed")
     shards: Count = Field(2, description="shards a client, for partition = shards")
     classes_per_client: Count = Field(2, description="classes a client, for partition = classes")
-    superclasses: str = Field(
-        "",
-        description="classes joined into superclasses, as a+b,c+d, or cifar100; empty = not joined",
+    superclasses: Literal["cifar100"] | Annotated[tuple[Names, ...], Listed] = Field(
+        (),
+        description="lists of classes that are joined into superclasses, or cifar100 for those of "
+        "CIFAR-100; none = not joined",
     )
-    label_space: Span = Field(
-        "6-8", description="classes a client draws, for partition = superclasses"
+    label_space: Range = Field(
+        (6, 8), description="classes that a client draws, for partition = superclasses"
     )
-    subclasses: SpanOrAll = Field(
-        "all", description="subclasses that a client holds of each, such as 1-2; all is IID"
+    subclasses: Literal["all"] | Range = Field(
+        "all", description="subclasses that a client holds of each superclass; all is IID"
     )
     samples_per_class: Count = Field(
         50, description="samples a client holds of each, for partition = superclasses"
     )
-    min_samples: Count = Field(10, description="least samples a client may be dealt")
+    min_samples: Count = Field(10, description="least samples that a client may be assigned")
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.2,
         description="share of a client's samples kept as its own test split; 0 = none, where there "
@@ -100,10 +97,10 @@ class DataSettings(Schema):
         0,
         description="side to which images of imagefolder:DIR and hf:NAME are resized; 0 = as it is",
     )
-    text_column: str = Field(
-        "text",
-        description="the column of the text, or several, comma-separated; numbers from 1 where the "
-        "file has no header",
+    text_column: Names = Field(
+        ("text",),
+        description="the columns of the text, which are joined; numbers from 1 where the file has "
+        "no header",
     )
     label_column: str = Field(
         "label", description="the column of the class; a number where the file has no header"
@@ -165,39 +162,37 @@ class DataSettings(Schema):
 class ModelSettings(Schema):
     """The clients' models."""
 
-    pool: Pool = Field(
+    pool: Names = Field(
         IMAGE.pool,
-        description="models, comma-separated, as `fedhet models` lists them, cnn2*3 for three in a "
-        "row; left at this default, "
-        "the pool is one for tables where the data is a table (texts, signals: likewise), and a "
-        "method's own where all its clients must have one model: `fedhet methods NAME` says which",
+        description="the models, as `fedhet models` lists them; left at this default, the pool is "
+        "one for tables where the data is a table (texts, signals: likewise), and a method's own "
+        "where all its clients must have one model: `fedhet methods NAME` says which",
     )
     deal: Literal["cycle", "shuffle"] = Field(
-        "cycle", description="how the pool is dealt: in turn, or in turn and then shuffled"
+        "cycle",
+        description="how the pool is assigned to the clients: in turn, or in turn and then "
+        "shuffled",
     )
     num_classes: CountOrNone = Field(
         0, description="classes of the task; 0 = as the data has it; a site's own folder needs it"
     )
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the models in the pool."""
-        return pool_names(self.pool)
-
 
 class TrainingSettings(Schema):
     """The clients' training; a server that trains its own model uses the same settings.
 
-    A run may give several values of the first four. What trains gets one of each: a client those
-    that `settings.deal.training_of` deals to it, the server the `first`.
+    A run may give a list of values for the first four. What trains has one value of each: a client
+    those that `settings.deal.training_of` assigns to it, the server the `first`.
     """
 
-    local_epochs: Annotated[Count, Dealt()] = Field(
+    local_epochs: Annotated[Count, Assigned()] = Field(
         5, description="epochs over a client's data a round"
     )
-    batch_size: Annotated[Count, Dealt()] = Field(32, description="samples a minibatch")
-    optimizer: Annotated[Optimizer, Dealt()] = Field("adam", description="the clients' optimiser")
-    lr: Annotated[Positive, Dealt()] = Field(1e-3, description="learning rate")
+    batch_size: Annotated[Count, Assigned()] = Field(32, description="samples a minibatch")
+    optimizer: Annotated[Optimizer, Assigned()] = Field(
+        "adam", description="the clients' optimiser"
+    )
+    lr: Annotated[Positive, Assigned()] = Field(1e-3, description="learning rate")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
     weight_decay: NonNegative = Field(0.0, description="weight decay")
     schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
@@ -208,10 +203,10 @@ class TrainingSettings(Schema):
     warm_up_rounds: CountOrNone = Field(
         0, description="first rounds, in which the learning rate rises linearly to its full value"
     )
-    milestones: Milestones = Field(
-        "",
-        description="schedule = step: rounds after which the learning rate falls, ascending, such "
-        "as 300,500; empty = after half and after three quarters of the rounds",
+    milestones: Ascending = Field(
+        (),
+        description="schedule = step: rounds after which the learning rate falls, ascending; none "
+        "= after half and after three quarters of the rounds",
     )
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="schedule = step or plateau: factor by which the learning rate falls"
@@ -245,10 +240,10 @@ class TrainingSettings(Schema):
         1.0, description="weight of the unlabelled images' mean loss against that of labelled ones"
     )
 
-    def pools(self) -> dict[str, list[Scalar]]:
+    def pools(self) -> dict[str, tuple[Scalar, ...]]:
         """Return the values of the settings that have several, in the order of declaration."""
-        dealt = [name for name, info in type(self).model_fields.items() if is_dealt(info)]
-        return {name: entries(text) for name in dealt if is_pool(text := getattr(self, name))}
+        found = {k: getattr(self, k) for k, i in type(self).model_fields.items() if is_assigned(i)}
+        return {name: values for name, values in found.items() if isinstance(values, tuple)}
 
     def first(self) -> TrainingSettings:
         """Return the settings with the first value of each."""
@@ -360,10 +355,6 @@ PLACE = frozenset({"out", "resume"})
 """Settings that locate a run; its config.toml leaves them out."""
 ENDS = frozenset({"rounds", "early-stopping"})
 """Settings that say when a run ends; a run that goes on may end later than it was to."""
-RENAMED = MappingProxyType(
-    {"models": "models.pool", "attack": "attack.kind", "attack-scale": "attack.scale"}
-)
-"""Settings of version 0.1 whose names have changed."""
 
 
 @cache

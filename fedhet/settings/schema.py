@@ -1,13 +1,14 @@
 """The schema of a settings table: names, types, ranges, descriptions, and error messages.
 
-A setting has one kebab-case name, with its table's, such as `training.lr`: the same on the command
-line, in a TOML file and in Flower's run config. The tables that every run has are in `tables`; a
-method's own is the `MethodSettings` that it declares.
+A setting has one kebab-case name with its table's, such as `training.lr`: the same on the command
+line, in a TOML file and in Flower's run config. The tables that every run has are in `run` and
+`engine`; a method's own is the `MethodSettings` that it declares. A list in TOML or in Python is a
+tuple in a table, which can be hashed.
 """
 
 from __future__ import annotations
 
-import tomllib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -15,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -31,8 +33,7 @@ Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
 FAR = 1_000_000
 """The least upper end of a range that is only there to keep numbers finite."""
-MOST_TIMES = 1000
-"""How often a pool may repeat a model."""
+RANGE = "an integer >= 1, or a range, such as [6, 8]"
 A_MODEL = "the name of a model"
 """Marks such a setting."""
 WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
@@ -65,9 +66,16 @@ class Schema(BaseModel):
                 found[kebab(name)] = info
         return found
 
-    def flat(self) -> dict[str, Scalar]:
-        """Return the values by their public names."""
-        return flatten(self.model_dump(by_alias=True))
+    def flat(self) -> dict[str, Any]:
+        """Return the values by their public names, as TOML and JSON have them: lists for tuples."""
+        found: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value, own = getattr(self, name), kebab(name)
+            if isinstance(value, Schema):
+                found |= {f"{own}.{inner}": each for inner, each in value.flat().items()}
+            else:
+                found[own] = plain(value)
+        return found
 
 
 class MethodSettings(Schema):
@@ -82,15 +90,29 @@ class MethodSettings(Schema):
         return False
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names: `{"felo": {"alpha": 1}}` becomes `felo.alpha`."""
+class Frozen(dict[str, Any]):
+    """A map that can be hashed, and must not be changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Return a hash of the items, whatever their order."""
+        return hash(frozenset(self.items()))
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists for tuples, as TOML and JSON have it."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return dict(value) if isinstance(value, dict) else value
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in tables by dotted names: `{"felo": {"alpha": 1}}` becomes `felo.alpha`."""
     flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
+    for name, value in tables.items():
+        if isinstance(value, Mapping) and "." not in name:
+            flat |= {f"{name}.{own}": each for own, each in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 
@@ -119,95 +141,56 @@ def is_machine(info: FieldInfo) -> bool:
     return isinstance(info.json_schema_extra, dict) and "machine" in info.json_schema_extra
 
 
-class Dealt:
-    """Marks a setting that may have several values, comma-separated, dealt to the clients.
+class Assigned:
+    """Marks a setting that may have several values, a list of which each client is assigned one.
 
-    The annotation is the type of one value. A run's table holds either one, or the text of several;
-    `TrainingSettings.pools` reads them, and each client gets one.
+    The annotation is the type of one value. A run's table holds one value, or a tuple of several,
+    which `TrainingSettings.pools` returns.
     """
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Accept what one value's type accepts, and text of several values that it accepts."""
-        as_it_is = core_schema.plain_serializer_function_ser_schema(lambda value: value)
-        return core_schema.no_info_wrap_validator_function(
-            _each, handler(source), serialization=as_it_is
-        )
+        """Accept what one value's type accepts, and a list of such values."""
+        return core_schema.no_info_wrap_validator_function(_each, handler(source))
 
 
 def _each(value: Any, validated: Callable[[Any], Any]) -> Any:
-    if not is_pool(value):
+    if not isinstance(value, list | tuple) or not value:
         return validated(value)
-    return ",".join(str(validated(entry)) for entry in entries(value))
+    found = tuple(map(validated, value))
+    return found if len(found) > 1 else found[0]
 
 
-def is_pool(value: object) -> bool:
-    """Tell whether the value of a dealt setting is several values."""
-    return isinstance(value, str) and "," in value
+def is_assigned(info: FieldInfo) -> bool:
+    """Tell whether a setting may have several values, of which each client is assigned one."""
+    return any(isinstance(rule, Assigned) for rule in _rules(info.metadata))
 
 
-def entries(pool: str) -> list[Scalar]:
-    """Return the values in a comma-separated text: numbers where they read as numbers."""
-    return [_read_toml(entry.strip()) for entry in pool.split(",")]
+def _listed(value: object) -> object:
+    """Return a list as a tuple, and a lone value as a tuple of one."""
+    if isinstance(value, str) and "," in value:
+        names = json.dumps([name.strip() for name in value.split(",")], ensure_ascii=False)
+        raise ValueError(f"it takes a list, such as {names}")
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def is_dealt(info: FieldInfo) -> bool:
-    """Tell whether a setting may have several values, of which each client gets one."""
-    return any(isinstance(rule, Dealt) for rule in _rules(info))
+def _ends(value: object) -> object:
+    """Return the two ends of a range; those of 7 are 7 and 7."""
+    ends = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return ends * 2 if len(ends) == 1 else ends
 
 
-def span(text: str) -> tuple[int, int]:
-    """Return the ends of a range such as "6-8"; for "7", 7 and 7; for "all", 0 and 0."""
-    low, _, high = text.partition("-")
-    return (0, 0) if text == "all" else (int(low), int(high or low))
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if list(values) != sorted(set(values)):
+        raise ValueError("it takes a list of integers >= 1, ascending")
+    return values
 
 
-def _is_span(text: str) -> str:
-    parts = text.split("-")
-    whole = len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts)
-    if text != "all" and not (whole and 1 <= int(parts[0]) <= int(parts[-1])):
-        raise ValueError("it takes a number, or a range such as 6-8, from 1")
-    return text
-
-
-def _is_number_span(text: str) -> str:
-    return _is_span("" if text == "all" else text)
-
-
-def milestones(text: str) -> list[int]:
-    """Return the rounds in a comma-separated text; none if it is empty."""
-    return [int(part) for part in text.split(",")] if text else []
-
-
-def _is_milestones(text: str) -> str:
-    parts = [part.strip() for part in text.split(",")] if text else []
-    rounds = [int(part) for part in parts if part.isdecimal() and 0 < len(part) < 8]
-    if len(rounds) < len(parts) or rounds != sorted({*rounds} - {0}):
-        raise ValueError("it takes rounds from 1, ascending and comma-separated, or nothing")
-    return ",".join(parts)
-
-
-def pool_names(pool: str) -> list[str]:
-    """Return the names in a pool of models, `name*3` as often as it says.
-
-    Raises ValueError for another multiple.
-    """
-    found: list[str] = []
-    for entry in filter(None, map(str.strip, pool.split(","))):
-        name, sign, times = map(str.strip, entry.partition("*"))
-        if sign and not (name and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
-            raise ValueError(
-                f"'{entry}' is no part of a pool, which is NAME, or NAME*3 with a whole number "
-                f"from 1 to {MOST_TIMES}"
-            )
-        found += [name] * (int(times) if sign else 1)
-    return found
-
-
-def _is_pool_of_models(text: str) -> str:
-    pool_names(text)
-    return text
+def _upward(ends: tuple[int, int]) -> tuple[int, int]:
+    if ends[0] > ends[1]:
+        raise ValueError(f"it takes {RANGE}")
+    return ends
 
 
 def _are_metrics(text: str) -> str:
@@ -216,15 +199,17 @@ def _are_metrics(text: str) -> str:
 
 
 # Types and ranges that several settings share.
-Span = Annotated[str, AfterValidator(_is_number_span)]
-SpanOrAll = Annotated[str, AfterValidator(_is_span)]
-Milestones = Annotated[str, AfterValidator(_is_milestones)]
 ModelName = Annotated[str, A_MODEL]
 """The name of a model, which `resolve` checks."""
-Pool = Annotated[str, AfterValidator(_is_pool_of_models)]
 Metrics = Annotated[str, AfterValidator(_are_metrics)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Listed = BeforeValidator(_listed)
+"""Lets a tuple be given as a list, and as a lone value."""
+Names = Annotated[tuple[str, ...], Listed]
+Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_ascending)]
+Range = Annotated[tuple[Count, Count], BeforeValidator(_ends), AfterValidator(_upward)]
+"""The two ends of a range, both of which are in it."""
 Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Vocabulary = Annotated[int, Field(ge=16, le=65_536)]
 Tokens = Annotated[int, Field(ge=1, le=4096)]
@@ -236,28 +221,43 @@ Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 def allowed(info: FieldInfo, *, brief: bool = False) -> str:
     """Describe the values that a setting accepts; if `brief`, without ends that nobody reaches."""
-    kind = info.annotation
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if kind is bool:
-        return "true or false"
-    if kind in (int, float):
-        rules = [rule for rule in _rules(info) if not (brief and _is_far(rule))]
-        bounds = [_bound(rule) for rule in rules]
-        noun = "an integer" if kind is int else "a number"
-        return " ".join([noun, " and ".join(filter(None, bounds))]).strip()
-    if kind is str:
-        return "text" if brief else "text in quotes"
-    return " or ".join(part.__name__ for part in get_args(kind)) or str(kind)
+    return _allowed(info.annotation, info.metadata, brief)
 
 
 def takes(info: FieldInfo, *, brief: bool = False) -> str:
-    """Describe the values that a setting accepts, and that it accepts several if it is dealt."""
-    return allowed(info, brief=brief) + (", or several, comma-separated" if is_dealt(info) else "")
+    """Describe the values that a setting accepts, and whether it accepts a list of them."""
+    return allowed(info, brief=brief) + (", or a list of such" if is_assigned(info) else "")
 
 
-def _rules(info: FieldInfo) -> Iterable[object]:
-    for rule in info.metadata:
+def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _allowed(parts[0], parts[1:], brief)
+    if origin is Literal:
+        return ("one of " if len(parts) > 1 else "") + ", ".join(map(str, parts))
+    if origin is tuple and parts[-1] is Ellipsis:
+        each = _allowed(parts[0], (), brief)
+        inner = each.removeprefix("a list")
+        return f"a list, each {each}" if inner == each else f"a list of lists{inner}"
+    if origin is tuple:
+        return RANGE
+    if origin is not None:
+        return " or ".join(_allowed(part, (), brief) for part in parts)
+    if kind in (int, float):
+        return " ".join([_NOUNS[kind], *_bounds(metadata, brief)])
+    return "text in quotes" if kind is str and not brief else _NOUNS.get(kind, str(kind))
+
+
+_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def _bounds(metadata: Iterable[object], brief: bool) -> list[str]:
+    rules = [rule for rule in _rules(metadata) if not (brief and _is_far(rule))]
+    return list(filter(None, [" and ".join(filter(None, map(_bound, rules)))]))
+
+
+def _rules(metadata: Iterable[object]) -> Iterable[object]:
+    for rule in metadata:
         yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
 
 
@@ -270,23 +270,6 @@ def _bound(rule: object) -> str:
         if isinstance(rule, kind):
             return f"{sign} {getattr(rule, kind.__name__.lower())}"
     return ""
-
-
-def parse_text(info: FieldInfo | None, text: str) -> object:
-    """Return the value of `text` as typed on a command line."""
-    if info is None or info.annotation is str or get_origin(info.annotation) is Literal:
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-        return text[1:-1] if quoted and text[0] not in text[1:-1] else text
-    return _read_toml(text)
-
-
-def _read_toml(text: str) -> Any:
-    """Return the TOML value of `text`; the text itself if it is none."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -340,4 +323,4 @@ def refused(name: str, value: object, rule: str) -> SettingsError:
 
 
 def _not_allowed(name: str, value: object, reason: str) -> SettingsError:
-    return SettingsError(f"setting '{name}' = {repr(value)[:200]} is not allowed: {reason}")
+    return SettingsError(f"setting '{name}' = {repr(plain(value))[:200]} is not allowed: {reason}")

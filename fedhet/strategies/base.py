@@ -56,7 +56,7 @@ class HetStrategy(Strategy):
         carry_weights = spec.instructions.weights or spec.replies.weights
         self._members = Members(
             engine.join_timeout,
-            self.run.models.names if carry_weights else None,
+            self.run.models.pool if carry_weights else None,
             log.notice,
             admission_of(config, self.data),
             engine.samples_cap,

@@ -31,7 +31,7 @@ from fedhet.wire.knowledge import Knowledge
 
 def model_in(run: RunSettings, settings: CentralSettings) -> str:
     """Return the name of the model in a run: by default that of the first client."""
-    return settings.model or deal(run.models.names, run.clients, run.seed, run.models.deal)[0]
+    return settings.model or deal(run.models.pool, run.clients, run.seed, run.models.deal)[0]
 
 
 def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:

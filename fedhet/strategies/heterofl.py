@@ -32,7 +32,7 @@ class HeteroFlStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start from a new model. Raises SettingsError unless there is one, of any width."""
-        (name, *others), task = self.run.models.names, self.task
+        (name, *others), task = self.run.models.pool, self.task
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
         if others or not is_registered(narrow_name(name, WIDTHS["e"])):

@@ -135,15 +135,18 @@ def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataS
 
 def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
     if spec.sample_kind == TEXT.name:
-        if spec.text_column not in rows.features:
+        if absent := [column for column in spec.text_column if column not in rows.features]:
             raise DataError(
-                f"hf:{name}: has no column {spec.text_column!r} ('data.text-column'), but "
+                f"hf:{name}: has no column {absent[0]!r} ('data.text-column'), but "
                 f"{', '.join(rows.features)}"
             )
-        return tokenized([str(text) for text in rows[spec.text_column]], spec, f"hf:{name}")
+        parts = zip(*(rows[column] for column in spec.text_column), strict=True)
+        return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
-        hint = "; texts need --set sample-kind=text" if spec.text_column in rows.features else ""
+        hint = (
+            "; texts need --set sample-kind=text" if {*spec.text_column} & {*rows.features} else ""
+        )
         raise DataError(
             f"hf:{name}: has {len(columns)} columns of images, one is needed, among "
             f"{', '.join(rows.features)}{hint}"

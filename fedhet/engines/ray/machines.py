@@ -103,7 +103,7 @@ def modules_of(config: Config) -> list[str]:
 
 def question_of(config: Config, directory: Path) -> Question:
     """Return what a run needs of each machine. `config` has absolute paths."""
-    run, names = config.run, config.run.models.names
+    run, names = config.run, config.run.models.pool
     encoders = [encoder_folder(encoder_parts(name)[2]) for name in names if is_encoder(name)]
     return Question(
         directory=str(directory),

@@ -1,0 +1,144 @@
+"""Settings as text: as they are typed on a command line, and in Flower's run config.
+
+Flower's run config holds text, numbers and booleans alone, so that lists and maps are text in it:
+`cnn2,mlp` for a list, `a+b,c+d` for a list of lists, `6-8` for a range, `site-a=2` for a map. In
+a list `cnn2*3` stands for three of them. A list may also be written as in TOML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from fedhet.errors import SettingsError
+from fedhet.settings.schema import is_assigned
+
+MOST_TIMES = 1000
+"""How often a list may repeat a value."""
+SEPARATORS = ",+"
+"""What stands between the values of a list, and between those of a list in a list."""
+_PLAIN = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
+"""A value that reads the same in a list."""
+
+
+def read_text(name: str, info: FieldInfo | None, text: str) -> object:
+    """Return the value of a setting's text, by its type; of an unknown setting (None), the text.
+
+    What is not of that type is left as it is, for `build` to refuse it. Raises SettingsError for a
+    list that repeats a value in another way than `cnn2*3`.
+    """
+    if info is None:
+        return _unquoted(text)
+    try:
+        if is_assigned(info) and "," in text:
+            return _read_list((info.annotation, ...), text, SEPARATORS)
+        return _read(info.annotation, text, SEPARATORS)
+    except ValueError as error:
+        raise SettingsError(f"setting '{name}' = {text[:200]!r} is not allowed: {error}") from None
+
+
+def as_text(value: object) -> str:
+    """Return a setting's value as it is typed: true, 0.5, a,b; the inverse of `read_text`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={as_text(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return _list_as_text(value)
+    return str(value)
+
+
+def _list_as_text(values: Any) -> str:
+    inner = [value if isinstance(value, list | tuple) else [value] for value in values]
+    words = [[as_text(each) for each in value] for value in inner]
+    if all(_PLAIN.fullmatch(word) for several in words for word in several):
+        return ",".join("+".join(several) for several in words)
+    return json.dumps(values, ensure_ascii=False)
+
+
+def holds_several(info: FieldInfo) -> bool:
+    """Tell whether a setting may be a list or a map, which Flower's run config has as text."""
+    kinds = [info.annotation, *get_args(info.annotation)]
+    return is_assigned(info) or any(get_origin(_bare(kind)) in (tuple, dict) for kind in kinds)
+
+
+def _read(kind: Any, text: str, separators: str) -> Any:
+    kind = _bare(kind)
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is str or origin is Literal:
+        return _unquoted(text)
+    if origin in (Union, UnionType):
+        return _read_one_of([_bare(part) for part in parts], text, separators)
+    if origin is tuple:
+        return _read_list(parts, text, separators)
+    if origin is dict:
+        return _read_map(parts[1], text) if "=" in text else text
+    return _toml(text)
+
+
+def _read_one_of(kinds: list[Any], text: str, separators: str) -> Any:
+    """Return the value of a text that is one of some words, or of another type."""
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    others = [kind for kind in kinds if kind is not str and get_origin(kind) is not Literal]
+    word = _unquoted(text)
+    return word if word in words or not others else _read(others[0], text, separators)
+
+
+def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
+    if text.startswith("["):
+        return _toml(text)
+    if parts[-1] is not Ellipsis:  # a range
+        return tuple(_toml(end.strip()) for end in re.split("[-,]", text))
+    several = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
+    if _bare(parts[0]) is str:
+        several = list(filter(None, several))
+    if separators == SEPARATORS:
+        several = [each for part in several for each in _repeated(part)]
+    return tuple(_read(parts[0], part, separators[1:]) for part in several)
+
+
+def _read_map(kind: Any, text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = map(str.strip, part.partition("="))
+        if name in found:
+            raise ValueError(f"'{name}' is given twice")
+        found[name] = _read(kind, value, "")
+    return found
+
+
+def _repeated(part: str) -> list[str]:
+    """Return a part of a list as often as it says: `cnn2*3` is three of cnn2."""
+    value, sign, times = map(str.strip, part.partition("*"))
+    if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
+        raise ValueError(
+            f"'{part}' is no part of a list, which is VALUE, or VALUE*3 with a whole number from 1 "
+            f"to {MOST_TIMES}"
+        )
+    return [value] * (int(times) if sign else 1)
+
+
+def _bare(kind: Any) -> Any:
+    """Return a type without its rules."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _unquoted(text: str) -> str:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text[1:-1] if quoted and text[0] not in text[1:-1] else text
+
+
+def _toml(text: str) -> Any:
+    """Return the TOML value of `text`; the text itself if it is none."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
