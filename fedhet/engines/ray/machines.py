@@ -96,7 +96,7 @@ def modules_of(config: Config) -> list[str]:
     source, place = find_source(config.run.data.dataset)
     return [
         *[half.__module__ for half in (config.method.strategy, config.method.client)],
-        *[name.partition(":")[0] for name in config.run.models.names if is_own(name)],
+        *[name.partition(":")[0] for name in config.run.models.pool if is_own(name)],
         *([place.partition(":")[0]] if source.imports else []),
     ]
 
