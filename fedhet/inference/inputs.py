@@ -62,11 +62,13 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model takes texts, a sequence of str")
         return tokenized(list(x), _spec(record), where)
-    values = kind_of(tuple(record.shape)).checked(np.asarray(x), where)
-    if list(values.shape[1:]) != record.shape:
+    shape = tuple(record.shape)
+    kind = kind_of(shape)
+    values, wanted = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
+    if values.shape[1:] != wanted:
         raise DataError(
             f"{where}: has samples of shape {list(values.shape[1:])}, {record.client}'s model "
-            f"takes {record.shape}"
+            f"takes {list(wanted)}"
         )
     as_bytes = values.dtype == np.uint8
     if as_bytes and record.stored == "given":

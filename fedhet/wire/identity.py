@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from fedhet.errors import KnowledgeError, shown
+from fedhet.kinds import kind_of
 
 SERVER = "server"
 """The sender's name in the server's messages; no client may have it."""
@@ -20,7 +21,6 @@ MAX_VALUES = 2**28
 MAX_SAMPLES = 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
-_TEXT = re.compile(r"0,[0-9]{1,5},[0-9]{1,5}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
 _MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
@@ -106,17 +106,14 @@ def _shape(sender: str, text: object) -> tuple[int, ...]:
     if not isinstance(text, str) or not _SHAPE.fullmatch(text):
         fault = f"is {shown(text)}, must be 1 to 4 sizes like '3,32,32'"
         raise KnowledgeError(sender, "shape", fault)
-    if _TEXT.fullmatch(text):
-        return 0, *_sides(sender, text.removeprefix("0,"))
-    shape = _sides(sender, text)
-    if math.prod(shape) > MAX_VALUES:
+    shape = tuple(map(int, text.split(",")))
+    kind = kind_of(shape)
+    for size in kind.sizes(shape):
+        _whole(sender, "shape", size, 1, MAX_SIDE)
+    if kind.is_numeric and math.prod(shape) > MAX_VALUES:
         fault = f"is {text}, one sample must have at most {MAX_VALUES} values"
         raise KnowledgeError(sender, "shape", fault)
     return shape
-
-
-def _sides(sender: str, text: str) -> tuple[int, ...]:
-    return tuple(_whole(sender, "shape", int(side), 1, MAX_SIDE) for side in text.split(","))
 
 
 def capped(infos: Iterable[ClientInfo], most: float) -> dict[str, int]:
