@@ -38,7 +38,7 @@ class CentralClient(LocalClient):
         return sizes_in(self.run, self.settings, self.info)
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs; return the model."""
+        """Train for the local epochs; return the model."""
         super().train(round, knowledge)
         return Knowledge(grouped("weights", to_arrays(self.network)))
 

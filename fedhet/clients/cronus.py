@@ -26,7 +26,7 @@ class CronusClient(FedMdClient):
     settings: CronusSettings
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Train the local epochs on both, or on its own data until there is a consensus."""
+        """Train for the local epochs on both, or on its own data until there is a consensus."""
         if consensus is None:
             self._revisit(round, optimizing)
             return

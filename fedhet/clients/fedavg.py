@@ -37,7 +37,7 @@ class FedAvgClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs, starting from the averages."""
+        """Train for the local epochs, starting from the averages."""
         self._joined(self.network, knowledge.group("weights"))
         local = self.local_model(round, knowledge)
         self._learn(round, local)

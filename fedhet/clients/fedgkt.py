@@ -20,7 +20,7 @@ from fedhet.wire.knowledge import Knowledge
 
 OUTSIDE = 30.0
 """How far the logits of classes outside the label space lie below the lowest inside (ours): their
-probability is as good as 0, and the message's numbers stay of one size."""
+probability is practically 0, and the numbers in a message keep one magnitude."""
 
 
 class FedGktClient(HetClient):
@@ -48,7 +48,7 @@ class FedGktClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs, then send what the server learns from.
+        """Train for the local epochs, then send what the server learns from.
 
         Samples keep their order, and images are not augmented: logits belong to the images as they
         are. In its first round a client has no logits of the server's, and learns from labels.

@@ -28,7 +28,7 @@ class FedHeClient(HetClient):
     settings: FedHeSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs; return each class's mean logits over the last of them."""
+        """Train for the local epochs; return each class's mean logits over the last of them."""
         means = self._learn(round, self.read_teacher(knowledge))
         return Knowledge({"classes": means.classes, "logits": means.logits})
 
@@ -56,7 +56,7 @@ class FedHeClient(HetClient):
         return class_logit_loss(logits, labels, teacher)
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train the local epochs; return the class means of the last epoch."""
+        """Train for the local epochs; return the class means of the last epoch."""
         model = self.network.train()
         sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
 

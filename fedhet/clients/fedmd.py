@@ -38,8 +38,8 @@ class Consensus:
 class FedMdClient(HetClient):
     """Learns from the consensus on public data, then from its own data, and answers with scores.
 
-    Public data is learned over all classes, also by a client whose label space has fewer: the
-    federation's task is their union, as CoFED's comparison runs FedMD.
+    A client learns public data over all classes even if its label space has fewer: the
+    federation's task is the union of all label spaces, as in CoFED's comparison with FedMD.
     """
 
     settings: ConsensusSettings
@@ -55,7 +55,7 @@ class FedMdClient(HetClient):
         return Sizes({"C": self.info.classes, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Learn from the public and the own data, and predict what is asked for.
+        """Learn from the public data and the client's own, and predict what is asked for.
 
         On its first participation a client begins with transfer learning: public labels, and then
         its own data, which it trains on in every round.
@@ -67,7 +67,7 @@ class FedMdClient(HetClient):
         return self._answer(knowledge)
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Digest the consensus, if there is one, and revisit the own data."""
+        """Digest the consensus, if there is one, and revisit the client's own data."""
         if consensus is not None:
             self._digest(round, consensus, optimizing)
         self._revisit(round, optimizing)
@@ -78,7 +78,7 @@ class FedMdClient(HetClient):
         return digest_loss(self.settings.loss, logits, target, self.settings.exchanged)
 
     def _consensus(self, knowledge: Knowledge) -> Consensus | None:
-        """Return the consensus of an instruction; None: nobody has answered yet."""
+        """Return the consensus of an instruction; None: no client has replied yet."""
         if self.settings.exchanged not in knowledge.tensors:
             return None
         scores = torch.tensor(
@@ -103,7 +103,7 @@ class FedMdClient(HetClient):
         )
 
     def _revisit(self, round: int, optimizing: Optimization) -> None:
-        """Train the local epochs on the client's own data, within its label space."""
+        """Train for the local epochs on the client's own data, within its label space."""
         loss_of, generator = cross_entropy_of(self.private), self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator)
 

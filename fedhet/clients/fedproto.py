@@ -37,7 +37,7 @@ class FedProtoClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs; return the prototypes (Eq. 3) of the model after training."""
+        """Train for the local epochs; return the prototypes (Eq. 3) of the model after training."""
         self._learn(round, self.read_prototypes(knowledge))
         means = self._means()
         parts = {"classes": means.classes, "features": means.features, "counts": means.counts}

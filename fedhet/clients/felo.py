@@ -63,7 +63,7 @@ class FeloClient(HetClient):
         return self.build_model(self.settings.feature_dim)
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train the local epochs on Eq. 1; return the class means of the last epoch."""
+        """Train for the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         terms, gathering = terms_of(self.settings), False

@@ -44,7 +44,7 @@ class FmlClient(HetClient):
         return build(self.settings.meme, info.shape, info.classes, seed=seed)
 
     def _learn(self, round: int, private: nn.Module, meme: nn.Module) -> None:
-        """Train the local epochs on both models' losses, each with the other as its teacher."""
+        """Train for the local epochs on both models' losses, each with the other as its teacher."""
         alpha, beta = self.settings.alpha, self.settings.beta
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:

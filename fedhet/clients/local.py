@@ -10,6 +10,6 @@ class LocalClient(HetClient):
     """Trains with cross-entropy on the client's own data, for as many epochs as in a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the local epochs; return an empty reply."""
+        """Train for the local epochs; return an empty reply."""
         self.fit_private(self.generator(round, "batches"))
         return Knowledge()

@@ -48,9 +48,9 @@ from fedhet.training import cross_entropy_of, evaluate
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_BATCH = 2
-"""Samples that training needs: batch normalisation has no statistics of a single one."""
+"""The smallest number of samples to train on: batch norms have no statistics of a single one."""
 LISTS_ON_DISK = 4
-"""How many of the latest lists keep their models on disk, as the run may go back a few rounds."""
+"""The number of latest lists whose models stay on disk, as the run may go back a few rounds."""
 
 
 class UmPfsslClient(HetClient):
@@ -119,7 +119,7 @@ class UmPfsslClient(HetClient):
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part.
+        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part.
 
         With no pseudo-labels, on the labelled part alone.
         """

@@ -156,7 +156,7 @@ class FedGemsStrategy(HetStrategy):
         return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
 
     def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
-        """Train the server's epochs; return the sizes of S1, S2, S3 in the last one, and new L_s.
+        """Train for the server's epochs; return the last sizes of S1, S2 and S3, and the new L_s.
 
         Raises DivergedError with the model, the pool and the optimiser's state as they were.
         """
