@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
 from fedhet.methods.registry import find_method
 from fedhet.objects import dataset_name, hold, method_name, model_name
-from fedhet.runs.display import LineDisplay
-from fedhet.runs.live import LiveDisplay
+from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
-from fedhet.runs.notebook import NotebookDisplay, in_notebook
 from fedhet.server_app import run_directory
 from fedhet.settings.metrics import ACCURACY
 from fedhet.settings.run import RunSettings
@@ -73,8 +71,8 @@ def run(
     }  # fmt: skip
     sources = _Sources(preset, config, resume)
     chosen = _resolved(method, given, sources, flatten(settings or {}))
-    with _display(progress) as display:
-        return Result(simulate(chosen, run_directory(chosen), [*display, *watchers]))
+    with display_on(Console()) if progress else contextlib.nullcontext(Watcher()) as display:
+        return Result(simulate(chosen, run_directory(chosen), [display, *watchers]))
 
 
 def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:
@@ -170,17 +168,3 @@ def _named(setting: str, value: Any, inline: bool) -> Any:
         several = value if isinstance(value, list | tuple) else [value]
         return [model_name(each, inline=inline) for each in several]
     return str(value) if isinstance(value, Path) else value
-
-
-@contextlib.contextmanager
-def _display(progress: bool) -> Iterator[Sequence[Watcher]]:
-    console = Console()
-    if not progress:
-        yield ()
-    elif in_notebook():
-        yield (NotebookDisplay(),)
-    elif console.is_terminal:
-        with LiveDisplay(console) as live:
-            yield (live,)
-    else:
-        yield (LineDisplay(console),)

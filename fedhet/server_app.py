@@ -17,7 +17,7 @@ from fedhet.config.resolve import Config, check_deployable, resolve
 from fedhet.config.sources import from_flower
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
-from fedhet.runs.display import LineDisplay
+from fedhet.runs.display import line_display
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.trackers import trackers_of
 from fedhet.wire.identity import is_name
@@ -111,7 +111,7 @@ def server_fn(context: Context) -> ServerAppComponents:
     """
     config = resolve(from_flower(context.run_config))
     check_deployable(config)
-    display = LineDisplay(Console(width=160))
+    display = line_display(Console(width=160))
     return components(config, run_directory(config), workers=config.run.clients, watchers=[display])
 
 

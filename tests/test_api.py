@@ -20,9 +20,8 @@ from fedhet.clients.local import LocalClient
 from fedhet.data import dataset_names, sample_kind
 from fedhet.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.kinds import TABLE
-from fedhet.runs.log import Watcher
-from fedhet.runs.notebook import NotebookDisplay, in_notebook
-from fedhet.runs.records import RoundRecord, Seconds, spread
+from fedhet.runs.display import in_notebook, notebook_display
+from fedhet.runs.records import RoundRecord, RunSeconds, Summary, spread
 from fedhet.settings.run import DataSettings
 from fedhet.strategies.local import LocalStrategy
 
@@ -332,13 +331,16 @@ def test_progress_in_a_notebook(monkeypatch):
     assert in_notebook()
     from federation import small
 
-    display: Watcher = NotebookDisplay()
+    display = notebook_display()
     display.run_started(small("local"), Path("run"), {"client-0": "<b>mlp</b>"})
     display.round_started(1, ["client-0"])
     record = RoundRecord(1, accuracy={"common": {"private": spread({"client-0": 0.5})}})
     display.round_finished(record)
     display.notice("client <i>x</i>")
-    display.run_finished(SimpleNamespace(seconds=Seconds(total=1.5)))
+    seconds = RunSeconds(total=1.5)
+    display.run_finished(
+        Summary(method="local", dataset="digits", seed=0, rounds=2, seconds=seconds)
+    )
     assert 'value="0" max="2"' in page.shown[0]
     assert "1 client train" in page.shown[1]
     assert 'value="1" max="2"' in page.shown[2]

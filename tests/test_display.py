@@ -9,16 +9,16 @@ import pytest
 from federation import run, small
 from rich.console import Console
 
-from fedhet.runs.display import LineDisplay, headline_of
+from fedhet.runs.display import line_display
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import RunLog, Watcher
-from fedhet.runs.progress import Progress, State
+from fedhet.runs.progress import Progress, State, accuracies_of
 from fedhet.runs.records import RoundRecord, Score, Seconds
 
 
 def test_lines_say_each_round(tmp_path):
     console = Console(width=200, record=True, file=StringIO())
-    run(small(), tmp_path / "run", [LineDisplay(console)])
+    run(small(), tmp_path / "run", [line_display(console)])
     text = console.export_text()
     assert "felo on digits: 4 clients, 2 architectures, 2 rounds, seed 0" in text
     assert "round   1  accuracy (common) 0." in text
@@ -27,7 +27,7 @@ def test_lines_say_each_round(tmp_path):
 
 def test_lines_say_what_the_start_waits_for(tmp_path):
     console = Console(width=200, record=True, file=StringIO())
-    run(small(rounds=1), tmp_path / "run", [LineDisplay(console)])
+    run(small(rounds=1), tmp_path / "run", [line_display(console)])
     lines = console.export_text().splitlines()
     assert lines[:2] == [
         "reading digits, and splitting it between the clients",
@@ -40,7 +40,7 @@ def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, meth
     """`central` has one global model and the server's, and no private ones."""
     console = Console(width=200, record=True, file=StringIO())
     changes = {"public_samples": 40} if method == "fedgems" else {}
-    run(small(method, rounds=1, clients=2, **changes), tmp_path / "run", [LineDisplay(console)])
+    run(small(method, rounds=1, clients=2, **changes), tmp_path / "run", [line_display(console)])
     (line,) = (line for line in console.export_text().splitlines() if "round   1" in line)
     wanted = "accuracy (common, global) 0." if method == "central" else "accuracy (common) 0."
     assert wanted in line
@@ -50,7 +50,7 @@ def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, meth
 def test_live_shows_every_client(tmp_path):
     seen = []
     with LiveDisplay(Console(width=120, height=50, force_terminal=True, file=StringIO())) as live:
-        run(small(), tmp_path / "run", [live, Recorder(live, seen)])
+        run(small(), tmp_path / "run", [live.progress, Recorder(live, seen)])
     begun, done = seen[0], seen[-1]
     # One worker trains one client at a time.
     assert (begun.count("training"), begun.count("waiting")) == (2, 3)  # also "1 training"
@@ -112,37 +112,37 @@ class Hundred:
         rng = random.Random(0)
         self.values = {name: rng.random() for name in self.names}
         self.now = 0.0
-        self.live.run_started(
+        self.live.progress.run_started(
             small(rounds=10),
             Path("/a/long/directory/of/runs/felo"),
             dict.fromkeys(self.names, "mlp"),
         )
-        self.live._run._clock = lambda: self.now
+        self.live.progress._clock = lambda: self.now
 
     def play(self):
         for number in (1, 2):
-            self.live.round_started(number, self.names)
+            self.live.progress.round_started(number, self.names)
             self.train(self.names)
-            self.live.round_finished(record(number, self.names, self.values))
-        self.live.round_started(3, self.names)
+            self.live.progress.round_finished(record(number, self.names, self.values))
+        self.live.progress.round_started(3, self.names)
         self.train(self.names[:50])
         for name in self.names[50:54]:
-            self.live.client_started(name)
+            self.live.progress.client_started(name)
         self.now += 3.0
         for number in range(5):
-            self.live.notice(f"client-{number} refused: " + "a long reason " * 10)
+            self.live.progress.notice(f"client-{number} refused: " + "a long reason " * 10)
 
     def train(self, names):
         for place, name in enumerate(names):
-            self.live.client_started(name)
+            self.live.progress.client_started(name)
             self.now += place / 100
-            self.live.client_answered(name, "boom" if name == "client-37" else "")
+            self.live.progress.client_answered(name, "boom" if name == "client-37" else "")
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 12), (200, 60), (80, 120)])
 def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
     hundred = Hundred(width, height)
-    hundred.live.waiting("starting Ray with 4 workers")
+    hundred.live.progress.waiting("starting Ray with 4 workers")
     hundred.play()
     text = picture(hundred.live, width, height)
     lines = text.splitlines()
@@ -170,7 +170,7 @@ def left(seconds):
 def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
     hundred = Hundred(80, 24)
     hundred.play()
-    progress = hundred.live._run
+    progress = hundred.live.progress
     shown = [client.name for client in progress.in_view(12)]
     assert "client-37" in shown
     assert {f"client-{n}" for n in range(50, 54)} & {*shown}
@@ -188,16 +188,16 @@ def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
 def test_before_the_first_round_the_display_says_what_it_waits_for():
     live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
     assert "starting" in picture(live, 80, 24)
-    live.waiting("reading [b]digits[/b]\x1b[31m")
+    live.progress.waiting("reading [b]digits[/b]\x1b[31m")
     assert "reading [b]digits[/b]" in picture(live, 80, 24)
-    live.run_started(small(), Path("x"), {"client-0": "mlp"})
+    live.progress.run_started(small(), Path("x"), {"client-0": "mlp"})
     assert "1 client" in picture(live, 80, 24)
 
 
 def test_no_name_or_notice_steers_the_terminal():
     live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
-    live.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"})
-    live.notice("\x1b[2Jcleared")
+    live.progress.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"})
+    live.progress.notice("\x1b[2Jcleared")
     text = picture(live, 80, 24)
     assert "[bold]m[/bold]" in text
     assert "\x1b[31" not in text
@@ -206,8 +206,8 @@ def test_no_name_or_notice_steers_the_terminal():
 
 def test_the_time_left_follows_the_clock():
     now = [0.0]
-    progress = Progress(lambda: now[0])
-    progress.run_started(4, "common", {"a": "mlp"})
+    progress = Progress(clock=lambda: now[0])
+    progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"})
     assert math.isnan(progress.seconds_left)
     progress.round_started(1, ["a"])
     now[0] = 10.0
@@ -222,12 +222,12 @@ def test_the_time_left_follows_the_clock():
 
 def test_a_client_keeps_its_last_accuracy_and_time():
     now = [0.0]
-    progress = Progress(lambda: now[0])
-    progress.run_started(9, "common", {"a": "mlp", "b": "mlp"})
+    progress = Progress(clock=lambda: now[0])
+    progress.run_started(small(rounds=9), Path("x"), {"a": "mlp", "b": "mlp"})
     progress.round_started(1, ["a", "b"])
     progress.client_started("a")
     now[0] = 7.0
-    progress.client_answered("a", failed=False)
+    progress.client_answered("a", "")
     progress.round_finished(record(1, ["a", "b"], {"a": 0.25, "b": 0.5}))
     progress.round_started(2, ["b", "late"])
     progress.round_finished(RoundRecord(2, asked=["b"]))  # not evaluated
@@ -276,9 +276,8 @@ def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
 def test_the_private_models_come_first_and_the_others_after():
     values = {"a": 0.25, "b": 0.75}
     kinds = {"server": scores({"server": 0.5}), "private": scores(values), "proxy": scores(values)}
-    value, text = headline_of(RoundRecord(1, accuracy={"personal": kinds}), "common")
-    assert value == 0.5
+    text = accuracies_of(RoundRecord(1, accuracy={"personal": kinds}), "common")
     assert text == (
         "accuracy (personal) 0.5000 ± 0.1000, worst 0.2500, proxy 0.5000, server 0.5000"
     )
-    assert headline_of(RoundRecord(1), "common") == (None, "not evaluated")
+    assert accuracies_of(RoundRecord(1), "common") == "not evaluated"

@@ -16,7 +16,8 @@ from fedhet.config.sources import all_settings, preset_names
 from fedhet.errors import ModelError, SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.models.user_model import find_own
-from fedhet.runs.display import LineDisplay, duration
+from fedhet.runs.display import line_display
+from fedhet.runs.progress import duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import unknown
@@ -194,8 +195,8 @@ def test_a_sweeps_lines_name_the_value(capsys):
     assert _label({"training.lr": 0.1}, 0, several=False) == "training.lr=0.1"
     label = _label({"training.lr": 0.1, "felo.share-weights": False}, 2, several=True)
     assert label == "training.lr=0.1, felo.share-weights=false, seed 2"
-    LineDisplay(Console(width=200), "training.lr=0.1").notice("odd")
-    LineDisplay(Console(width=200)).notice("odd")
+    line_display(Console(width=200), "training.lr=0.1").notice("odd")
+    line_display(Console(width=200)).notice("odd")
     assert capsys.readouterr().out.splitlines() == ["training.lr=0.1: note: odd", "note: odd"]
 
 

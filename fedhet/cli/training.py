@@ -5,9 +5,8 @@ What draws the results is imported after the training, which need not wait for i
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,9 +21,7 @@ from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
 from fedhet.errors import FedhetError, StateError
 from fedhet.runs.directory import is_complete
-from fedhet.runs.display import LineDisplay
-from fedhet.runs.live import LiveDisplay
-from fedhet.runs.log import Watcher
+from fedhet.runs.display import display_on
 from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
 from fedhet.settings.text import as_text
@@ -168,7 +165,7 @@ def _process_begun() -> float:
 def _run(
     config: Config, directory: Path, label: str = "", begun: float | None = None
 ) -> report.Run:
-    with _display(label) as display, ending_at_once(lambda: _how_to_go_on(directory)):
+    with display_on(console, label) as display, ending_at_once(lambda: _how_to_go_on(directory)):
         return simulate(config, directory, [display], begun=begun)
 
 
@@ -181,12 +178,3 @@ def _how_to_go_on(directory: Path) -> str:
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
         return f"no round was finished; {resume} starts with the first"
     return "nothing was trained yet"
-
-
-@contextlib.contextmanager
-def _display(label: str) -> Iterator[Watcher]:
-    if not console.is_terminal:
-        yield LineDisplay(console, label)
-        return
-    with LiveDisplay(console, label) as live:
-        yield live

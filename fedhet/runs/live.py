@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.config.resolve import Config
-from fedhet.runs.display import MOST_NOTICES, accuracies_of, duration, title
-from fedhet.runs.log import Watcher
-from fedhet.runs.progress import ClientProgress, State, shown_scores
-from fedhet.runs.progress import Progress as RunProgress
-from fedhet.runs.records import RoundRecord, Summary
+from fedhet.runs.progress import ClientProgress, Progress, State, accuracies_of
 from fedhet.runs.units import human_bytes, human_seconds, plural, printable
 
 COLOURS = {
@@ -40,13 +34,13 @@ TRACE = 20
 """Maximum number of rounds whose mean accuracies are listed."""
 
 
-class LiveDisplay(Watcher):
-    """A live display of the rounds, their cost, and every client's model, state and accuracy."""
+class LiveDisplay:
+    """Draws the rounds, their cost, and every client's model, state and accuracy."""
 
     def __init__(self, console: Console, label: str = "") -> None:
-        self._label = f"{label}: " if label else ""
-        self._console = console
-        self._bar = Progress(
+        self.progress = Progress(self._print_end)
+        self._console, self._label = console, f"{label}: " if label else ""
+        self._bar = Bar(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -55,13 +49,8 @@ class LiveDisplay(Watcher):
             TimeElapsedColumn(),
             console=console,
         )
-        self._start = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console)
-        self._start.add_task("starting")
-        self._task = self._bar.add_task("", total=None)
-        self._title = ""
-        self._run = RunProgress()
-        self._trace: list[float] = []
-        self._notices: list[str] = []
+        self._start = Bar(SpinnerColumn(), TextColumn("{task.description}"), console=console)
+        self._task, self._phase = self._bar.add_task("", total=None), self._start.add_task("")
         self._live = Live(
             console=console, get_renderable=lambda: self, refresh_per_second=4, transient=True
         )
@@ -73,56 +62,26 @@ class LiveDisplay(Watcher):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def waiting(self, what: str) -> None:
-        """Show what the run waits for before its first round."""
-        self._start.update(self._start.task_ids[0], description=_plain(what))
-
-    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
-        """Start the table of clients."""
-        self._title = f"{self._label}{title(config, models)} -> {directory}"
-        self._run = RunProgress()
-        self._run.run_started(config.run.rounds, config.method.spec.headline, models)
-        self._trace, self._notices = [], []
-        self._bar.update(self._task, description=config.method.name, total=config.run.rounds)
-
-    def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Mark the clients that were asked."""
-        self._run.round_started(number, asked)
-        self._bar.update(self._task, completed=number - 1)
-
-    def client_started(self, client: str) -> None:
-        """Mark a client as training."""
-        self._run.client_started(client)
-
-    def client_answered(self, client: str, error: str) -> None:
-        """Mark a client as done or failed."""
-        self._run.client_answered(client, failed=bool(error))
-
-    def round_finished(self, record: RoundRecord) -> None:
-        """Advance the bar, and show the round's accuracies."""
-        self._run.round_finished(record)
-        _, kinds = shown_scores(record, self._run.protocol)
-        self._trace += [score.mean for score in [*kinds.values()][:1]]
-        self._bar.update(self._task, completed=record.round)
-
-    def notice(self, text: str) -> None:
-        """Show a notice under the table."""
-        self._notices = [*self._notices, text][-MOST_NOTICES:]
-
-    def run_finished(self, summary: Summary) -> None:
-        """Print the run's duration above the table."""
-        self._console.print(f"{self._label}{duration(summary)}", highlight=False, markup=False)
+    def _print_end(self, line: str) -> None:
+        """Print the run's duration above the table, when it has ended."""
+        if self.progress.summary:
+            self._console.print(f"{self._label}{line}", highlight=False, markup=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield as many clients and notices as fit; the other lines are always there."""
-        everyone = len(self._run.clients)
+        run = self.progress
+        everyone, done = len(run.clients), run.round - run.goes_on
+        self._start.update(self._phase, description=_plain(run.phase))
+        self._bar.update(
+            self._task, description=run.method, total=run.rounds or None, completed=done
+        )
         top = self._summary(options.max_width) if everyone else [self._start]
         notes: list[RenderableType] = [
-            Text(f"note: {printable(text)}", "yellow") for text in self._notices
+            Text(f"note: {printable(text)}", "yellow") for text in run.notices
         ]
         room = console.size.height - 1 - _lines(console, options, top)
         if _lines(console, options, notes) + everyone >= room:
-            notes = [_cut(f"note: {text}", "yellow") for text in self._notices]
+            notes = [_cut(f"note: {text}", "yellow") for text in run.notices]
             kept = min(len(notes), max(0, room - LEAST_ROWS - 2), max(1, room // 3))
             notes = notes[len(notes) - kept :]
         yield from top
@@ -131,11 +90,12 @@ class LiveDisplay(Watcher):
 
     def _summary(self, width: int) -> list[RenderableType]:
         """Return the lines about the whole run."""
-        run = self._run
-        lines: list[RenderableType] = [_cut(self._title, "bold"), self._bar, _cut(self._now())]
+        run = self.progress
+        heading = f"{self._label}{run.title} -> {run.directory}"
+        lines: list[RenderableType] = [_cut(heading, "bold"), self._bar, _cut(self._now())]
         if run.last:
             lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
-            lines.append(_cut(_trace(self._trace, width), "cyan"))
+            lines.append(_cut(_trace(run.means, width), "cyan"))
         if not math.isnan(run.seconds_a_round):
             cost = [
                 f"{human_bytes(run.bytes_moved)} sent",
@@ -148,7 +108,7 @@ class LiveDisplay(Watcher):
 
     def _now(self) -> str:
         """Return what happens in the current round."""
-        run = self._run
+        run = self.progress
         if not run.round:
             return f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
         busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
@@ -163,7 +123,7 @@ class LiveDisplay(Watcher):
 
     def _clients(self, room: int) -> Iterator[RenderableType]:
         """Yield the table of clients, and a line about those that do not fit in `room` lines."""
-        run = self._run
+        run = self.progress
         table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("client", no_wrap=True, max_width=24)
         table.add_column("model", no_wrap=True, max_width=18)
@@ -186,13 +146,13 @@ class LiveDisplay(Watcher):
             Text(client.state.words, style=COLOURS[client.state]),
             Text(_number(client.accuracy, 4)),
             Text(_number(client.loss, 4)),
-            Text(_number(self._run.seconds_of(client), 1)),
+            Text(_number(self.progress.seconds_of(client), 1)),
         ]
 
     def _hidden(self, shown: Sequence[ClientProgress]) -> str:
         """Return how many clients are not in view, by their state."""
         names = {client.name for client in shown}
-        states = [c.state for c in [*self._run.clients.values()] if c.name not in names]
+        states = [c.state for c in [*self.progress.clients.values()] if c.name not in names]
         counts = [f"{states.count(state)} {state.words}" for state in State if state in states]
         return f"and {len(states)} more: {', '.join(counts)} (in view: the worst and the slowest)"
 

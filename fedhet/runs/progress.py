@@ -1,4 +1,7 @@
-"""What is known of a run while it goes on: each client's state, accuracy, loss and seconds."""
+"""What a display shows of a run while it goes on, and the words for it.
+
+`Progress` follows the run's events. The terminal, plain lines and a notebook draw it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, zip_longest
+from pathlib import Path
 from statistics import fmean
 
-from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score
-from fedhet.runs.units import natural, position
+from fedhet.config.resolve import Config
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score, Summary
+from fedhet.runs.units import human_bytes, natural, plural, position
 
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
+MOST_NOTICES = 6
+"""How many of the last notices a display keeps in view."""
 
 
 class State(IntEnum):
@@ -47,14 +55,28 @@ class ClientProgress:
     """When it began to train."""
 
 
-class Progress:
-    """Follows the clients of a run through its events.
+def _show_nothing(line: str) -> None:
+    pass
 
-    Another thread may draw them at the same time: a client is replaced as a whole.
+
+class Progress(Watcher):
+    """Follows a run through its events.
+
+    Another thread may draw it at the same time: a client is replaced as a whole.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        show: Callable[[str], None] = _show_nothing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`show` is called after each event of the run with its line, or ""; not for clients'."""
+        self._show, self._clock = show, clock
+        self.phase = "starting"
+        """What the run waits for before its first round."""
+        self.title = ""
+        self.method = ""
+        self.directory: Path | None = None
         self.clients: dict[str, ClientProgress] = {}
         self.round = 0
         """The current round; 0 before the first."""
@@ -63,18 +85,36 @@ class Progress:
         """Number of clients asked in this round."""
         self.protocol = "common"
         """The protocol under which the clients' accuracies are shown if there is a choice."""
+        self.ended: RoundRecord | None = None
+        """The record of the last round that has ended."""
         self.last: RoundRecord | None = None
         """The last record that holds accuracies."""
+        self.means: list[float] = []
+        """The mean accuracy of each round that was evaluated."""
+        self.notices: list[str] = []
+        """The last notices."""
+        self.summary: Summary | None = None
+        """The run's summary, once it has ended."""
         self.bytes_moved = 0
         """Bytes of all rounds seen so far, up and down."""
         self._began = NAN
         """When the current round began; NaN between two rounds."""
         self._durations: list[float] = []
 
-    def run_started(self, rounds: int, protocol: str, models: Mapping[str, str]) -> None:
-        """Begin a run of `rounds` rounds with the clients of `models`."""
-        self.rounds, self.protocol = rounds, protocol
+    # The run's events.
+
+    def waiting(self, what: str) -> None:
+        """Take note of what the run waits for before its first round."""
+        self.phase = what
+        self._show(what)
+
+    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+        """Begin a run with the clients of `models`."""
+        self.title, self.directory = title(config, models), directory
+        self.method, self.rounds = config.method.name, config.run.rounds
+        self.protocol, self.notices = config.method.spec.headline, []
         self.clients = {name: ClientProgress(name, model) for name, model in models.items()}
+        self._show(f"{self.title} -> {directory}")
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Begin a round with the clients `asked`, which wait for their turn."""
@@ -87,20 +127,21 @@ class Progress:
             )
             for name, client in all_clients.items()
         }
+        self._show("")
 
-    def client_started(self, name: str) -> None:
+    def client_started(self, client: str) -> None:
         """Mark a client as training."""
-        self._change(name, state=State.TRAINING, began=self._clock())
+        self._change(client, state=State.TRAINING, began=self._clock())
 
-    def client_answered(self, name: str, *, failed: bool) -> None:
+    def client_answered(self, client: str, error: str) -> None:
         """Mark a client as done or failed."""
-        seconds = self.seconds_of(self.clients[name]) if name in self.clients else NAN
-        state = State.FAILED if failed else State.DONE
-        self._change(name, state=state, seconds=seconds, began=NAN)
+        seconds = self.seconds_of(self.clients[client]) if client in self.clients else NAN
+        state = State.FAILED if error else State.DONE
+        self._change(client, state=state, seconds=seconds, began=NAN)
 
     def round_finished(self, record: RoundRecord) -> None:
         """Take over a round's results; a client without an accuracy keeps the one it had."""
-        self.round = record.round
+        self.round, self.ended = record.round, record
         self.bytes_moved += record.bytes_up + record.bytes_down
         self._durations.append(record.seconds.total)
         self._began = NAN
@@ -108,11 +149,25 @@ class Progress:
             self._change(name, state=State.FAILED, began=NAN)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
-        if record.accuracy:
-            self.last = record
         _, kinds = shown_scores(record, self.protocol)
-        for name, accuracy in next(iter(kinds.values()), Score()).per_client.items():
-            self._change(name, accuracy=accuracy)
+        for score in list(kinds.values())[:1]:
+            self.last = record
+            self.means.append(score.mean)
+            for name, accuracy in score.per_client.items():
+                self._change(name, accuracy=accuracy)
+        self._show(round_line(record, self.protocol))
+
+    def notice(self, text: str) -> None:
+        """Keep the notice in view."""
+        self.notices = [*self.notices, text][-MOST_NOTICES:]
+        self._show(f"note: {text}")
+
+    def run_finished(self, summary: Summary) -> None:
+        """Take over the run's summary."""
+        self.summary = summary
+        self._show(duration(summary))
+
+    # What a display asks.
 
     def _change(self, name: str, **changes: object) -> None:
         if name in self.clients:
@@ -178,3 +233,50 @@ def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[s
     kinds = found.get(shown, {})
     order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
     return shown, {kind: kinds[kind] for kind in order}
+
+
+def title(config: Config, models: Mapping[str, str]) -> str:
+    """Return a one-line title of a run."""
+    counts = [
+        plural(len(models), "client"),
+        plural(len(set(models.values())), "architecture"),
+        plural(config.run.rounds, "round"),
+        f"seed {config.run.seed}",
+    ]
+    return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
+
+
+def duration(summary: Summary) -> str:
+    """Return how long a run took, with its start and its rounds apart."""
+    seconds = summary.seconds
+    text = f"{plural(summary.rounds, 'round')} in {seconds.total:.1f} s"
+    rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
+    if math.isnan(seconds.start) or not rounds:
+        return text
+    return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s a round"
+
+
+def round_line(record: RoundRecord, protocol: str) -> str:
+    """Return a round's headline numbers in one line."""
+    answered = f"{len(record.answered)}/{len(record.asked)} clients"
+    bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
+    loss = f"train loss {record.loss.mean:.4f}  " if record.loss else ""
+    return (
+        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{answered}  "
+        f"{bytes_moved}  {record.seconds.total:.1f} s"
+    )
+
+
+def accuracies_of(record: RoundRecord, protocol: str) -> str:
+    """Return a text that shows the mean accuracy of each kind of model, of the first in full.
+
+    The private models come first if there are any. The protocol is `protocol`, or the other one if
+    only that was evaluated.
+    """
+    shown, kinds = shown_scores(record, protocol)
+    if not kinds:
+        return "not evaluated"
+    (kind, scores), *others = kinds.items()
+    named = shown if kind == "private" else f"{shown}, {kind}"
+    text = f"accuracy ({named}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
+    return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in others)])
