@@ -29,9 +29,11 @@ slow: install    ## the longer tests
 fuzz: install    ## a million damaged replies, each refused or within the contract
 	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest --timeout 0 tests/test_fuzz.py
 
-lint: install    ## ruff
+lint: install    ## ruff; which room imports which; dead code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
 
 format: install  ## ruff, writing
 	$(BIN)/ruff check --fix .

@@ -17,9 +17,9 @@ from fedhet.client_runtime.node import read_node
 from fedhet.data import RunData, labelled_parts
 from fedhet.deployment.flower_cli import submit
 from fedhet.errors import DataError, SettingsError
+from fedhet.methods.central import trainer
 from fedhet.models import build
 from fedhet.storage import load
-from fedhet.strategies.central import trainer
 
 PUBLIC = {"data.public-fraction": 0.3}
 

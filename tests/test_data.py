@@ -22,13 +22,14 @@ import torchvision.datasets
 from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, client_name, dataset_names, images, load, site_data
+from fedhet.data import DataSpec, RunData, dataset_names, images, load, site_data
 from fedhet.data.class_folders import class_folders, listing
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
 from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import build
+from fedhet.wire.identity import client_name
 
 KINDS = get_args(DataSettings.model_fields["partition"].annotation)
 PARTITIONS = tuple(kind for kind in KINDS if kind != "superclasses")

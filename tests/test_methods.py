@@ -161,26 +161,6 @@ def test_every_preset_resolves_for_each_method(name):
 
 # --- the rooms --------------------------------------------------------------------------------
 
-LAYERS = [
-    # Each imports what is above it or beside it, never what is below it.
-    ["fedhet", "fedhet._generated", "fedhet.errors", "fedhet.seeding", "fedhet.arrays"],
-    ["fedhet.kinds"],
-    ["fedhet.settings"],
-    ["fedhet.devices", "fedhet.training"],
-    ["fedhet.algorithms"],
-    ["fedhet.wire", "fedhet.models", "fedhet.storage", "fedhet.data"],
-    ["fedhet.config", "fedhet.objects", "fedhet.methods"],
-    ["fedhet.runs"],
-    ["fedhet.report", "fedhet.server", "fedhet.client_runtime"],
-    ["fedhet.papers", "fedhet.inference", "fedhet.engines.ray"],
-    ["fedhet.strategies", "fedhet.clients"],
-    ["fedhet.server_app", "fedhet.client_app"],
-    ["fedhet.engines", "fedhet.engines.choice", "fedhet.engines.inline"],
-    ["fedhet.simulate", "fedhet.deployment"],
-    ["fedhet.api"],
-    ["fedhet.cli", "fedhet.__main__"],
-]
-LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FLAT_FILES = 14
 MOST_LINES_OF_A_CLASS = 280
 
@@ -237,32 +217,6 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     yield from (name for name in found if name.partition(".")[0] == "fedhet")
 
 
-def room_of(module: str) -> str:
-    """Return the nearest of LAYERS that a module is, or is in."""
-    name = module
-    while name not in LAYER_OF:
-        name = name.rpartition(".")[0]
-        assert name, f"{module} has no place in LAYERS"
-    # What lies flat in fedhet/ has a place of its own; only the package itself is `fedhet`.
-    assert name != "fedhet" or module == "fedhet", f"{module} has no place in LAYERS"
-    return name
-
-
-def test_every_module_has_a_place_in_the_layers():
-    assert {room_of(module) for module in TREES} == set(LAYER_OF)
-
-
-def test_imports_run_one_way():
-    wrong = [
-        f"{module} ({room_of(module)}) imports {target}"
-        for module, tree in TREES.items()
-        for node in on_import(tree.body)
-        for target in targets(node)
-        if LAYER_OF[room_of(target)] > LAYER_OF[room_of(module)]
-    ]
-    assert not wrong, "against the layers: " + "; ".join(sorted(set(wrong)))
-
-
 def test_no_module_is_on_a_circle_of_imports():
     def loaded(module):
         """What is imported on the way: a module, and the packages that it is in."""
@@ -280,18 +234,6 @@ def test_no_module_is_on_a_circle_of_imports():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
-
-
-def test_no_room_is_on_a_circle_of_imports():
-    graph: dict[str, set[str]] = {room: set() for room in LAYER_OF}
-    for module, tree in TREES.items():
-        for node in on_import(tree.body):
-            graph[room_of(module)] |= {room_of(target) for target in targets(node)}
-    graph = {room: needed - {room} for room, needed in graph.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail("a circle of rooms: " + " <- ".join(error.args[1]))
 
 
 def test_fedhet_knows_no_method_but_by_name():

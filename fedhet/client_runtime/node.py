@@ -11,12 +11,13 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.config.resolve import Config
-from fedhet.data import ClientData, RunData, client_name, site_data
+from fedhet.data import ClientData, RunData, site_data
 from fedhet.errors import SettingsError
 from fedhet.models import deal
 from fedhet.settings.deal import training_of
 from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.settings.schema import CountOrNone, NonNegative, Schema, build
+from fedhet.wire.identity import client_name
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")

@@ -10,9 +10,8 @@ from torch import nn
 from fedhet.arrays import grouped
 from fedhet.clients.local import LocalClient
 from fedhet.data import Split, joined
-from fedhet.methods.central import CentralSettings
+from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import HetModel, build, to_arrays
-from fedhet.strategies.central import model_in, sizes_in, trainer
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 

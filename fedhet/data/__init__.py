@@ -2,7 +2,6 @@
 
 from fedhet.data.datasets import load
 from fedhet.data.labelled import joined, labelled_parts, split_labels
-from fedhet.data.partition import client_name
 from fedhet.data.public import GENERATED, MADE_HERE, UNUSED, refuse_overlap
 from fedhet.data.site import site_data
 from fedhet.data.sources import dataset_names, find_source, sample_kind
@@ -11,6 +10,6 @@ from fedhet.data.store import RunData
 
 __all__ = [
     "GENERATED", "MADE_HERE", "UNKNOWN", "UNUSED", "ClientData", "DataSpec", "Dataset", "RunData",
-    "Split", "client_name", "dataset_names", "find_source", "joined", "labelled_parts", "load",
+    "Split", "dataset_names", "find_source", "joined", "labelled_parts", "load",
     "refuse_overlap", "sample_kind", "site_data", "split_labels",
 ]  # fmt: skip

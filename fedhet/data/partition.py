@@ -19,11 +19,6 @@ _DRAWS = 20  # a partition that fails its conditions is redrawn with the next se
 _LEAST_TRAIN = 2
 
 
-def client_name(index: int, clients: int) -> str:
-    """Return "client-07": the index, zero-padded to the width of the last client's."""
-    return f"client-{index:0{len(str(clients - 1))}d}"
-
-
 @global_random_kept()
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     """Return each client's row numbers in the training set, sorted and disjoint.

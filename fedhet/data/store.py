@@ -15,7 +15,7 @@ from torch import Tensor
 from fedhet.data import shared_cache
 from fedhet.data.datasets import load
 from fedhet.data.labelled import joined, split_labels
-from fedhet.data.partition import client_name, hold_out, is_natural, partition
+from fedhet.data.partition import hold_out, is_natural, partition
 from fedhet.data.public import (
     MADE_HERE,
     check_public,
@@ -29,6 +29,7 @@ from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_tes
 from fedhet.data.superclass import Deal, deal
 from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
+from fedhet.wire.identity import client_name
 
 T = TypeVar("T")
 

@@ -24,10 +24,10 @@ import psutil
 from fedhet.client_runtime.node import STATE_DIR_VARIABLE
 from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
-from fedhet.data import client_name
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.errors import FedhetError
+from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_768)

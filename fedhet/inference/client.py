@@ -17,13 +17,13 @@ from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.record import ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_toml
-from fedhet.data import client_name
 from fedhet.errors import DataError, StateError, nearest
 from fedhet.inference.folders import best_round_of, find_store
 from fedhet.models import Refitted
 from fedhet.runs.records import MOST_ROUNDS
 from fedhet.storage import ClientStore
 from fedhet.training import evaluate, logits_of
+from fedhet.wire.identity import client_name
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedhet.methods.sizes import first_model, model_shapes
 from fedhet.methods.spec import MethodSpec
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
-from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo, client_name
 
 
 class CentralSettings(MethodSettings):
@@ -24,6 +27,22 @@ class CentralSettings(MethodSettings):
     def uses_public(self) -> bool:
         """Return whether the model is trained on public data."""
         return self.trains_on != "clients"
+
+
+def model_in(run: RunSettings, settings: CentralSettings) -> str:
+    """Return the name of the model in a run: by default that of the first client."""
+    return settings.model or first_model(run)
+
+
+def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the tensor shapes of the model in a run."""
+    model = model_shapes(model_in(run, settings), client.shape, client.classes)
+    return Sizes({"C": client.classes}, {"weights": model})
+
+
+def trainer(run: RunSettings) -> str:
+    """Return the name of the client that trains: the first."""
+    return client_name(0, run.clients)
 
 
 INSTRUCTIONS = Contract((WeightsField("weights", "the model, to be evaluated", required=False),))

@@ -1,6 +1,6 @@
-"""Sizes of the models in a method's messages.
+"""What a declaration says of models.
 
-They need the models, and so PyTorch, which is imported when a size is asked for.
+It needs the models, and so PyTorch, which is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from fedhet.algorithms.choices import Part
 from fedhet.arrays import Shapes
 from fedhet.kinds import Shape
+from fedhet.settings.run import RunSettings
 
 
 def model_shapes(
@@ -21,3 +22,10 @@ def model_shapes(
     from fedhet.models.parts import shapes_of
 
     return shapes_of(part, model, shape, classes, feature_dim)
+
+
+def first_model(run: RunSettings) -> str:
+    """Return the name of the first client's model."""
+    from fedhet.models import deal
+
+    return deal(run.models.pool, run.clients, run.seed, run.models.deal)[0]

@@ -18,31 +18,13 @@ import torch
 from torch import nn
 
 from fedhet.arrays import Array, group, grouped
-from fedhet.data import client_name
 from fedhet.devices import compute_for
-from fedhet.methods.central import SPEC, CentralSettings
-from fedhet.models import build, deal, load_weights, shapes, to_arrays
-from fedhet.settings.run import RunSettings
+from fedhet.methods.central import SPEC, CentralSettings, model_in, sizes_in, trainer
+from fedhet.models import build, load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
-
-
-def model_in(run: RunSettings, settings: CentralSettings) -> str:
-    """Return the name of the model in a run: by default that of the first client."""
-    return settings.model or deal(run.models.pool, run.clients, run.seed, run.models.deal)[0]
-
-
-def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the tensor shapes of the model in a run."""
-    model = shapes(model_in(run, settings), client.shape, client.classes)
-    return Sizes({"C": client.classes}, {"weights": model})
-
-
-def trainer(run: RunSettings) -> str:
-    """Return the name of the client that trains: the first."""
-    return client_name(0, run.clients)
 
 
 class CentralStrategy(HetStrategy):

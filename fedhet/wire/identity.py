@@ -61,6 +61,11 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def client_name(index: int, clients: int) -> str:
+    """Return "client-07": the index, zero-padded to the width of the last client's."""
+    return f"client-{index:0{len(str(clients - 1))}d}"
+
+
 def order_of(classes: Sequence[str]) -> str:
     """Return a digest of the ordered class names; "" for plain numbers 0, 1, ... or no names.
 

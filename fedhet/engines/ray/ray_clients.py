@@ -12,13 +12,13 @@ from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet import data
 from fedhet.config.resolve import Config
 from fedhet.engines.ray.pool import LostError, Pool
 from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.errors import FedhetError
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.settings.engine import EngineSettings
+from fedhet.wire.identity import client_name
 
 LOG = logging.getLogger("flwr")
 
@@ -31,7 +31,7 @@ class Workers:
         self.count, self.machines = len(pool.places), len(set(pool.places))
         self.clients = ReachableClients(pool)
         for partition in range(config.run.clients):
-            name = data.client_name(partition, config.run.clients)
+            name = client_name(partition, config.run.clients)
             self.clients.register(WorkerProxy(name, partition, pool))
 
     def run(self, parts: ServerAppComponents) -> None:
