@@ -131,7 +131,7 @@ class Pool:
     def __init__(self, config: Config, directory: Path) -> None:
         self.config = config
         self.log = RunLog(config, directory, workers=2)
-        run, model = config.run, config.run.models.pool
+        run, (model,) = config.run, config.run.models.pool
         self.strategy = config.method.strategy(config, self.log)
         self.manager = SimpleClientManager()
         self.stubs = [

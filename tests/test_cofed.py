@@ -14,7 +14,14 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import preset_names, read_preset
+from fedhet.config.sources import (
+    from_flower,
+    parse_pairs,
+    preset_names,
+    read_preset,
+    read_toml,
+    to_flower,
+)
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.report import load_run
@@ -165,9 +172,8 @@ def test_credibility_by_samples_weighs_the_votes(tmp_path):
 
 def test_given_weights_decide_the_vote(tmp_path):
     weights = {"client-0": 7.0, "client-2": 0.25, "client-3": 0.0}
-    spelled = ", ".join(f"{name}={weight}" for name, weight in weights.items())
     server, answers = first_round(
-        cofed(**{"cofed.credibility": spelled, "cofed.threshold": 0.6}), tmp_path / "run"
+        cofed(**{"cofed.credibility": weights, "cofed.threshold": 0.6}), tmp_path / "run"
     )
     said_by = {proxy.name: reply_of(result).tensors for proxy, result in answers}
     weight = {name: weights.get(name, 1.0) for name in said_by}
@@ -190,21 +196,34 @@ def test_given_weights_decide_the_vote(tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["sample", "", "client-0", "client-0=", "client-0=x", "client-0=-1", "client-0=nan",
-     "client-0=inf", "client-0=1,client-0=2", "../x=1", "client-0=1,"],
+     "client-0=inf", "../x=1", "client-0=1,"],
 )  # fmt: skip
 def test_a_credibility_that_cannot_be_is_refused(text):
-    with pytest.raises(SettingsError, match=r"it takes equal, samples, or weights .* by client"):
-        resolve({"method": "cofed", "cofed.credibility": text})
+    given = parse_pairs([f"cofed.credibility={text}"])
+    with pytest.raises(SettingsError, match="it takes one of equal, samples or a map of names to"):
+        resolve({"method": "cofed", **given})
+
+
+def test_weights_by_name_are_a_map(tmp_path):
+    given = parse_pairs(["cofed.credibility= site-a = 2, site-b=0.5"])
+    assert given == {"cofed.credibility": {"site-a": 2, "site-b": 0.5}}
+    config = resolve({"method": "cofed", **given})
+    assert config.own.credibility == {"site-a": 2.0, "site-b": 0.5}
+    (tmp_path / "mine.toml").write_text(config.to_toml())
+    assert resolve(read_toml(tmp_path / "mine.toml")) == config
+    assert hash(resolve(from_flower(to_flower(config.flat())))) == hash(config)
+    with pytest.raises(SettingsError, match="'client-0' is given twice"):
+        parse_pairs(["cofed.credibility=client-0=1,client-0=2"])
 
 
 def test_a_weight_of_an_unknown_client_is_refused(tmp_path):
-    config = cofed(**{"cofed.credibility": "client-1=2,clint-3=5"})
+    config = cofed(**{"cofed.credibility": {"client-1": 2, "clint-3": 5}})
     with pytest.raises(SettingsError, match="'clint-3' is none; did you mean 'client-3'"):
         Server(config, tmp_path / "run")
 
 
 def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
-    server = Server(cofed(**{"cofed.credibility": "client-3=5"}), tmp_path / "run")
+    server = Server(cofed(**{"cofed.credibility": {"client-3": 5}}), tmp_path / "run")
     notices = []
     monkeypatch.setattr(server.log, "notice", notices.append)
     del server.strategy.members["client-3"]

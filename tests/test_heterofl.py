@@ -278,7 +278,7 @@ def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
 
 
 def test_a_client_with_a_model_that_is_no_part_is_not_asked(tmp_path):
-    server = Server(federation(**{"heterofl.levels": "b,c"}), tmp_path)
+    server = Server(federation(**{"heterofl.levels": ["b", "c"]}), tmp_path)
     members = [m.info for m in server.strategy.members.values()]
     assert [m.model for m in members] == ["mlp-x0.5", "mlp-x0.25", "mlp-x0.5"]
     odd = [ClientInfo("x", name, 20, 10, (1, 8, 8)) for name in ("mlp", "cnn2-x0.5", "mlp2-x0.5")]
@@ -302,7 +302,7 @@ def test_a_label_space_of_its_own(tmp_path, mask):
 
 def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
     chosen = {"rounds": 4, "clients": 3, "fraction": 0.67, "alpha": 1.0, "local_epochs": 3}
-    config = federation(**chosen, **{"heterofl.levels": "a,b", "max-samples": 400})
+    config = federation(**chosen, **{"heterofl.levels": ["a", "b"], "max-samples": 400})
     summary = cut_and_resumed(config, tmp_path)
     common = summary["accuracy"]["common"]
     assert set(common) == {"private", "global"}
@@ -310,8 +310,8 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
 
 
 def test_the_settings_say_what_is_allowed(tmp_path):
-    with pytest.raises(SettingsError, match=r"'heterofl\.levels' = 'a,f'.*some of a, b, c, d, e"):
-        federation(**{"heterofl.levels": "a,f"})
+    with pytest.raises(SettingsError, match=r"'heterofl\.levels'.*each one of a, b, c, d, e"):
+        federation(**{"heterofl.levels": ["a", "f"]})
     with pytest.raises(SettingsError, match=r"'models\.pool' = \['mlp', 'cnn2'\].*one model"):
         Server(federation(models=["mlp", "cnn2"]), tmp_path / "two")
     with pytest.raises(SettingsError, match=r"'models\.pool' = \['cofed-24-40'\].*several widths"):

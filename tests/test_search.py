@@ -30,10 +30,10 @@ TASKS = {
 }
 GRID = {
     "cofed.search": "grid",
-    "cofed.search-optimizers": "adam,sgd",
-    "cofed.search-rates": "0.0001,0.003",
-    "cofed.search-decays": "1,0.5",
-    "cofed.search-updates": "0.01,1",
+    "cofed.search-optimizers": ["adam", "sgd"],
+    "cofed.search-rates": [0.0001, 0.003],
+    "cofed.search-decays": [1, 0.5],
+    "cofed.search-updates": [0.01, 1],
     "cofed.search-share": 0.25,
 }
 
@@ -64,7 +64,7 @@ def test_the_default_grid_is_that_of_the_published_script():
     assert rates["sgd"] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
     assert rates["adam"] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
     assert 0.99 in {c.decay for c in tried}
-    assert settings.search_updates == "0.1,2"
+    assert settings.search_updates == (0.1, 2)
     assert settings.search == "none"
 
 
@@ -135,7 +135,7 @@ def candidates_by_hand(decays):
 @pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
 def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
-    tried = {**GRID, "cofed.search-decays": ",".join(map(str, decays))}
+    tried = {**GRID, "cofed.search-decays": decays}
     client = opened(tmp_path, index=index, **tried)
     space = client.space.tolist()
     trials = Trials(client, 1)
@@ -194,7 +194,7 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
 def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
     """So that trials leave no trace: neither in the draws of dropout nor of augmentation."""
     extra = {"training.augment": "crop-flip", "training.optimizer": "adam", "training.lr": 0.002}
-    one = {"cofed.search-rates": "0.002", "cofed.search-decays": "1", "cofed.search-updates": "1"}
+    one = {"cofed.search-rates": 0.002, "cofed.search-decays": 1, "cofed.search-updates": 1}
     alone = {**GRID, **one, "cofed.search-optimizers": "adam"}
     plain = opened(tmp_path / "plain", "cnn2-dropout", **extra)
     searching = opened(tmp_path / "search", "cnn2-dropout", **extra, **alone)
@@ -240,16 +240,18 @@ def test_too_little_data_is_not_searched_on(tmp_path, count):
     ("name", "value", "rule"),
     [
         *(
-            ("search-rates", text, "it takes numbers above 0 and at most 1000, comma-separated")
-            for text in ("", "0", "-1", "a", "0.1,", "nan", "inf", "1001", "0.1,0.10")
+            ("search-rates", value, "it takes a list, each a number > 0 and <= 1000.0")
+            for value in (0, -1, "a", [0.1, ""], math.nan, math.inf, 1001)
         ),
         *(
-            ("search-decays", text, "it takes numbers above 0 and at most 1, comma-separated")
-            for text in ("1.1", "0", "0.9;0.8")
+            ("search-decays", value, "it takes a list, each a number > 0 and <= 1")
+            for value in (1.1, [0.5, 0], "0.9;0.8")
         ),
-        ("search-updates", "0.1,x", "it takes numbers above 0 and at most 1000"),
-        ("search-optimizers", "adam,adam", "it takes some of adam, adamw, sgd, comma-separated"),
-        ("search-optimizers", "sgdm", "it takes some of adam, adamw, sgd, comma-separated"),
+        ("search-updates", [0.1, "x"], "it takes a list, each a number > 0 and <= 1000.0"),
+        ("search-rates", [], "it takes a list of one value or more, none twice"),
+        ("search-rates", [0.1, 0.10], "it takes a list of one value or more, none twice"),
+        ("search-optimizers", ["adam"] * 2, "it takes a list of one value or more, none twice"),
+        ("search-optimizers", "sgdm", "it takes a list, each one of adam, adamw, sgd"),
         ("search-share", 0.0, "it takes a number > 0 and < 1"),
         ("search-share", 1.0, "it takes a number > 0 and < 1"),
         ("search", "random", "it takes one of none, grid"),

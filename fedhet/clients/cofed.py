@@ -21,7 +21,7 @@ from fedhet.client_runtime.messages import Scores
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.data.spec import concatenated, stratified
-from fedhet.methods.cofed import CofedSettings, numbers, words
+from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Refitted
 from fedhet.runs.records import PROTOCOLS
 from fedhet.seeding import numpy_rng, seeded
@@ -196,7 +196,7 @@ class Trials:
         found = Candidate(
             str(facts[FOUND_OPTIMIZER]), float(facts[FOUND_RATE]), float(facts[FOUND_DECAY])
         )
-        before, factors = self._trained(found), numbers(self.settings.search_updates)
+        before, factors = self._trained(found), self.settings.search_updates
         tried = adjusted(found, factors)
         chosen = best(tried, lambda each: self._score(self._updated(deepcopy(before), each)))
         return factors[tried.index(chosen)]
@@ -249,5 +249,4 @@ class Trials:
 
 def candidates(settings: CofedSettings) -> list[Candidate]:
     """Return the training configurations that a search tries."""
-    rates, decays = numbers(settings.search_rates), numbers(settings.search_decays)
-    return grid(words(settings.search_optimizers), rates, decays)
+    return grid(settings.search_optimizers, settings.search_rates, settings.search_decays)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from fedhet.algorithms.choices import LEAST_SCALE
 from fedhet.methods.sizes import model_shapes
@@ -12,6 +12,9 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
+
+Rank = Annotated[int, Field(ge=0, le=1_000_000)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class FedTypeSettings(MethodSettings):
@@ -53,14 +56,14 @@ class FedTypeSettings(MethodSettings):
         "g1", description="how sets shrink as the proxy gets worse; g2 does not"
     )
     lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
-    k_reg: str | int = Field(
+    k_reg: Literal["auto"] | Rank = Field(
         "auto",
         description="ranks that RAPS does not penalise; auto is 1 for up to 10 labels, 5 from 100",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="share of sets that may miss the truth"
     )
-    u: str | float = Field(
+    u: Literal["random"] | Share = Field(
         "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
     )
     top_k: Count = Field(3, description="labels in a set, for backward = topk")
@@ -77,20 +80,6 @@ class FedTypeSettings(MethodSettings):
     bayes_zeta: NonNegative = Field(
         1e-4, description="weight of pFedBayes' divergence from the server's proxy"
     )
-
-    @field_validator("u")
-    @classmethod
-    def _u_is_a_share(cls, value: str | float) -> str | float:
-        if value == "random" or (isinstance(value, int | float) and 0 <= value <= 1):
-            return value
-        raise ValueError("it takes random, or a number from 0 to 1")
-
-    @field_validator("k_reg", mode="before")
-    @classmethod
-    def _k_reg_is_a_rank(cls, value: object) -> object:
-        if value == "auto" or (type(value) is int and 0 <= value <= 1_000_000):
-            return value
-        raise ValueError("it takes auto, or an integer from 0 to 1000000")
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from fedhet.algorithms.choices import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
 from fedhet.methods.spec import MethodSpec
+from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 
-WIDTHS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
+Level = Literal["a", "b", "c", "d", "e"]
+WIDTHS: dict[Level, float] = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
 """The share of each layer's channels that a sub-model has, by the paper's name of its level."""
-
-
-def _are_levels(text: str) -> str:
-    if not all(level.strip() in WIDTHS for level in text.split(",")):
-        raise ValueError(f"it takes some of {', '.join(WIDTHS)}, comma-separated")
-    return text
 
 
 class HeteroFlSettings(FedAvgSettings):
@@ -26,10 +22,10 @@ class HeteroFlSettings(FedAvgSettings):
 
     part: ClassVar[Part] = "trained"
 
-    levels: Annotated[str, AfterValidator(_are_levels)] = Field(
-        "a,b,c",
-        description="the clients' levels, dealt in turn: a has all channels of the model, b 1/2, "
-        "c 1/4, d 1/8, e 1/16; a level that stands there twice has twice as many clients",
+    levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
+        ("a", "b", "c"),
+        description="the clients' levels, assigned in turn: a has all channels of the model, b "
+        "1/2, c 1/4, d 1/8, e 1/16; a level that is listed twice has twice as many clients",
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients", description="does a client count once in a mean, or by its samples?"
@@ -46,7 +42,7 @@ class HeteroFlSettings(FedAvgSettings):
     @property
     def widths(self) -> list[float]:
         """Return the width of each level, in turn."""
-        return [WIDTHS[level.strip()] for level in self.levels.split(",")]
+        return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
         """Return the width of client number `client`; for a site without number, the first."""

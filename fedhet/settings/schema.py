@@ -187,6 +187,12 @@ def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values or len(set(values)) < len(values):
+        raise ValueError("it takes a list of one value or more, none twice")
+    return values
+
+
 def _upward(ends: tuple[int, int]) -> tuple[int, int]:
     if ends[0] > ends[1]:
         raise ValueError(f"it takes {RANGE}")
@@ -206,6 +212,8 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Listed = BeforeValidator(_listed)
 """Lets a tuple be given as a list, and as a lone value."""
+Distinct = AfterValidator(_distinct)
+"""Refuses a tuple that is empty or holds a value twice."""
 Names = Annotated[tuple[str, ...], Listed]
 Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_ascending)]
 Range = Annotated[tuple[Count, Count], BeforeValidator(_ends), AfterValidator(_upward)]
@@ -241,6 +249,8 @@ def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
         return f"a list, each {each}" if inner == each else f"a list of lists{inner}"
     if origin is tuple:
         return RANGE
+    if origin is dict:
+        return f"a map of names to {_allowed(parts[1], (), brief)}"
     if origin is not None:
         return " or ".join(_allowed(part, (), brief) for part in parts)
     if kind in (int, float):

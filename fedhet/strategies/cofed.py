@@ -13,12 +13,7 @@ import numpy as np
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
 from fedhet.arrays import Array, grouped, groups
 from fedhet.errors import KnowledgeError, nearest
-from fedhet.methods.cofed import (
-    SAMPLES,
-    SPEC,
-    CofedSettings,
-    given_weights,
-)
+from fedhet.methods.cofed import SPEC, CofedSettings
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint
@@ -34,7 +29,8 @@ class CofedStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start without votes."""
-        self.weights = given_weights(self.settings.credibility)
+        given = self.settings.credibility
+        self.weights = given if isinstance(given, dict) else {}
         """Credibility weights from the settings, by client (Section 4.6)."""
         self._check_names()
         self.instances = len(self.public_set(labelled=False))
@@ -116,7 +112,7 @@ class CofedStrategy(HetStrategy):
         self.joined = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _weight(self, reply: Reply) -> float:
-        if self.settings.credibility == SAMPLES:
+        if self.settings.credibility == "samples":
             return float(reply.samples)
         return self.weights.get(reply.client.name, 1.0)
 
