@@ -33,7 +33,7 @@ class CofedSettings(MethodSettings):
     """Settings of CoFED."""
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.3, description="alpha of Eq. 18: a class takes an instance by more than this share"
+        0.3, description="alpha of Eq. 18: share of the votes above which an instance joins a class"
     )
     credibility: Literal["equal", "samples"] | Weights = Field(
         "equal",
