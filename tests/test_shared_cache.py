@@ -122,7 +122,7 @@ def texts_of(folder: Path) -> str:
 
 
 def specs(folder: Path):
-    joined = "0+1+2,3+4+5+6,7+8+9"
+    joined = (("0", "1", "2"), ("3", "4", "5", "6"), ("7", "8", "9"))
     return {
         "share": DataSpec(dataset="digits", clients=2, public_fraction=0.2, superclasses=joined),
         "unused": DataSpec(dataset="digits", clients=2, max_samples=300, public_dataset="unused"),

@@ -10,7 +10,7 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import parse_pairs, read_preset
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.spec import Dataset, Split
-from fedhet.data.superclass import deal, joined, label_spaces, named
+from fedhet.data.superclass import assign, joined, label_spaces, named
 from fedhet.errors import DataError, SettingsError
 
 PAIRS = (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"), ("8", "9"))
@@ -100,7 +100,7 @@ def test_a_grouping_must_fit(grouping, fault):
 )
 def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, clients):
     spec = DIGITS.but(seed=seed, subclasses=subclasses, clients=clients, samples_per_class=11)
-    dealt = deal(load(spec), spec)
+    dealt = assign(load(spec), spec)
     everyone = np.concatenate(dealt.rows)
     assert len(np.unique(everyone)) == len(everyone)
     for rows, space in zip(dealt.rows, dealt.spaces, strict=True):
@@ -138,7 +138,7 @@ def test_subclasses_that_run_out_are_drawn_again():
         samples_per_class=30, superclasses=[["0", "1"], ["2", "3"]],
     )  # fmt: skip
     for seed in range(10):
-        dealt = deal(dataset, spec.but(seed=seed))
+        dealt = assign(dataset, spec.but(seed=seed))
         kinds = [set(dataset.subclasses[rows].tolist()) for rows in dealt.rows]
         assert kinds[0].isdisjoint(kinds[1])
 
@@ -153,7 +153,7 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
     spec = DataSpec.of(resolve(read_preset(preset)).run).but(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)
-    dealt = deal(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
+    dealt = assign(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
     everyone = np.concatenate(dealt.rows)
     assert len(np.unique(everyone)) == len(everyone)
     fine = FINE.numpy()

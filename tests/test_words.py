@@ -15,7 +15,7 @@ from fedhet.cli.training import _how_to_go_on, _label
 from fedhet.config.sources import all_settings, preset_names
 from fedhet.errors import ModelError, SettingsError
 from fedhet.methods.registry import find_method
-from fedhet.models.user_model import find_own
+from fedhet.models.user_model import import_user_model
 from fedhet.runs.display import line_display
 from fedhet.runs.progress import duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
@@ -104,9 +104,9 @@ def test_a_command_is_suggested_once():
 
 
 def test_a_module_that_is_not_found_names_pythonpath():
-    for look, kind in ((find_own, ModelError), (find_method, SettingsError)):
+    for look, kind in ((import_user_model, ModelError), (find_method, SettingsError)):
         for name in ("mymodels_absent.part", "mymodels_absent.part:tiny"):
-            if (":" in name) == (look is find_own):
+            if (":" in name) == (look is import_user_model):
                 with pytest.raises(kind, match=r"cannot import.*PYTHONPATH=\. fedhet run"):
                     look(name)
 
@@ -115,7 +115,7 @@ def test_a_module_that_imports_another_that_is_absent_does_not(tmp_path, monkeyp
     (tmp_path / "mymodels_broken.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError) as caught:
-        find_own("mymodels_broken:tiny")
+        import_user_model("mymodels_broken:tiny")
     assert "surely_not_installed" in str(caught.value)
     assert "PYTHONPATH" not in str(caught.value)
 

@@ -15,7 +15,7 @@ from fedhet.config.sources import from_flower
 from fedhet.data.sources import SOURCES
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import method_names
-from fedhet.models.user_model import is_own
+from fedhet.models.user_model import is_user_model
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, build
 
@@ -62,7 +62,9 @@ def _imports(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for setting, value in settings.items():
         if setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
             # Whatever has a colon may end as the path of a model, odd as it may look.
-            yield from ((setting, name) for name in _texts(value) if ":" in name and is_own(name))
+            yield from (
+                (setting, name) for name in _texts(value) if ":" in name and is_user_model(name)
+            )
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from fedhet.config.resolve import Config
 from fedhet.data import (
     GENERATED,
     UNUSED,
+    RunData,
     Split,
     labelled_parts,
     refuse_overlap,
@@ -125,10 +125,9 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
     return public
 
 
-@lru_cache(maxsize=1)
-def placed_public(public: Split, compute: Compute) -> Split:
-    """Return the public set on the device; one copy per process."""
-    return _placed(public, compute)
+def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
+    """Return the public set on the device; the clients of a process have one copy."""
+    return data.once(f"public set on {compute.device}", lambda: _placed(public, compute))
 
 
 def _placed(split: Split, compute: Compute) -> Split:

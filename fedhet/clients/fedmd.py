@@ -48,7 +48,7 @@ class FedMdClient(HetClient):
     def public(self) -> Split:
         """The public set, on the device."""
         found = self.public_set(labelled=self.settings.public_epochs > 0)
-        return placed_public(found, self.compute)
+        return placed_public(found, self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
         """Return the axes C, and N, the number of public samples."""

@@ -1,7 +1,7 @@
 """Pretrained encoders on this machine: folders in $FEDHET_ENCODERS, as `transformers` saves them.
 
-A run names an encoder, never a path: which folders there are is each machine's own matter. Weights
-are read from safetensors files alone, and no code is.
+A run names an encoder, never a path: each machine has its own folder of encoders. Weights are read
+from safetensors files alone, and no code is loaded.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ def _read(folder: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable configuration ({error})") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path}: not a readable configuration (it is no table)")
+        raise DataError(f"{path}: not a readable configuration (it is not an object)")
     return found

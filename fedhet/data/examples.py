@@ -1,6 +1,7 @@
 """Small example data to try a run with: texts and signals, made from a seed.
 
-They are no benchmark: sentences of words that go with a topic, and waves of several forms.
+The texts are sentences of words that go with a topic, the signals waves of several forms. They are
+not a benchmark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
 
 OWNERS = 10
-"""The sites of the texts, and the persons of the signals."""
+"""The number of sites that the texts and signals are of."""
 TRAIN, TEST = 1200, 300
 TOPICS: Mapping[str, str] = MappingProxyType(
     {
@@ -44,7 +45,7 @@ BY = "site"
 
 
 def write_texts(folder: Path) -> None:
-    """Write train.csv and test.csv with the columns text, label and site; some words mislead."""
+    """Write train.csv and test.csv with the columns text, label and site."""
     for part, count in (("train", TRAIN), ("test", TEST)):
         rng = numpy_rng(0, "example", "text", part)
         with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
@@ -58,7 +59,7 @@ def write_signals(folder: Path) -> None:
     for part, count in (("train", TRAIN), ("test", TEST)):
         rng = numpy_rng(0, "example", "signal", part)
         y, site = rng.integers(len(FORMS), size=count), rng.integers(OWNERS, size=count)
-        x = np.stack([_signal(rng, int(kind), int(own)) for kind, own in zip(y, site, strict=True)])
+        x = np.stack([_signal(rng, int(form), int(own)) for form, own in zip(y, site, strict=True)])
         np.savez_compressed(folder / f"{part}.npz", x=x.astype(np.float32), y=y, site=site)
 
 
@@ -68,7 +69,7 @@ WRITERS: Mapping[str, Callable[[Path], None]] = MappingProxyType(
 
 
 def write_example(kind: str, folder: Path) -> None:
-    """Write the example data of a kind of WRITERS into a new folder. Raises DataError."""
+    """Write example data of a kind of samples into a new folder. Raises DataError."""
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder}: is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def write_example(kind: str, folder: Path) -> None:
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:
-    """Return a text of 6 to 20 words, of which a quarter are of its topic, its topic and site."""
+    """Return a text of 6 to 20 words, its topic (that of a quarter of them), and its site."""
     topics, own = list(TOPICS), int(rng.integers(len(TOPICS)))
     words = []
     for _ in range(int(rng.integers(6, 21))):
@@ -86,9 +87,9 @@ def _text(rng: np.random.Generator) -> tuple[str, str, str]:
     return " ".join(words), topics[own], f"site-{int(rng.integers(OWNERS))}"
 
 
-def _signal(rng: np.random.Generator, kind: int, owner: int) -> npt.NDArray[np.float64]:
-    """Return channels of one form, at a speed that is its owner's, with noise, [3, 96]."""
-    wave = list(FORMS.values())[kind]
+def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
+    """Return a noisy wave [3, 96] of one form, at a speed that depends on the owner."""
+    wave = list(FORMS.values())[form]
     time = np.linspace(0, 2 * np.pi * (2 + 0.3 * owner), STEPS)
     starts = rng.uniform(0, 2 * np.pi, (CHANNELS, 1))
     noise: npt.NDArray[np.float64] = rng.normal(0, 0.7, (CHANNELS, STEPS))

@@ -26,7 +26,7 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     All rows are assigned, except the remainder of `shards` (fewer rows than there are shards, all
     of one size) and, under `classes`, classes that no client drew; that happens only if clients x
     classes-per-client is barely as large as the number of classes. `superclasses` is drawn by
-    `fedhet.data.superclass.deal`. Raises DataError for conditions that no draw meets.
+    `fedhet.data.superclass.assign`. Raises DataError for conditions that no draw meets.
     """
     if dataset.parts is not None:
         return _given(spec, dataset.parts)
@@ -100,14 +100,14 @@ def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, .
 
 
 def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:
-    """Return the rows of those persons or sites with the most samples, in the order of names."""
+    """Return the rows of the persons or sites with the most samples, in the order of names."""
     counts = np.bincount(groups)
     largest = np.argsort(-counts, kind="stable")
     enough = int((counts >= spec.min_samples).sum())
     if spec.clients > enough:
         raise DataError(
             f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
-            f"that data.by = {spec.by!r} tells apart have data.min-samples = {spec.min_samples}"
+            f"that data.by = {spec.by!r} names have data.min-samples = {spec.min_samples} or more"
         )
     return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 

@@ -55,7 +55,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
     if shared:
         raise DataError(
             f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
-            "public data must be nobody's: to set a part of the clients' own dataset apart, "
+            "public data must not belong to a client: to set a part of the clients' dataset apart, "
             "use 'data.public-fraction'"
         )
 
@@ -109,7 +109,7 @@ def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
 
 
 def _unused(spec: DataSpec, whole: Dataset) -> Dataset:
-    """Return the training rows that `max-samples` leaves out, or `public-samples` of them.
+    """Return the training rows that `max-samples` leaves out, or `public-samples` of these.
 
     Raises SettingsError if there are none.
     """

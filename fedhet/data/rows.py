@@ -1,4 +1,8 @@
-"""Rows of text files: CSV with a header or without one, TSV, and JSON lines; plain or .gz."""
+"""Rows of text files: CSV with a header or without one, TSV, and JSON lines; plain or .gz.
+
+Python's csv reads them, not pandas, which cuts rows that are too long, fills those that are too
+short, and accepts broken quotes: texts would be learned that are not what the file means.
+"""
 
 from __future__ import annotations
 

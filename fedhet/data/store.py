@@ -26,7 +26,7 @@ from fedhet.data.public import (
 )
 from fedhet.data.sources import find_source
 from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_test
-from fedhet.data.superclass import Deal, deal
+from fedhet.data.superclass import Assignment, assign
 from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
@@ -65,11 +65,11 @@ class RunData:
     @property
     def dataset(self) -> Dataset:
         """The dataset, decoded. Raises DataError unless it has two classes or more."""
-        return self._once("dataset", lambda: self._read(self.spec, "0"))
+        return self.once("dataset", lambda: self._read(self.spec, "0"))
 
     def partition(self) -> tuple[Index, ...]:
         """Return each client's row numbers in the training set, sorted and disjoint."""
-        return self._once("partition", self._drawn)
+        return self.once("partition", self._drawn)
 
     @property
     def common_test(self) -> Split | None:
@@ -79,7 +79,7 @@ class RunData:
     def label_space(self, index: int) -> tuple[int, ...]:
         """Return the label space of client `index`, ascending: all classes, or those it drew."""
         if self._has_label_spaces:
-            return self._deal.spaces[index]
+            return self._assignment.spaces[index]
         return tuple(range(len(self.dataset.classes)))
 
     def label_counts(self) -> dict[str, list[int]]:
@@ -137,7 +137,7 @@ class RunData:
         """
         if classes is not None:
             refuse_unlabelled_public(self.spec)
-        found = self._once("public", self._public)
+        found = self.once("public", self._public)
         check_public(found, shape, classes)
         return found.train
 
@@ -169,7 +169,7 @@ class RunData:
         """The dataset that public samples are taken from, where it is another one."""
         spec = public_source(self.spec)
         assert spec is not None
-        return self._once("source", lambda: self._read(spec, "1", least_classes=1))
+        return self.once("source", lambda: self._read(spec, "1", least_classes=1))
 
     def _public(self) -> Dataset:
         return public_dataset(self.spec, lambda: self.dataset, lambda: self._source)
@@ -184,13 +184,15 @@ class RunData:
         return self.spec.partition == "superclasses" and not is_natural(self.dataset)
 
     @property
-    def _deal(self) -> Deal:
-        return self._once("deal", lambda: deal(self.dataset, self.spec))
+    def _assignment(self) -> Assignment:
+        return self.once("assignment", lambda: assign(self.dataset, self.spec))
 
     def _drawn(self) -> tuple[Index, ...]:
         if self._shared is not None:
             return shared_cache.read_rows(self._shared)
-        return self._deal.rows if self._has_label_spaces else partition(self.dataset, self.spec)
+        return (
+            self._assignment.rows if self._has_label_spaces else partition(self.dataset, self.spec)
+        )
 
     def _samples(self, index: int) -> tuple[Split, Split]:
         """Return the training and the test samples of a client: copies, or mapped from a file."""
@@ -199,7 +201,7 @@ class RunData:
             return train.take(own), train.take(tests)
         start = self._starts[index]
         middle = start + len(own)
-        x = self._once("samples", self._mapped)
+        x = self.once("samples", self._mapped)
         return (
             Split(x[start:middle], train.y[torch.from_numpy(own)]),
             Split(x[middle : middle + len(tests)], train.y[torch.from_numpy(tests)]),
@@ -212,12 +214,13 @@ class RunData:
     @property
     def _starts(self) -> tuple[int, ...]:
         """The place of each client's first sample in the file of all clients' samples."""
-        return self._once(
-            "starts", lambda: tuple(accumulate(map(len, self.partition()), initial=0))
-        )
+        return self.once("starts", lambda: tuple(accumulate(map(len, self.partition()), initial=0)))
 
-    def _once(self, part: str, make: Callable[[], T]) -> T:
-        """Return a part of the data, made when it is first asked for. Threads wait for it."""
+    def once(self, part: str, make: Callable[[], T]) -> T:
+        """Return a part of the data, which `make` makes when it is first needed.
+
+        Threads that need it meanwhile wait for it.
+        """
         with self._lock:
             if part not in self._parts:
                 self._parts[part] = make()

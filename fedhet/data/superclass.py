@@ -54,11 +54,11 @@ GROUPINGS = {"cifar100": dict(zip(CIFAR100_NAMES, CIFAR100, strict=True))}
 Superclasses = str | tuple[tuple[str, ...], ...]
 """A known grouping's name, or the classes of each superclass."""
 _DRAWS = 50
-_TASKS = 5  # label spaces for which the data is insufficient are redrawn
+_TASKS = 5  # draws of label spaces; those for which there is too little data are redrawn
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Assignment:
     """Each client's rows of the training set, sorted, and its label space, ascending."""
 
     rows: tuple[Index, ...]
@@ -105,29 +105,29 @@ def joined(dataset: Dataset, superclasses: Superclasses) -> Dataset:
     )
 
 
-def deal(dataset: Dataset, spec: DataSpec) -> Deal:
+def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
     """Assign rows: samples-per-class rows of each of a client's classes, disjoint among clients.
 
     Raises DataError if the training set is too small.
     """
     for attempt in range(_TASKS - 1):
         with contextlib.suppress(DataError):
-            return _dealt(dataset, spec, label_spaces(spec, len(dataset.classes), attempt))
-    return _dealt(dataset, spec, label_spaces(spec, len(dataset.classes), _TASKS - 1))
+            return _assigned(dataset, spec, label_spaces(spec, len(dataset.classes), attempt))
+    return _assigned(dataset, spec, label_spaces(spec, len(dataset.classes), _TASKS - 1))
 
 
-def _dealt(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]) -> Deal:
-    """Return the deal for these label spaces. Raises DataError if there are too few rows."""
+def _assigned(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]) -> Assignment:
+    """Return the assignment for these label spaces. Raises DataError if there are too few rows."""
     labels = dataset.train.y.numpy()
-    kinds = dataset.subclasses if dataset.subclasses is not None else labels
+    subclasses = dataset.subclasses if dataset.subclasses is not None else labels
     owned: list[list[Index]] = [[] for _ in spaces]
     for label in range(len(dataset.classes)):
         holders = [client for client, space in enumerate(spaces) if label in space]
         rows = np.flatnonzero(labels == label)
-        parts = _share(label, rows, kinds[rows], len(holders), spec)
+        parts = _share(label, rows, subclasses[rows], len(holders), spec)
         for client, part in zip(holders, parts, strict=True):
             owned[client].append(part)
-    return Deal(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
+    return Assignment(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
 
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
@@ -147,16 +147,16 @@ def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[
     return tuple(spaces)
 
 
-def _share(label: int, rows: Index, kinds: Index, holders: int, spec: DataSpec) -> list[Index]:
+def _share(label: int, rows: Index, subclasses: Index, holders: int, spec: DataSpec) -> list[Index]:
     """Return each holder's rows of one class, divided evenly among the subclasses it is given.
 
     A draw that runs out of a subclass is discarded. If none succeeds, for example because the
-    holders need nearly all rows, later holders are given subclasses that still have enough.
+    holders need nearly all rows, later holders get subclasses that still have enough.
     """
-    present = np.unique(kinds)
+    present = np.unique(subclasses)
     for attempt in range(2 * _DRAWS):
         rng = numpy_rng(spec.seed, "superclass", label, attempt)
-        left = {int(k): rng.permutation(rows[kinds == k]) for k in present}
+        left = {int(k): rng.permutation(rows[subclasses == k]) for k in present}
         shared: list[Index] = []
         for _ in range(holders):
             drawn = _subclasses(left, spec, rng, with_room=attempt >= _DRAWS)
@@ -195,14 +195,14 @@ def _subclasses(
     return order[:size]
 
 
-def _take(left: dict[int, Index], kinds: Index, count: int) -> Index | None:
-    """Take `count` of the remaining rows, evenly among `kinds`; None if there are too few."""
-    if not len(kinds):
+def _take(left: dict[int, Index], subclasses: Index, count: int) -> Index | None:
+    """Take `count` of the remaining rows, evenly among `subclasses`; None if there are too few."""
+    if not len(subclasses):
         return None
-    sizes = [len(part) for part in np.array_split(np.arange(count), len(kinds))]
-    if any(len(left[int(kind)]) < size for kind, size in zip(kinds, sizes, strict=True)):
+    parts = np.array_split(np.arange(count), len(subclasses))
+    sizes = {int(k): len(part) for k, part in zip(subclasses, parts, strict=True)}
+    if any(len(left[k]) < size for k, size in sizes.items()):
         return None
-    taken = [left[int(kind)][:size] for kind, size in zip(kinds, sizes, strict=True)]
-    for kind, size in zip(kinds, sizes, strict=True):
-        left[int(kind)] = left[int(kind)][size:]
+    taken = [left[k][:size] for k, size in sizes.items()]
+    left |= {k: left[k][size:] for k, size in sizes.items()}
     return np.concatenate(taken)

@@ -31,10 +31,10 @@ def find_rows(folder: Path, part: str) -> Path | None:
 def site_rows(
     train: Path, names: Sequence[str], classes: int, spec: DataSpec
 ) -> tuple[Split, Split | None, tuple[str, ...]]:
-    """Return a site's training and test rows, if there are test rows, and the run's classes.
+    """Return a site's training rows, its test rows if there are any, and the run's classes.
 
-    Without `names`, from classes.txt, the classes are the different labels; or 0 to `classes` - 1
-    if all labels are such numbers. Raises DataError if they are others than the run's in number.
+    Without `names`, from classes.txt, the classes are the different labels, or 0 to `classes` - 1
+    if all labels are such numbers. Raises DataError if the run has another number of classes.
     """
     test = find_rows(train.parent, "test")
     rows, numbers = read_rows(train, spec), tuple(map(str, range(classes)))

@@ -1,7 +1,7 @@
 """Texts as tokens: by a hash of each word, or by an encoder's own tokenizer from a local folder.
 
-The hash needs nothing from outside and no site's words: a word has the same number everywhere. Two
-words may share a number; with 8192 numbers few of a text's words do.
+The hash needs no file and no vocabulary that sites would have to share: a word has the same number
+everywhere. Two words may share a number; with 8192 numbers few words of a text do.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shape_of_texts(spec: DataSpec) -> Shape:
 def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     """Return texts as tokens [N, L] int64, L = `data.max-tokens`; PADDING follows the last token.
 
-    What is longer is cut. Raises DataError if they take more than `data.max-bytes`.
+    Longer texts are cut. Raises DataError if they take more than `data.max-bytes`.
     """
     refuse_more(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
     encode = _hashing(spec.vocabulary) if spec.tokenizer == WORDS else _encoding(spec.tokenizer)
@@ -78,7 +78,7 @@ def _hashing(vocabulary: int) -> Encode:
 def _encoding(name: str) -> Encode:
     """Return the function of a tokenizer, whose own padding token, if any, becomes PADDING.
 
-    The two swap their numbers, as `fedhet.models.encoder` has it too.
+    The two swap their numbers; `fedhet.models.encoder` swaps them back.
     """
     tokenizer, padding = _tokenizer(name), padding_of(name)
     swapped = {padding: PADDING, PADDING: padding}
@@ -97,7 +97,7 @@ def padding_of(name: str) -> int:
 
 @lru_cache(maxsize=4)
 def _tokenizer(name: str) -> Any:
-    """Return the tokenizer in the file tokenizer.json of an encoder's folder; it cuts nothing."""
+    """Return the tokenizer in an encoder's tokenizer.json, without padding and truncation."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

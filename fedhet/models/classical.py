@@ -118,7 +118,7 @@ class Refitted(nn.Module):
         """Return the probability [N, C] of each class, for x [N, ...].
 
         They are those of the classifier's `predict_proba`, as scikit-learn defines it. A classifier
-        that has none (an SVM, perhaps a user's own) is taken to be certain of what it predicts.
+        that has none, such as an SVM, counts as certain of what it predicts.
         Raises ModelError for an invalid class or probability.
         """
         certain: Tensor = self(x)
@@ -190,7 +190,7 @@ def numeric_columns(x: Array) -> Array:
     """Return which columns of x [N, F] hold numbers, [M]: those with a value that is not 0 or 1.
 
     The others are taken to be one-hot. Scaled, a rare category would be as far from the others as
-    the most extreme number, on which an SVM's distances then hang.
+    the most extreme number, and an SVM's distances would depend on it.
     """
     return np.flatnonzero(((x != 0) & (x != 1)).any(0))
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = 256
-"""Values of the random byte that decides about an element."""
+"""The number of values of the random byte that decides about an element."""
 
 
 class Dropout(nn.Dropout):
     """`nn.Dropout`, which on a processor decides by one random byte for each element.
 
     torch draws a whole random number for each, which takes several times as long as the layer
-    before it. Elsewhere, and for a `p` that is no multiple of 1/256, it is torch's own.
+    before it. Elsewhere, and for a `p` that is not a multiple of 1/256, it is torch's own.
     """
 
     def forward(self, x: Tensor) -> Tensor:

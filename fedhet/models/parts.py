@@ -55,11 +55,11 @@ def _names_by_model(
     return names_of(build(name, shape, classes, seed=0, feature_dim=feature_dim), part)
 
 
-def _names_within(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names in the state dict that belong to modules of one kind."""
+def _names_within(model: nn.Module, layer: type[nn.Module]) -> frozenset[str]:
+    """Return the names in the state dict that belong to layers of one type."""
     return frozenset(
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if isinstance(module, kind)
+        if isinstance(module, layer)
         for name in module.state_dict()
     )

@@ -1,9 +1,9 @@
 """torchvision's networks with ImageNet's weights: `resnet18-pretrained`, `resnet18-frozen`.
 
-Images are prepared as the weights want them: grey ones get three channels, small ones are enlarged,
-and all are normalised. A frozen network is no part of the model's weights: it neither trains nor
-travels, and is kept once a process. The weights are read from torch's own cache of this machine;
-nothing is downloaded.
+Images are prepared as the weights require: grey ones get three channels, small ones are enlarged,
+and all are normalised. A frozen network does not belong to the model's weights: it neither trains
+nor travels, and a process keeps one copy. The weights are read from torch's own cache of this
+machine; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NETWORKS: Mapping[str, str] = MappingProxyType(
 """The networks that have weights, and torchvision's names of them."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's channels, from 0 to 1, as torchvision's weights want them."""
+"""Of ImageNet's channels, from 0 to 1, as torchvision's weights require them."""
 
 
 def is_pretrained(name: str) -> bool:

@@ -21,11 +21,11 @@ from fedhet.models.lean import without_weights
 from fedhet.models.pretrained import is_pretrained, pretrained_info
 from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.models.user_model import (
-    assemble_own,
-    find_own,
+    assemble_user_model,
+    call_user_model,
+    import_user_model,
     is_classifier,
-    is_own,
-    make_own,
+    is_user_model,
     no_gradients,
 )
 from fedhet.seeding import derive, numpy_rng, seeded
@@ -91,8 +91,8 @@ def find(name: str) -> ModelInfo:
 
 def check_name(name: str) -> None:
     """Raise ModelError if `name` is neither registered nor an importable function."""
-    if is_own(name):
-        find_own(name)
+    if is_user_model(name):
+        import_user_model(name)
     elif is_encoder(name):
         check_encoder(name)
     elif is_timm(name):
@@ -123,18 +123,18 @@ def build_any(name: str, shape: Shape, classes: int, *, seed: int) -> HetModel |
     shape, own_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed)
-    if is_own(name):
-        return Refitted(name, lambda: make_own(name, shape, classes), classes, own_seed)
+    if is_user_model(name):
+        return Refitted(name, lambda: call_user_model(name, shape, classes), classes, own_seed)
     info = WITHOUT_GRADIENTS[name]
     return Refitted(name, lambda: info.make(own_seed % 2**32), classes, own_seed)
 
 
 @lru_cache(maxsize=1024)
 def _is_classical(name: str, shape: Shape, classes: int) -> bool:
-    if not is_own(name):
+    if not is_user_model(name):
         return name in WITHOUT_GRADIENTS
     with seeded(0, "kind", name):
-        return is_classifier(make_own(name, shape, classes))
+        return is_classifier(call_user_model(name, shape, classes))
 
 
 def build(
@@ -162,7 +162,7 @@ def shapes(
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None
 ) -> dict[str, tuple[Shape, str]]:
-    computes = is_own(name) or is_encoder(name) or is_timm(name)
+    computes = is_user_model(name) or is_encoder(name) or is_timm(name)
     nowhere = torch.device("cpu") if computes else without_weights()
     with seeded(0, "shapes", name), nowhere:
         state = _assemble(name, shape, classes, feature_dim).state_dict()
@@ -181,8 +181,8 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
         return assemble_encoder(name, shape, classes, feature_dim)
     if is_timm(name):
         return assemble_timm(name, shape, classes, feature_dim)
-    if is_own(name):
-        return assemble_own(name, shape, classes, feature_dim)
+    if is_user_model(name):
+        return assemble_user_model(name, shape, classes, feature_dim)
     info = find(name)
     info.check(shape)
     return join(info.extractor(shape), _native_width(name, shape), classes, feature_dim)

@@ -59,10 +59,10 @@ def vision_resnet(
     share of all channels, rounded up.
     """
     resnet = torchvision_models().resnet
-    kind: Any = resnet.BasicBlock if block == "basic" else resnet.Bottleneck
-    net: nn.Module = resnet.ResNet(kind, list(layers), num_classes=1)
+    block_type: Any = resnet.BasicBlock if block == "basic" else resnet.Bottleneck
+    net: nn.Module = resnet.ResNet(block_type, list(layers), num_classes=1)
     if width != 1:
-        _narrow(net, kind, layers, width)
+        _narrow(net, block_type, layers, width)
     net.conv1 = first_conv(net.conv1, shape)  # type: ignore[arg-type]
     if is_small(shape):
         net.maxpool = nn.Identity()
@@ -70,7 +70,7 @@ def vision_resnet(
     return net
 
 
-def _narrow(net: Any, kind: Any, layers: Sequence[int], width: float) -> None:
+def _narrow(net: Any, block_type: Any, layers: Sequence[int], width: float) -> None:
     """Replace the layers of a torchvision ResNet by narrower ones, initialised as torchvision's."""
     net.inplanes = share_of(64, width)
     net.conv1 = nn.Conv2d(3, net.inplanes, 7, 2, 3, bias=False)
@@ -78,7 +78,7 @@ def _narrow(net: Any, kind: Any, layers: Sequence[int], width: float) -> None:
     for number, blocks in enumerate(layers):
         planes, stride = share_of(64 * 2**number, width), 1 if number == 0 else 2
         # torchvision's own method; its constructor has no choice of all widths.
-        stage = net._make_layer(kind, planes, blocks, stride)
+        stage = net._make_layer(block_type, planes, blocks, stride)
         setattr(net, f"layer{number + 1}", stage)
     he_init(net)
 

@@ -1,8 +1,8 @@
 """Small networks for texts: tokens [N, L] int64 -> features [N, D]; tokens of 0 are padding.
 
-A batch is cut to its longest text, and what a text's features are does not depend on its padding:
-vectors of padding are zero and are left out of every mean, maximum and attention. A text without
-any token counts as one of a single zero vector.
+A batch is cut to its longest text, and a text's features do not depend on its padding: vectors of
+padding are zero and are left out of every mean, maximum and attention. A text without any token
+counts as one of a single zero vector.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def trimmed(x: Tensor) -> Tensor:
 
 
 def present(x: Tensor) -> Tensor:
-    """Return which of the tokens [N, L] are of a text, bool; of an empty text, the first is."""
+    """Return which tokens [N, L] belong to a text, bool; of an empty text, the first does."""
     found = x != PADDING
     found[:, 0] |= ~found.any(1)
     return found
@@ -51,7 +51,7 @@ class Tokens(nn.Module):
         nn.init.normal_(self.embedding.weight, std=SPREAD)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors [N, L', E], zero for padding, and which are of a text, bool [N, L']."""
+        """Return vectors [N, L', E], zero for padding, and which belong to a text, bool [N, L']."""
         x = trimmed(x)
         vectors = self.embedding(x)
         return vectors * (x != PADDING).unsqueeze(2).to(vectors.dtype), present(x)
@@ -157,7 +157,7 @@ def _info(name: str, line: str, source: str, build: Callable[..., nn.Module]) ->
 
 CNN_LINE = f"convs over 3, 4 and 5 words, {WIDTH} of each"
 NARROW = ("text-bag", "text-cnn", "text-cnn-dropout")
-"""The models of which a leading part is a model: of an LSTM's gates it is not."""
+"""The models of which a leading part is a model; of an LSTM's gates it is not."""
 MODELS = (
     _info("text-bag", f"mean of the words' vectors, and a linear of {WIDTH}", "ours", Bag),
     _info("text-cnn", CNN_LINE, "Kim 2014", TextCnn),

@@ -25,8 +25,8 @@ def encoder_layers(width: int, layers: int, heads: int = 4) -> nn.TransformerEnc
 class FtTransformer(nn.Module):
     """A vector for each column, scaled by its number, and attention among them.
 
-    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021: the features are what
-    becomes of a vector that stands for the row.
+    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021: the features are the
+    last state of an additional vector that stands for the row.
     """
 
     def __init__(self, shape: Shape, layers: int = 2) -> None:

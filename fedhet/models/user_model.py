@@ -21,12 +21,12 @@ from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.timm import is_timm
 
 
-def is_own(name: str) -> bool:
-    """Tell whether `name` is an import path and no name of a registered, an encoder's or timm's."""
+def is_user_model(name: str) -> bool:
+    """Tell whether `name` is an import path, and not the name of an encoder or of timm's model."""
     return ":" in name and not is_encoder(name) and not is_timm(name)
 
 
-def find_own(name: str) -> Callable[..., Any]:
+def import_user_model(name: str) -> Callable[..., Any]:
     """Import and return the function named by `name`."""
     path, _, attribute = name.partition(":")
     if not path or not attribute or path.startswith("."):
@@ -41,13 +41,13 @@ def find_own(name: str) -> Callable[..., Any]:
         hint = nearest(attribute, vars(module))
         raise ModelError(f"model '{name}': module '{path}' has no '{attribute}'{hint}")
     if not callable(function):
-        raise ModelError(f"model '{name}': '{attribute}' is {_kind(function)}, not a function")
+        raise ModelError(f"model '{name}': '{attribute}' is {_type_of(function)}, not a function")
     return function  # type: ignore[no-any-return]
 
 
-def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+def assemble_user_model(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
     """Call the user's function, check its result, and adapt the feature width."""
-    made = make_own(name, shape, classes)
+    made = call_user_model(name, shape, classes)
     if is_classifier(made):
         raise ModelError(no_gradients(name))
     extractor, classifier = _halves(name, made)
@@ -56,7 +56,7 @@ def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None)
         if not isinstance(classifier, nn.Linear):
             raise ModelError(
                 f"model '{name}' has {width} features, not {feature_dim}: an adapter needs an"
-                f" nn.Linear as classifier, not {_kind(classifier)}"
+                f" nn.Linear as classifier, not {_type_of(classifier)}"
             )
         return join(extractor, width, classes, feature_dim)
     if not isinstance(made, HetModel):
@@ -66,9 +66,9 @@ def assemble_own(name: str, shape: Shape, classes: int, feature_dim: int | None)
     return made
 
 
-def make_own(name: str, shape: Shape, classes: int) -> Any:
+def call_user_model(name: str, shape: Shape, classes: int) -> Any:
     """Call the user's function."""
-    function = find_own(name)
+    function = import_user_model(name)
     try:
         return function(shape, classes)
     except Exception as error:
@@ -78,7 +78,7 @@ def make_own(name: str, shape: Shape, classes: int) -> Any:
 
 
 def is_classifier(made: object) -> bool:
-    """Tell whether a function's result is a classifier to fit rather than to train by gradients."""
+    """Tell whether a function's result is a classifier, which is fitted without gradients."""
     return isinstance(made, Classifier) and not isinstance(made, nn.Module)
 
 
@@ -95,7 +95,7 @@ def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
         case [nn.Module() as extractor, nn.Module() as classifier]:
             return extractor, classifier
     raise ModelError(
-        f"model '{name}' returned {_kind(made)}, not a HetModel or two modules"
+        f"model '{name}' returned {_type_of(made)}, not a HetModel or two modules"
         " (extractor, classifier)"
     )
 
@@ -118,7 +118,7 @@ def _checked_width(
     return features[1]
 
 
-def _kind(thing: object) -> str:
+def _type_of(thing: object) -> str:
     return f"a {type(thing).__name__}"
 
 

@@ -11,6 +11,10 @@ from fedhet.kinds import IMAGE, Kind
 from fedhet.settings.run import DataSettings
 
 
+def nowhere(path: str, table: DataSettings) -> None:
+    """Return None: the data is not read from files of the user's."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset by its name, or a format of data that lies somewhere: `NAME` or `NAME:PLACE`."""

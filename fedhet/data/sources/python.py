@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedhet.data.npz import checked_labels
-from fedhet.data.sources.base import Source
+from fedhet.data.sources.base import Source, nowhere
 from fedhet.data.spec import Dataset, Split
 from fedhet.errors import DataError, nearest
 from fedhet.kinds import IMAGE, Kind, kind_of
@@ -30,7 +30,7 @@ _ALLOWED = (
 
 
 @lru_cache(maxsize=4)
-def read_own(path: str) -> Dataset:
+def read_user_dataset(path: str) -> Dataset:
     """Import and call the function named by `path`, module:function. Raises DataError; cached."""
     name = f"{NAME}:{path}"
     module, _, attribute = path.partition(":")
@@ -89,7 +89,7 @@ def _split(where: str, pair: Any) -> Split:
 
 def _found_kind(path: str) -> Kind:
     with contextlib.suppress(DataError):  # of which reading the dataset tells
-        return kind_of(read_own(path).shape)
+        return kind_of(read_user_dataset(path).shape)
     return IMAGE
 
 
@@ -97,10 +97,10 @@ SOURCES = (
     Source(
         NAME,
         "a function of yours that returns arrays",
-        lambda path, spec: read_own(path),
+        lambda path, spec: read_user_dataset(path),
         PLACE,
         found_kind=_found_kind,
-        files=lambda path, table: None,
+        files=nowhere,
         imports=True,
     ),
 )

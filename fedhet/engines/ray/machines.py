@@ -21,7 +21,7 @@ from fedhet.engines.ray import inspection
 from fedhet.engines.ray.faults import faults
 from fedhet.engines.ray.inspection import Answer, Question
 from fedhet.errors import FedhetError, words_of
-from fedhet.models.user_model import is_own
+from fedhet.models.user_model import is_user_model
 from fedhet.runs.units import plural
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
@@ -96,7 +96,7 @@ def modules_of(config: Config) -> list[str]:
     source, place = find_source(config.run.data.dataset)
     return [
         *[half.__module__ for half in (config.method.strategy, config.method.client)],
-        *[name.partition(":")[0] for name in config.run.models.pool if is_own(name)],
+        *[name.partition(":")[0] for name in config.run.models.pool if is_user_model(name)],
         *([place.partition(":")[0]] if source.imports else []),
     ]
 
