@@ -84,8 +84,8 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
     rows = run.data.max_samples / run.clients
     assert rows - run.data.test_fraction * rows == 200
     assert run.data.max_samples <= 32_561
-    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
-    assert dealt == {"sk-tree": 25, "sk-svm": 25, "sk-gam": 25, "sk-mlp": 25}
+    assigned = Counter(models.assign(run.models.pool, run.clients, run.seed, run.models.assignment))
+    assert assigned == {"sk-tree": 25, "sk-svm": 25, "sk-gam": 25, "sk-mlp": 25}
 
 
 @pytest.mark.parametrize("name", ["cofed-cifar100-iid", "cofed-cifar100-non-iid", "cofed-femnist"])
@@ -93,10 +93,10 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
 def test_a_hundred_randomly_generated_cnns_of_two_or_three_layers(name, seed):
     """Section 5.1, and the widths that Table 1 shows."""
     run = resolve({**read_preset(name), "seed": seed}).run
-    dealt = models.deal(run.models.pool, run.clients, run.seed, run.models.deal)
-    filters = [np.array(name.split("-")[1:], int) for name in dealt]
-    assert len(dealt) == 100
+    assigned = models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)
+    filters = [np.array(name.split("-")[1:], int) for name in assigned]
+    assert len(assigned) == 100
     assert {len(f) for f in filters} == {2, 3}
     assert all((np.diff(f) >= 0).all() for f in filters)
     assert {int(f) for each in filters for f in each} == {20, 24, 32, 40, 48, 56, 80, 96}
-    assert len(set(dealt)) > 50
+    assert len(set(assigned)) > 50

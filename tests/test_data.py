@@ -33,7 +33,7 @@ from fedhet.wire.identity import client_name
 
 KINDS = get_args(DataSettings.model_fields["partition"].annotation)
 PARTITIONS = tuple(kind for kind in KINDS if kind != "superclasses")
-"""Those that deal every row; the other is tested in test_superclass.py."""
+"""Those that assign every row; the other is tested in test_superclass.py."""
 
 DIGITS = DataSpec(clients=8)
 

@@ -9,7 +9,7 @@ from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import parse_pairs
 from fedhet.data import DataSpec, load
 from fedhet.errors import DataError, SettingsError
-from fedhet.models import deal
+from fedhet.models import assign
 
 
 def spec(dataset, **changes):
@@ -197,7 +197,7 @@ def test_a_pool_may_repeat_a_model():
     pool = parse_pairs(["models.pool=cnn2*3, mlp ,sk-tree * 2"])["models.pool"]
     assert pool == ("cnn2",) * 3 + ("mlp",) + ("sk-tree",) * 2
     config = small("felo", models=["cnn2", "cnn2", "cnn2", "mlp"], clients=8)
-    assert deal(config.run.models.pool, 8, 0) == ["cnn2", "cnn2", "cnn2", "mlp"] * 2
+    assert assign(config.run.models.pool, 8, 0) == ["cnn2", "cnn2", "cnn2", "mlp"] * 2
 
 
 @pytest.mark.parametrize("pool", ["cnn2*0", "cnn2*", "*3", "cnn2*x", "cnn2*1.5", "cnn2*1001"])

@@ -287,7 +287,7 @@ def test_a_wrong_name_is_explained(name: str, message: str) -> None:
     for ask in (
         lambda: models.build(name, (1, 8, 8), 2, seed=0),
         lambda: models.shapes(name, (1, 8, 8), 2),
-        lambda: models.deal(["mlp", name], 2, 0),
+        lambda: models.assign(["mlp", name], 2, 0),
     ):
         with pytest.raises(ModelError) as caught:
             ask()
@@ -331,22 +331,22 @@ def test_classes_and_feature_dim_are_checked() -> None:
 
 
 def test_deal_cycles_through_the_pool() -> None:
-    assert models.deal(["cnn2", "mlp", "resnet10"], 7, 0) == [
+    assert models.assign(["cnn2", "mlp", "resnet10"], 7, 0) == [
         *("cnn2", "mlp", "resnet10"),
         *("cnn2", "mlp", "resnet10"),
         "cnn2",
     ]
     pool = ["cnn2", "mlp", "mlp2", "cnn3", "cnn4"]
-    assert set(Counter(models.deal(pool, 20, 0)).values()) == {4}
+    assert set(Counter(models.assign(pool, 20, 0)).values()) == {4}
 
 
 def test_deal_shuffles_by_the_seed_alone() -> None:
     pool = ["cnn2", "mlp", "mlp2", "cnn3"]
-    dealt = models.deal(pool, 22, 3, "shuffle")
-    assert dealt == models.deal(pool, 22, 3, "shuffle")
-    assert dealt != models.deal(pool, 22, 4, "shuffle")
-    assert dealt != models.deal(pool, 22, 3)
-    assert Counter(dealt) == Counter(models.deal(pool, 22, 3))
+    assigned = models.assign(pool, 22, 3, "shuffle")
+    assert assigned == models.assign(pool, 22, 3, "shuffle")
+    assert assigned != models.assign(pool, 22, 4, "shuffle")
+    assert assigned != models.assign(pool, 22, 3)
+    assert Counter(assigned) == Counter(models.assign(pool, 22, 3))
 
 
 # CoFED, Table 1, and the authors' generator: t(randi(end, randi(2:3), 1)), sorted.
@@ -375,8 +375,8 @@ def test_table_1_is_as_printed_and_each_of_it_can_be_drawn() -> None:
 
 
 def test_a_pool_of_random_cnns_gives_each_client_its_own() -> None:
-    dealt = models.deal(["cofed-random"], 2000, 0)
-    widths = [tuple(map(int, name.removeprefix("cofed-").split("-"))) for name in dealt]
+    assigned = models.assign(["cofed-random"], 2000, 0)
+    widths = [tuple(map(int, name.removeprefix("cofed-").split("-"))) for name in assigned]
     assert all(list(w) == sorted(w) and set(w) <= set(WIDTHS) for w in widths)
     layers = Counter(map(len, widths))
     assert set(layers) == {2, 3}
@@ -388,18 +388,18 @@ def test_a_pool_of_random_cnns_gives_each_client_its_own() -> None:
     # With replacement: an eighth of those of two layers have equal ones.
     equal = sum(w[0] == w[1] for w in widths if len(w) == 2)
     assert abs(equal - layers[2] / 8) < 5 * (layers[2] * 7 / 64) ** 0.5
-    assert len(set(dealt[:100])) > 60
+    assert len(set(assigned[:100])) > 60
 
 
 def test_random_cnns_hang_on_seed_and_client_alone() -> None:
-    dealt = models.deal(["cofed-random"], 20, 0)
-    assert models.deal(["cofed-random"], 30, 0)[:20] == dealt
-    assert models.deal(["cofed-random"], 20, 1) != dealt
-    mixed = models.deal(["mlp", "cofed-random"], 20, 0)
+    assigned = models.assign(["cofed-random"], 20, 0)
+    assert models.assign(["cofed-random"], 30, 0)[:20] == assigned
+    assert models.assign(["cofed-random"], 20, 1) != assigned
+    mixed = models.assign(["mlp", "cofed-random"], 20, 0)
     assert mixed[::2] == ["mlp"] * 10
-    assert mixed[1::2] == dealt[1::2]
-    assert models.is_registered(dealt[0])
-    models.check(dealt[0], (1, 8, 8), 10, any_model=False)
+    assert mixed[1::2] == assigned[1::2]
+    assert models.is_registered(assigned[0])
+    models.check(assigned[0], (1, 8, 8), 10, any_model=False)
 
 
 def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
@@ -482,7 +482,7 @@ def test_a_users_own_model(own: str, function: str) -> None:
     state = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     assert state == {key: dims for key, (dims, _) in declared.items()}
     assert torch.equal(torch.get_rng_state(), before)
-    assert models.deal([name], 2, 0) == [name, name]
+    assert models.assign([name], 2, 0) == [name, name]
 
 
 def test_a_users_own_model_gets_the_adapter(own: str) -> None:

@@ -117,9 +117,9 @@ def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
     assert found["data.partition"] == ("iid" if iid else "dirichlet")
     assert (found["clients"], found["fraction"]) == (CLIENTS[dataset], fraction)
     run = config.run
-    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
+    assigned = Counter(models.assign(run.models.pool, run.clients, run.seed, run.models.assignment))
     each = CLIENTS[dataset] // len(POOLS[pool])  # four clients of each model, or two; or all
-    assert dealt == {f"resnet{depth}": each for depth in POOLS[pool]}
+    assert assigned == {f"resnet{depth}": each for depth in POOLS[pool]}
     if method != "local":
         printed = {"alpha": 1.0, "feature-weight": 1.0, "logit-weight": 1.0, "feature-norm": "none"}
         printed |= {"share-weights": True, "weighting": "clients", "feature-dim": 512}
@@ -156,8 +156,8 @@ def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alp
     config = resolve(gather(method, names))
     run = config.run
     assert (run.clients, run.fraction, run.rounds) == (20, 0.2, 40)
-    dealt = Counter(models.deal(run.models.pool, run.clients, run.seed, run.models.deal))
-    assert dealt == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
+    assigned = Counter(models.assign(run.models.pool, run.clients, run.seed, run.models.assignment))
+    assert assigned == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
     assert run.data.partition == ("dirichlet" if alpha else "iid")
     assert not alpha or run.data.alpha == alpha
     assert config.own == type(config.own)()  # the methods' own settings at their defaults
@@ -182,7 +182,7 @@ FEDGEMS = {
         "gems-resnet17-c",
         "gems-resnet17-d",
     ],
-    "models.deal": "cycle",  # Table 11: clients 1 and 9 have the first, 2 and 10 the second, ...
+    "models.assignment": "cycle",  # Table 11: clients 1 and 9 have the first, 2 and 10 the second
     "training.optimizer": "adam",
     "training.lr": 0.001,
     "training.weight-decay": 0.0001,

@@ -22,7 +22,7 @@ from fedhet.devices import CPU
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import augmentation, image_changes, randaugment
 from fedhet.seeding import torch_generator
-from fedhet.settings.deal import training_of
+from fedhet.settings.assignment import training_of
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import batches, cross_entropy_of, optimization
 
@@ -453,14 +453,14 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path):
 # --- assigned -------------------------------------------------------------------------------
 
 
-def dealt(**changes):
+def assigned(**changes):
     run = small("local", **changes).run
     return [training_of(run, client) for client in range(run.clients)]
 
 
 def test_one_value_is_everyones():
-    assert dealt() == [small("local").run.training] * 4
-    assert type(dealt(lr=1)[0].lr) is float
+    assert assigned() == [small("local").run.training] * 4
+    assert type(assigned(lr=1)[0].lr) is float
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_every_combination_has_one_client(models, optimizers, rates):
         "optimizer": ["adam", "sgd", "adamw"][:optimizers],
         "lr": [0.1, 0.01, 0.001][:rates],
     }
-    found = dealt(clients=clients, **pools)
+    found = assigned(clients=clients, **pools)
     seen = Counter((k % models, t.optimizer, t.lr) for k, t in enumerate(found))
     assert len(seen) == clients
     # Also with fewer clients than combinations, each value has equally many, give or take one.
@@ -486,12 +486,12 @@ def test_every_combination_has_one_client(models, optimizers, rates):
 
 def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
     pools = {"lr": [0.1, 0.01], "optimizer": ["adam", "sgd"], "batch_size": [8, 16, 32]}
-    found = dealt(clients=12, deal="shuffle", **pools)
+    found = assigned(clients=12, assignment="shuffle", **pools)
     assert Counter(t.lr for t in found) == {0.1: 6, 0.01: 6}
     assert Counter(t.batch_size for t in found) == {8: 4, 16: 4, 32: 4}
     assert [t.lr == 0.1 for t in found] != [t.optimizer == "adam" for t in found]
-    assert found == dealt(clients=12, deal="shuffle", **pools)
-    assert found != dealt(clients=12, deal="shuffle", seed=1, **pools)
+    assert found == assigned(clients=12, assignment="shuffle", **pools)
+    assert found != assigned(clients=12, assignment="shuffle", seed=1, **pools)
 
 
 @pytest.mark.parametrize(

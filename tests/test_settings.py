@@ -346,7 +346,7 @@ def test_the_choices_are_found():
     assert set(LITERALS) == {
         "data.sample-kind",
         "data.partition",
-        "models.deal",
+        "models.assignment",
         "training.optimizer",
         "training.schedule",
         "training.semi",
@@ -585,7 +585,7 @@ def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names
     ("key", "inside"),
     [
         ("attack", "attack.kind, attack.attackers, attack.scale"),
-        ("models", "models.pool, models.deal, models.num-classes"),
+        ("models", "models.pool, models.assignment, models.num-classes"),
         ("data", "data.dataset, data.sample-kind, data.data-dir"),
         ("training", "training.lr"),
         ("engine", "engine.device"),

@@ -100,10 +100,10 @@ def test_a_grouping_must_fit(grouping, fault):
 )
 def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, clients):
     spec = DIGITS.but(seed=seed, subclasses=subclasses, clients=clients, samples_per_class=11)
-    dealt = assign(load(spec), spec)
-    everyone = np.concatenate(dealt.rows)
+    found = assign(load(spec), spec)
+    everyone = np.concatenate(found.rows)
     assert len(np.unique(everyone)) == len(everyone)
-    for rows, space in zip(dealt.rows, dealt.spaces, strict=True):
+    for rows, space in zip(found.rows, found.spaces, strict=True):
         assert 2 <= len(space) <= 3
         assert list(space) == sorted(set(space))
         labels = load(spec).train.y.numpy()[rows]
@@ -138,8 +138,8 @@ def test_subclasses_that_run_out_are_drawn_again():
         samples_per_class=30, superclasses=[["0", "1"], ["2", "3"]],
     )  # fmt: skip
     for seed in range(10):
-        dealt = assign(dataset, spec.but(seed=seed))
-        kinds = [set(dataset.subclasses[rows].tolist()) for rows in dealt.rows]
+        found = assign(dataset, spec.but(seed=seed))
+        kinds = [set(dataset.subclasses[rows].tolist()) for rows in found.rows]
         assert kinds[0].isdisjoint(kinds[1])
 
 
@@ -153,11 +153,11 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
     spec = DataSpec.of(resolve(read_preset(preset)).run).but(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)
-    dealt = assign(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
-    everyone = np.concatenate(dealt.rows)
+    found = assign(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
+    everyone = np.concatenate(found.rows)
     assert len(np.unique(everyone)) == len(everyone)
     fine = FINE.numpy()
-    for rows, space in zip(dealt.rows, dealt.spaces, strict=True):
+    for rows, space in zip(found.rows, found.spaces, strict=True):
         assert 6 <= len(space) <= 8
         for label in space:
             held = np.bincount(fine[rows[fine[rows] // 5 == label]], minlength=100)
@@ -165,7 +165,7 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
             assert (held > 0).sum() in ((5,) if preset.endswith("100-iid") else (1, 2))
             assert held[held > 0].max() - held[held > 0].min() <= 1
     if seed == 0:  # where the first draw of the tasks will do, it is taken
-        assert dealt.spaces == label_spaces(spec, 20)
+        assert found.spaces == label_spaces(spec, 20)
 
 
 def test_too_little_data_and_too_few_classes_are_said():

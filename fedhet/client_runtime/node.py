@@ -13,8 +13,8 @@ from pydantic import Field
 from fedhet.config.resolve import Config
 from fedhet.data import ClientData, RunData, site_data
 from fedhet.errors import SettingsError
-from fedhet.models import deal
-from fedhet.settings.deal import training_of
+from fedhet.models import assign
+from fedhet.settings.assignment import training_of
 from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.settings.schema import CountOrNone, NonNegative, Schema, build
 from fedhet.wire.identity import client_name
@@ -31,9 +31,10 @@ class NodeSettings(Schema):
     num_partitions: CountOrNone = Field(0, description="number of nodes, as Flower tells it")
     name: str = Field("", description="the client's name; empty = client-<partition-id>")
     data: str = Field("", description="the site's own data folder, instead of a partition")
-    model: str = Field("", description="the site's model; empty = as the run's pool deals it")
+    model: str = Field("", description="the site's model; empty = as the run's pool assigns it")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
-        "", description="the site's optimiser; empty = as the run says or deals, as all of training"
+        "",
+        description="the site's optimiser; empty = as the run says",
     )
     lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = as the run says")
     local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = as the run's")
@@ -48,8 +49,8 @@ class NodeSettings(Schema):
     def training(self, run: RunSettings) -> TrainingSettings:
         """Return what the client trains with: its own settings, and the run's for the others."""
         own = {name: getattr(self, name) for name in OWN_TRAINING}
-        dealt = training_of(run, self.partition_id)
-        return dealt.model_copy(update={name: value for name, value in own.items() if value})
+        assigned = training_of(run, self.partition_id)
+        return assigned.model_copy(update={name: value for name, value in own.items() if value})
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def read_node(
         name=name,
         partition=settings.partition_id,
         folder=settings.data,
-        model=settings.model or _dealt(run, settings.partition_id),
+        model=settings.model or _assigned_model(run, settings.partition_id),
         training=settings.training(run),
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
@@ -111,9 +112,9 @@ def read_node(
     )
 
 
-def _dealt(run: RunSettings, partition: int) -> str:
-    dealt = deal(run.models.pool, run.clients, run.seed, run.models.deal)
-    return dealt[partition % len(dealt)]
+def _assigned_model(run: RunSettings, partition: int) -> str:
+    assigned = assign(run.models.pool, run.clients, run.seed, run.models.assignment)
+    return assigned[partition % len(assigned)]
 
 
 def _state_dir(given: str) -> Path:

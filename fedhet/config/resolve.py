@@ -115,7 +115,7 @@ def _check_names(config: Config) -> None:
     """Raise SettingsError for a model, dataset or attack that the method does not support."""
     run, method = config.run, config.method
     try:
-        models.deal(run.models.pool, run.clients, run.seed, run.models.deal)
+        models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)
     except FedhetError as error:
         pool = list(run.models.pool)
         raise SettingsError(f"setting 'models.pool' = {pool!r}: {error}") from None

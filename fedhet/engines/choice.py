@@ -94,7 +94,7 @@ def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
 def _refuse_numbered_gpu(config: Config) -> None:
     """Raise SettingsError if `engine.device` is a GPU with a number, which Ray cannot give."""
     if (device := config.run.engine.device).startswith("cuda:"):
-        rule = "cuda on Ray, which deals the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        rule = "cuda on Ray, which assigns the GPUs of CUDA_VISIBLE_DEVICES to its workers"
         raise refused("engine.device", device, rule)
 
 

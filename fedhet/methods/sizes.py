@@ -26,6 +26,6 @@ def model_shapes(
 
 def first_model(run: RunSettings) -> str:
     """Return the name of the first client's model."""
-    from fedhet.models import deal
+    from fedhet.models import assign
 
-    return deal(run.models.pool, run.clients, run.seed, run.models.deal)[0]
+    return assign(run.models.pool, run.clients, run.seed, run.models.assignment)[0]

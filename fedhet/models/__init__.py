@@ -6,11 +6,11 @@ from fedhet.models.info import ModelInfo, base_and_width, narrow_name
 from fedhet.models.registry import (
     DRAWN,
     WITHOUT_GRADIENTS,
+    assign,
     build,
     build_any,
     check,
     check_name,
-    deal,
     describe,
     is_registered,
     names,
@@ -20,7 +20,6 @@ from fedhet.models.weights import load_weights, to_arrays
 
 __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
-    "Refitted", "Within", "base_and_width", "build", "build_any", "check",
-    "check_name", "deal", "describe", "is_registered", "load_weights", "names", "narrow_name",
-    "shapes", "to_arrays",
+    "Refitted", "Within", "assign", "base_and_width", "build", "build_any", "check", "check_name",
+    "describe", "is_registered", "load_weights", "names", "narrow_name", "shapes", "to_arrays",
 ]  # fmt: skip

@@ -202,7 +202,7 @@ def _native_width(name: str, shape: Shape) -> int:
         return output_shape(find(name).extractor(shape), shape)[1]
 
 
-def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
+def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
     """Return each client's model name.
 
     "cycle": client k gets pool[k % len(pool)], so that all architectures have equally many clients.
@@ -214,11 +214,11 @@ def deal(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> l
     for name in dict.fromkeys(pool):
         if name not in DRAWN:
             check_name(name)
-    dealt = [pool[client % len(pool)] for client in range(clients)]
+    assigned = [pool[client % len(pool)] for client in range(clients)]
     if rule == "shuffle":
         order = numpy_rng(seed, "deal").permutation(clients)
-        dealt = [dealt[place] for place in order]
+        assigned = [assigned[place] for place in order]
     return [
         DRAWN[name].draw(seed, client) if name in DRAWN else name
-        for client, name in enumerate(dealt)
+        for client, name in enumerate(assigned)
     ]

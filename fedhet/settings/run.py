@@ -168,7 +168,7 @@ class ModelSettings(Schema):
         "one for tables where the data is a table (texts, signals: likewise), and a method's own "
         "where all its clients must have one model: `fedhet methods NAME` says which",
     )
-    deal: Literal["cycle", "shuffle"] = Field(
+    assignment: Literal["cycle", "shuffle"] = Field(
         "cycle",
         description="how the pool is assigned to the clients: in turn, or in turn and then "
         "shuffled",
@@ -182,7 +182,7 @@ class TrainingSettings(Schema):
     """The clients' training; a server that trains its own model uses the same settings.
 
     A run may give a list of values for the first four. What trains has one value of each: a client
-    those that `settings.deal.training_of` assigns to it, the server the `first`.
+    those that `settings.assignment.training_of` assigns to it, the server the `first`.
     """
 
     local_epochs: Annotated[Count, Assigned()] = Field(

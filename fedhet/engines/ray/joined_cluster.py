@@ -42,8 +42,8 @@ def joined(config: Config, directory: Path, notice: Callable[[str], None]) -> It
             machines = taking_clients(running_machines(), engine)
             check_machines(machines, question_of(on_workers, directory), engine.join_timeout)
             on_gpu = find_device(engine.device).type == "cuda"
-            dealt = places(machines, engine, config.run.clients, on_gpu=on_gpu)
-            pool = Pool(dealt, _starter(on_workers, directory, on_gpu=on_gpu), notice)
+            placed = places(machines, engine, config.run.clients, on_gpu=on_gpu)
+            pool = Pool(placed, _starter(on_workers, directory, on_gpu=on_gpu), notice)
             leaving.callback(pool.close)
             pool.wait(engine.join_timeout)
         yield Workers(config, pool)

@@ -66,8 +66,8 @@ class OwnRay:
         on_gpu = find_device(engine.device).type == "cuda"
         machines = taking_clients(running_machines(), engine)
         actor, settings = actor_of(engine, on_gpu=on_gpu), ray.put(absolute(self._config))
-        dealt = places(machines, engine, self._config.run.clients, on_gpu=on_gpu)
-        pool = Pool(dealt, lambda _: actor.remote(settings, str(states), self._decoded), notice)
+        placed = places(machines, engine, self._config.run.clients, on_gpu=on_gpu)
+        pool = Pool(placed, lambda _: actor.remote(settings, str(states), self._decoded), notice)
         return Workers(self._config, pool)
 
 

@@ -82,13 +82,13 @@ def places(
     """
     rooms = [machine.workers(engine, on_gpu=on_gpu) for machine in machines]
     turns = range(max(rooms, default=0))
-    dealt = [m for turn in turns for m, room in zip(machines, rooms, strict=True) if turn < room]
-    if not dealt:
+    placed = [m for turn in turns for m, room in zip(machines, rooms, strict=True) if turn < room]
+    if not placed:
         raise FedhetError(
             "no machine of the Ray cluster has a GPU that Ray knows of: `ray start` finds them by "
             "itself, or is told of them by --num-gpus"
         )
-    return dealt[:clients]
+    return placed[:clients]
 
 
 def modules_of(config: Config) -> list[str]:
