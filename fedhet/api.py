@@ -16,11 +16,11 @@ from fedhet.config.sources import full_name, layered, of_method, of_run, overlai
 from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
 from fedhet.methods.registry import find_method
+from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
 from fedhet.server_app import run_directory
-from fedhet.settings.metrics import ACCURACY
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
 from fedhet.simulate import simulate

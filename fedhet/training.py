@@ -228,8 +228,8 @@ class Score:
 
     accuracy: float
     loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Others by their names; see `fedhet.models.evaluation.judge`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics by their names; see `fedhet.models.evaluation.judge`."""
 
 
 @torch.inference_mode()

@@ -340,7 +340,8 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
         same = np.array_equal(knowledge.tensors[tensor], saw[name].tensors[tensor])
         assert same == (name not in struck)
     assert strategy.state.record.answered == sorted(told)
-    assert set(json.loads(strategy.state.to_json())["accuracy"]["common"]["private"]) == set(told)
+    known = json.loads(strategy.state.to_json())["scores"]["accuracy"]
+    assert set(known["common"]["private"]) == set(told)
 
 
 @pytest.mark.parametrize("method", ["fedtype", "um-pfssl", "fedavg", "pfedbayes"])

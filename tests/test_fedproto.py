@@ -83,7 +83,7 @@ def answer(client, classes, counts, value=1.0):
 
 def accepted(server, name, knowledge):
     info = server.strategy.members[name].info
-    reply = Reply(info, knowledge, Measured({}, None, 0.0, 0.0, 0.0))
+    reply = Reply(info, knowledge, Measured({}))
     return server.strategy.accept(1, reply)
 
 

@@ -178,7 +178,7 @@ def test_the_run_starts_from_initial_training(tmp_path):
 def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected):
     client = ClientInfo("a", "mlp", samples, 3, (4,))
     tensors = {"classes": np.array([0, 2]), "counts": np.array(counts)}
-    reply = Reply(client, Knowledge(tensors), Measured({}, None, 0.0, 0.0, 0.0))
+    reply = Reply(client, Knowledge(tensors), Measured({}))
     found = FeloStrategy.accept(None, 1, reply).knowledge.tensors
     assert found["counts"].tolist() == expected
     assert found["counts"].dtype == np.int64

@@ -1,4 +1,4 @@
-"""Metrics beside accuracy: their values against literal ones, and their way into a run's files."""
+"""Metrics besides accuracy: their values against literal ones, and their way into a run's files."""
 
 import itertools
 import json
@@ -12,21 +12,20 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fedhet import api, report
-from fedhet.algorithms.metrics import measure
 from fedhet.cli import app
 from fedhet.data import Split
 from fedhet.devices import CPU
 from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
 from fedhet.models import build_any
 from fedhet.models.evaluation import judge
-from fedhet.runs.measures import Measured, metric_name, read_measures, write_measures
+from fedhet.runs.measures import Measured, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
-from fedhet.settings.metrics import METRICS, beside_accuracy, measured_names, metric_of
 from fedhet.settings.run import RunSettings
 from fedhet.training import evaluate
 
 NAMES = tuple(name for name in METRICS if name != "accuracy")
-ALL = ",".join(METRICS)
+ALL = list(METRICS)
 
 
 def drawn(seed, samples=40, classes=5, absent=(3,)):
@@ -87,7 +86,7 @@ def calibration_error(truth, likely):
 @pytest.mark.parametrize("seed", range(5))
 def test_each_metric_is_what_its_definition_says(seed):
     truth, likely, guess = drawn(seed)
-    found = measure(NAMES, truth, guess, likely)
+    found = measure(NAMES, Predictions(truth, guess, likely))
     of_classes = recalls(truth, guess)
     loss = -sum(math.log(row[t]) for row, t in zip(likely, truth, strict=True)) / len(truth)
     assert found == pytest.approx(
@@ -106,7 +105,7 @@ def test_each_metric_is_what_its_definition_says(seed):
 def test_a_split_of_one_class_has_no_auc_and_no_nan():
     truth, guess = np.array([2, 2, 2]), np.array([2, 0, 2])
     likely = np.array([[0.1, 0.1, 0.8], [0.6, 0.2, 0.2], [0.0, 0.0, 1.0]])
-    found = measure(NAMES, truth, guess, likely)
+    found = measure(NAMES, Predictions(truth, guess, likely))
     assert "auc" not in found
     assert set(found) == {*NAMES, "recall.2"} - {"auc", "recall"}
     assert found["balanced-accuracy"] == found["recall.2"] == pytest.approx(2 / 3)
@@ -118,7 +117,7 @@ def test_certain_models_have_finite_metrics_within_their_ranges(right):
     truth = np.array([0, 1, 1, 0])
     guess = truth if right else 1 - truth
     likely = np.eye(2)[guess]
-    found = measure(NAMES, truth, guess, likely)
+    found = measure(NAMES, Predictions(truth, guess, likely))
     for name, value in found.items():
         assert 0 <= value <= metric_of(name).highest
     assert found["test-loss"] == pytest.approx(0 if right else 52 * math.log(2))
@@ -142,6 +141,7 @@ def test_a_networks_metrics_leave_its_score_as_it_was():
     score = judge(Fixed(), Split(logits, y), CPU, NAMES)
     assert (score.accuracy, score.loss) == (plain.accuracy, plain.loss)
     assert judge(Fixed(), Split(logits, y), CPU) == plain
+    assert judge(Fixed(), Split(logits, y), CPU, METRICS).metrics["accuracy"] == plain.accuracy
     own = nn.functional.cross_entropy(logits.double(), y)
     assert score.metrics["test-loss"] == pytest.approx(own.item())
 
@@ -182,8 +182,8 @@ def test_a_model_without_gradients_is_judged_by_its_probabilities(name):
 
 
 def test_the_setting_is_a_list_in_any_order():
-    assert beside_accuracy("auc, balanced-accuracy,accuracy,auc") == ("balanced-accuracy", "auc")
-    assert RunSettings().measured == ()
+    assert chosen(["auc", "balanced-accuracy", "auc"]) == ("accuracy", "balanced-accuracy", "auc")
+    assert RunSettings().metrics == RunSettings(metrics="accuracy").metrics == ("accuracy",)
     assert measured_names(("auc", "recall"), 2) == ["auc", "recall.0", "recall.1"]
 
 
@@ -193,14 +193,14 @@ def test_an_unknown_metric_is_refused_with_those_there_are():
 
 
 def reported(**others):
-    plain = Measured({("common", "private"): 0.5}, None, 0.0, 0.0, 0.0)
+    plain = Measured({("accuracy", "common", "private"): 0.5})
     return write_measures(plain) | {name.replace("_", "."): v for name, v in others.items()}
 
 
 def test_metrics_come_through_as_they_were_sent():
-    metrics = {("auc", "common", "private"): 0.75, ("recall.1", "common", "private"): 1.0}
-    sent = Measured({("common", "private"): 0.5}, 1.0, 0.0, 0.0, 0.0, {}, metrics)
-    wanted = measured_names(("auc", "recall"), 2)
+    values = {"accuracy": 0.5, "auc": 0.75, "recall.1": 1.0}
+    sent = Measured({(name, "common", "private"): v for name, v in values.items()}, 1.0)
+    wanted = measured_names(("accuracy", "auc", "recall"), 2)
     assert read_measures("a", write_measures(sent), ("private",), wanted) == sent
 
 
@@ -221,7 +221,7 @@ def test_metrics_come_through_as_they_were_sent():
     ],
 )
 def test_metrics_from_outside_are_checked(name, value, fault):
-    wanted = measured_names(("auc", "test-loss", "recall"), 2)
+    wanted = measured_names(("accuracy", "auc", "test-loss", "recall"), 2)
     with pytest.raises(KnowledgeError, match=r"^a: ") as caught:
         read_measures("a", {**reported(), name: value}, ("private",), wanted)
     assert caught.value.field == name
@@ -230,12 +230,12 @@ def test_metrics_from_outside_are_checked(name, value, fault):
 
 def test_without_the_setting_no_metric_is_taken():
     with pytest.raises(KnowledgeError, match="is no metric of this method"):
-        read_measures("a", {**reported(), "auc.common.private": 0.5}, ("private",))
+        read_measures("a", {**reported(), "auc.common.private": 0.5}, ("private",), ["accuracy"])
 
 
 def beside(accuracy=0.5, **values):
-    metrics = {(name.replace("_", "-"), "common", "private"): v for name, v in values.items()}
-    return Measured({("common", "private"): accuracy}, None, 0.0, 0.0, 0.0, {}, metrics)
+    both = {"accuracy": accuracy, **values}
+    return Measured({(name.replace("_", "-"), "common", "private"): v for name, v in both.items()})
 
 
 def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():
@@ -385,5 +385,4 @@ def test_clients_with_label_spaces_of_their_own(tmp_path):
 
 
 def test_names_of_metrics_do_not_collide():
-    assert metric_name("common", "private", "auc") == "auc.common.private"
     assert metric_of("recall.3").title == "recall of class 3"

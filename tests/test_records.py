@@ -16,11 +16,11 @@ from fedhet.runs.records import (
     Seconds,
     Summary,
     Tail,
+    final_scores,
     relative,
     spread,
     summarise,
     tail_of,
-    with_tails,
 )
 
 SCORE = {"mean": 0.5, "std": 0.25, "worst": 0.25, "per_client": {"a": 0.25, "b": 0.75}}
@@ -176,7 +176,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     record = filled()
     summary = Summary(
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
-        headline="common", accuracy=with_tails([record]), history=[PastRound.of(record)],
+        headline="common", accuracy=final_scores([record])["accuracy"],
+        history=[PastRound.of(record)],
         bytes_up=10, bytes_down=20, seconds=RunSeconds(total=2.00049, start=0.5).rounded(),
         peak_memory_mb=12.5, versions={"torch": "2"},
     )  # fmt: skip
@@ -265,8 +266,8 @@ def test_a_tail_is_of_one_protocol_and_kind_and_of_numbers():
 
 def test_a_summarys_scores_are_the_last_rounds_with_the_tail_beside():
     records = rounds_of({1: 0.25, 2: 0.375, 3: 0.5, 4: 0.75, 5: 0.5, 6: 0.25})
-    found = with_tails(records)["common"]["private"]
+    found = final_scores(records)["accuracy"]["common"]["private"]
     assert (found.mean, found.std, found.worst) == (0.25, 0.125, 0.125)
     assert found.per_client == {"a": 0.125, "b": 0.375}
     assert found.tail == 0.375
-    assert with_tails([]) == with_tails(rounds_of({1: None})) == {}
+    assert final_scores([]) == final_scores(rounds_of({1: None})) == {}

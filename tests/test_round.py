@@ -48,7 +48,7 @@ def state(notices):
 
 
 def measured(train=0.0, evaluate=0.0, memory=0.0, loss=None, **accuracy):
-    by_place = {("common", kind): value for kind, value in accuracy.items()}
+    by_place = {("accuracy", "common", kind): value for kind, value in accuracy.items()}
     return Measured(by_place, loss, train, evaluate, memory)
 
 
@@ -202,9 +202,9 @@ def test_what_is_known_of_clients_outlives_the_process(state, notices):
     assert not other.to_evaluate("a")
     assert other.close(evaluated=True).accuracy["common"]["private"].per_client == {"a": 0.5}
     odd = [{"common": {"private": {"a": value}}} for value in (math.nan, math.inf, 1e308, -1, "x")]
-    texts = [json.dumps({"accuracy": each, "changed": []}) for each in (3, [], *odd)]
-    texts.append(json.dumps({"accuracy": {}, "changed": 3}))
-    for text in ("{}", "[]", "", json.dumps({"accuracy": {}}), *texts):
+    texts = [json.dumps({"scores": {"accuracy": each}, "changed": []}) for each in (3, [], *odd)]
+    texts.append(json.dumps({"scores": {}, "changed": 3}))
+    for text in ("{}", "[]", "", json.dumps({"scores": {}}), *texts):
         with pytest.raises((ValueError, KeyError, TypeError)):
             other.load_json(text)
 
@@ -259,7 +259,7 @@ def test_a_reply_is_read_and_counted(exchange, state):
     assert reply.samples == 12
     np.testing.assert_array_equal(reply.knowledge.tensors["counts"], [1, 5])
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors))
-    assert reply.measured.accuracy == {("common", "private"): 0.5}
+    assert reply.measured.scores == {("accuracy", "common", "private"): 0.5}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from flwr.common import NDArrays, Scalar
 
 from fedhet.methods.registry import Method
-from fedhet.runs.measures import Measured, peak_memory_mb, write_measures
+from fedhet.runs.measures import Measured, peak_memory_mb, placed, write_measures
 from fedhet.training import Score
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER
@@ -53,13 +53,7 @@ def measures(
     figures: Mapping[str, float] | None = None,
 ) -> dict[str, Scalar]:
     """Return a client's measurements as Flower metrics; `loss` is the training loss."""
-    accuracy = {key: score.accuracy for key, score in scores.items()}
-    metrics = {
-        (name, *key): value
-        for key, score in scores.items()
-        for name, value in score.metrics.items()
-    }
     measured = Measured(
-        accuracy, loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {}), metrics
+        placed(scores), loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {})
     )
     return dict(write_measures(measured))

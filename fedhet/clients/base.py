@@ -247,7 +247,7 @@ class HetClient(NumPyClient):
     def scores(self, models: Mapping[str, nn.Module]) -> Scores:
         """Evaluate models, by kind, on every test split of the client."""
         return {
-            (protocol, kind): judge(model, split, self.compute, self.run.measured)
+            (protocol, kind): judge(model, split, self.compute, self.run.metrics)
             for protocol, split in self.tests.items()
             for kind, model in models.items()
         }

@@ -13,15 +13,14 @@ from torch import nn
 from fedhet import report
 from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.inference import export as write_model
+from fedhet.metrics import ACCURACY
 from fedhet.objects import check_held
 from fedhet.report import frames
 from fedhet.report.compare import to_dict
 from fedhet.report.page import render
 from fedhet.report.tables import comparison_cells, paired_cells
-from fedhet.runs.measures import metric_name
 from fedhet.runs.records import NAN, RoundRecord, Summary
 from fedhet.runs.units import score
-from fedhet.settings.metrics import ACCURACY
 
 
 class Result:
@@ -60,7 +59,7 @@ class Result:
         """A row per round: means of scores and losses over the clients, bytes and seconds."""
         records = self._run.records
         columns = {
-            metric_name(*column, metric): view.curve(*column)["mean"]
+            ".".join((metric, *column)): view.curve(*column)["mean"]
             for metric, view in self._views()
             for column in _columns(view.records)
         }
@@ -71,7 +70,7 @@ class Result:
     def to_frame(self) -> pd.DataFrame:
         """Return a row per round, client, protocol and kind of model, with its accuracy.
 
-        The metrics beside accuracy are further columns, NaN where a client has none.
+        The metrics besides accuracy are further columns, NaN where a client has none.
         """
         place = ["round", "client", "model", "protocol", "kind"]
         (_, first), *others = self._views()
@@ -90,7 +89,7 @@ class Result:
         ]
 
     def _views(self) -> list[tuple[str, report.Run]]:
-        """Return the run by what was measured: accuracy first, then the metrics beside it."""
+        """Return the run by what was measured: accuracy first, then the metrics besides it."""
         names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
         return [(name, self._run.measuring(name)) for name in (ACCURACY, *names)]
 
@@ -108,7 +107,7 @@ class Result:
         losses = frames.losses(run.records).ffill()
         last = losses.iloc[-1].to_dict() if len(losses) else {}
         scores = {
-            metric_name(*column, metric): [
+            ".".join((metric, *column)): [
                 view.last(*column).per_client.get(name, NAN) for name in run.clients
             ]
             for metric, view in self._views()
@@ -212,7 +211,7 @@ class ComparedRuns:
                 "dataset": group["dataset"],
                 "seeds": len(group["seeds"]),
                 **{
-                    f"{metric_name(protocol, kind, metric)}.{which}": spread[which]
+                    f"{metric}.{protocol}.{kind}.{which}": spread[which]
                     for protocol, kinds in group[metric].items()
                     for kind, spread in kinds.items()
                     for which in ("mean", "std")

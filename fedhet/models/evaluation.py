@@ -1,4 +1,4 @@
-"""What a model scores on a test split: its accuracy, and the metrics that a run asks for."""
+"""What a model scores on a test split: the metrics that a run asks for."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.metrics import measure
 from fedhet.arrays import Array
 from fedhet.data import Split
 from fedhet.devices import Compute
+from fedhet.metrics import ACCURACY, Predictions, measure
 from fedhet.models import Refitted
 from fedhet.training import Score, evaluate
 
 
-def judge(model: nn.Module, split: Split, compute: Compute, metrics: Sequence[str] = ()) -> Score:
-    """Return a model's score on a split of at least one sample, with `metrics` beside accuracy.
+def judge(
+    model: nn.Module, split: Split, compute: Compute, metrics: Sequence[str] = (ACCURACY,)
+) -> Score:
+    """Return a model's score on a split of at least one sample, with its `metrics`.
 
     A model whose outputs are not all numbers has its accuracy alone.
     """
-    if not metrics:
-        return evaluate(model, split.x, split.y, compute)
-    kept: list[Tensor] = []
+    kept: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
     score = evaluate(model, split.x, split.y, compute, kept)
-    logits = torch.cat(kept).double().cpu()
-    if bool(logits.isnan().any()) or not bool(logits.amax(1).isfinite().all()):
-        return score
-    likely = _likelihoods(model, split, logits, compute)
-    truth, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
-    return replace(score, metrics=measure(metrics, truth, predicted, likely))
+    if kept:
+        logits = torch.cat(kept).double().cpu()
+        if logits.amax(1).isfinite().all() and not logits.isnan().any():
+            truth, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
+            made = Predictions(truth, predicted, _likelihoods(model, split, logits, compute))
+            return replace(score, metrics=measure(metrics, made))
+    return score
 
 
 def _likelihoods(model: nn.Module, split: Split, logits: Tensor, compute: Compute) -> Array:

@@ -11,6 +11,7 @@ import pandas as pd
 from pydantic_core import to_json
 
 from fedhet.errors import SettingsError
+from fedhet.metrics import ACCURACY, Metric, in_order, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.curves import drawings, overview
 from fedhet.report.groups import (
@@ -28,7 +29,6 @@ from fedhet.report.page import write_comparison_page
 from fedhet.report.paired import Difference, Pair, pair_groups
 from fedhet.report.run import Run
 from fedhet.report.tables import PAIRED, TAIL_OF, comparison_cells, markdown, paired_cells, plain
-from fedhet.settings.metrics import ACCURACY, Metric, in_order, metric_of
 
 
 def compare(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedhet.metrics import ACCURACY, METRICS, Metric
 from fedhet.report.groups import Column, Group, Spread
 from fedhet.report.paired import Pair
 from fedhet.runs.units import percent, score
-from fedhet.settings.metrics import ACCURACY, METRICS, Metric
 
 
 @dataclass(frozen=True)

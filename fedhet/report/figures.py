@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report import canvas, clients, frames, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds
-from fedhet.settings.metrics import is_shown, metric_of
 
 BARS = 50
 """Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
@@ -58,20 +58,20 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
 
 
 def metrics(run: Run, names: Sequence[str]) -> Drawing | None:
-    """Draw metrics beside accuracy over rounds, one panel each, under the headline protocol."""
+    """Draw metrics besides accuracy over rounds, one panel each, under the headline protocol."""
     if not names:
         return None
     across = min(len(names), ACROSS)
     rows = math.ceil(len(names) / across)
     return Drawing(
         "metrics", partial(_metrics, run=run, names=names, shape=(rows, across)),
-        "metrics beside accuracy over rounds",
+        "metrics besides accuracy over rounds",
         width=WIDTH * 0.75 * across, height=HEIGHT * 0.75 * rows,
     )  # fmt: skip
 
 
 def metrics_of(run: Run) -> list[str]:
-    """Return the metrics beside accuracy that are drawn."""
+    """Return the metrics besides accuracy that are drawn."""
     return [name for name in run.metrics if is_shown(name)]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from fedhet.errors import StateError, one_line
+from fedhet.metrics import ACCURACY
 from fedhet.report import frames
 from fedhet.runs.files import read_partition, read_records, read_summary, read_text
 from fedhet.runs.records import (
@@ -30,7 +31,6 @@ from fedhet.runs.records import (
     tail_of,
 )
 from fedhet.runs.units import natural, position
-from fedhet.settings.metrics import ACCURACY
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Protocol -> the data on which a model is evaluated."""
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics measured beside accuracy, by their reported names, such as `recall.3`."""
+        """The metrics measured besides accuracy, by their reported names, such as `recall.3`."""
         return tuple(self.last_evaluated.metrics) if self.last_evaluated else ()
 
     def measuring(self, metric: str) -> Run:

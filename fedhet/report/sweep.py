@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from pydantic_core import to_json
 from rich.table import Table
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report import style
 from fedhet.report.groups import chosen_figures
 from fedhet.report.page import render
@@ -20,7 +21,6 @@ from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
 from fedhet.runs.units import human_number, printable
-from fedhet.settings.metrics import is_shown, metric_of
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"

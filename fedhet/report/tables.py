@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fedhet.metrics import is_shown, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
 from fedhet.report.groups import Column, Spread
@@ -26,7 +27,6 @@ from fedhet.runs.units import (
     printable,
     score,
 )
-from fedhet.settings.metrics import is_shown, metric_of
 
 WHOLE = 30
 """Maximum number of clients listed in full; beyond, only the best and the worst."""
@@ -108,7 +108,7 @@ def _values(scores: Score, clients: Sequence[str]) -> list[Cell]:
 
 
 def metric_cells(run: Run) -> Cells | None:
-    """Return one row per metric beside accuracy, protocol and kind, over the clients; or None."""
+    """Return one row per metric besides accuracy, protocol and kind, over the clients; or None."""
     rows = [
         (metric_of(metric).title, column, view.last(*column), view.tail(*column).mean)
         for metric in filter(is_shown, run.metrics)
@@ -128,11 +128,11 @@ def metric_cells(run: Run) -> Cells | None:
 
 
 def metric_table(run: Run) -> Table | None:
-    """Return the metrics beside accuracy for the terminal; None if none were measured."""
+    """Return the metrics besides accuracy for the terminal; None if none were measured."""
     cells = metric_cells(run)
     if cells is None:
         return None
-    table = _table(cells, Text("metrics beside accuracy, over the clients"))
+    table = _table(cells, Text("metrics besides accuracy, over the clients"))
     _add(table, cells.rows)
     return table
 

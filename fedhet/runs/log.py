@@ -23,6 +23,7 @@ from fedhet.arrays import Array
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.errors import one_line
+from fedhet.metrics import ACCURACY
 from fedhet.runs.directory import (
     check_same,
     claimed,
@@ -40,8 +41,7 @@ from fedhet.runs.records import (
     Score,
     Summary,
     best_round,
-    metrics_with_tails,
-    with_tails,
+    final_scores,
 )
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
@@ -170,8 +170,8 @@ class RunLog:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics that are measured beside accuracy."""
-        return self.config.run.measured
+        """The metrics that are measured."""
+        return self.config.run.metrics
 
     @property
     def kept_too(self) -> dict[str, Scalar]:
@@ -293,6 +293,7 @@ class RunLog:
         last = self._history[-1] if self._history else RoundRecord(0)
         total = self._earlier + time.perf_counter() - self._begun
         peaks = [record.peak_memory_mb for record in self._history]
+        scores = final_scores(self._history)
         return Summary(
             method=self.config.method.name,
             dataset=self.config.run.data.dataset,
@@ -302,9 +303,9 @@ class RunLog:
             models=self.models,
             training=self.training,
             headline=self._headline(),
-            accuracy=with_tails(self._history),
+            accuracy=scores.pop(ACCURACY, {}),
             relative=last.relative,
-            metrics=metrics_with_tails(self._history),
+            metrics=scores,
             history=[PastRound.of(record) for record in self._history],
             bytes_up=sum(record.bytes_up for record in self._history),
             bytes_down=sum(record.bytes_down for record in self._history),
@@ -328,7 +329,7 @@ def scalars(
     record: RoundRecord, method: str, *, clients: bool = False
 ) -> Iterator[tuple[str, float]]:
     """Yield a round's metrics by their TensorBoard names, with those of each client if wanted."""
-    for metric, protocols in {"accuracy": record.accuracy, **record.metrics}.items():
+    for metric, protocols in record.scores.items():
         for protocol, kinds in protocols.items():
             for kind, scores in kinds.items():
                 yield from _statistics(f"{metric}-{protocol}-{kind}", scores, clients)

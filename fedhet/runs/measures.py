@@ -1,4 +1,4 @@
-"""What a client measures and reports beside its knowledge: accuracies, losses, times and memory.
+"""What a client measures and reports besides its knowledge: scores, losses, times and memory.
 
 It travels as flat metric names; what comes from a client is checked and bounded here.
 """
@@ -9,20 +9,17 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
 from fedhet.errors import KnowledgeError, nearest, shown
-from fedhet.runs.records import LEAST_ACCURACY, PROTOCOLS
-from fedhet.settings.metrics import ACCURACY, metric_of
+from fedhet.metrics import ACCURACY, metric_of
+from fedhet.runs.records import PROTOCOLS
+from fedhet.training import Score
 
 MOST = 1e15
 """The largest loss, time or size that a client may report; keeps sums and squares finite."""
-
-
-def metric_name(protocol: str, kind: str, metric: str = ACCURACY) -> str:
-    """Return the name under which a client reports an accuracy, or another metric."""
-    return f"{metric}.{protocol}.{kind}"
 
 
 def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
@@ -40,92 +37,83 @@ def peak_memory_mb() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+Place = tuple[str, str, str]
+"""A metric, the protocol of the test split, and the kind of model."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A client's measurements in one message."""
 
-    accuracy: dict[tuple[str, str], float]
-    """(protocol, kind) -> accuracy in [0, 1]."""
-    loss: float | None
-    train_seconds: float
-    evaluate_seconds: float
-    memory_mb: float
+    scores: dict[Place, float]
+    """What the models score; those of a model include its accuracy."""
+    loss: float | None = None
+    train_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    memory_mb: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     """Of `FIGURES`, those that there are; each in [0, 1]."""
-    metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    """(metric, protocol, kind) -> value, of the metrics that the run asks for."""
+
+
+def placed(scores: Mapping[tuple[str, str], Score]) -> dict[Place, float]:
+    """Return the metrics in scores by (protocol, kind of model)."""
+    return {
+        (metric, *place): value
+        for place, score in scores.items()
+        for metric, value in (score.metrics | {ACCURACY: score.accuracy}).items()
+    }
 
 
 def write_measures(measured: Measured) -> dict[str, float]:
     """Return the measurements by flat metric names; `read_measures` is the inverse."""
-    flat = {metric_name(*key): value for key, value in measured.accuracy.items()}
+    flat = {".".join(place): value for place, value in measured.scores.items()}
     if measured.loss is not None:
         flat["loss"] = measured.loss
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
-    return flat | measured.figures | {".".join(key): v for key, v in measured.metrics.items()}
+    return flat | measured.figures
 
 
 FIGURES = ("pseudo_labels", "pseudo_error")
 """With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
 wrong, where the truth is known."""
 MEASURES = ("loss", "seconds.train", "seconds.evaluate", "memory", *FIGURES)
-"""The metric names of `write_measures` besides the accuracies."""
+"""The names of `write_measures` besides the scores."""
 
 
 def read_measures(
-    sender: str,
-    metrics: Mapping[str, object],
-    kinds: Sequence[str],
-    wanted: Sequence[str] = (),
+    sender: str, metrics: Mapping[str, object], kinds: Sequence[str], wanted: Sequence[str]
 ) -> Measured:
     """Return a client's measurements of models of the method's `kinds`.
 
-    `wanted`: the names of the metrics that the run asks for beside accuracy. Raises KnowledgeError
-    naming the sender and the metric, for any other metric too.
+    `wanted`: the names under which the run's metrics are reported. Raises KnowledgeError naming the
+    sender and the metric, for any other metric too.
     """
-    names = {
-        metric_name(protocol, kind): (protocol, kind) for protocol in PROTOCOLS for kind in kinds
-    }
-    others = {
-        metric_name(protocol, kind, metric): (metric, protocol, kind)
-        for metric in wanted
-        for protocol, kind in names.values()
-    }
-    known = (*names, *MEASURES, *others)
+    places = {".".join(place): place for place in product(wanted, PROTOCOLS, kinds)}
+    known = (*places, *MEASURES)
     for name in metrics:
         if name not in known:
             raise KnowledgeError(sender, name, f"is no metric of this method{nearest(name, known)}")
     return Measured(
-        {key: _accuracy(sender, metrics, name) for name, key in names.items() if name in metrics},
+        {places[name]: _score(sender, metrics, places[name]) for name in places if name in metrics},
         _number(sender, metrics, "loss", low=-MOST) if "loss" in metrics else None,
         _number(sender, metrics, "seconds.train"),
         _number(sender, metrics, "seconds.evaluate"),
         _number(sender, metrics, "memory"),
         {name: _number(sender, metrics, name, high=1.0) for name in FIGURES if name in metrics},
-        {
-            key: _metric(sender, metrics, name, key)
-            for name, key in others.items()
-            if name in metrics
-        },
     )
 
 
-def _metric(
-    sender: str, metrics: Mapping[str, object], name: str, key: tuple[str, str, str]
-) -> float:
+def _score(sender: str, metrics: Mapping[str, object], place: Place) -> float:
     """Return a metric of a model; its accuracy on the same test set must be there too."""
-    metric, *where = key
-    if (beside := metric_name(*where)) not in metrics:
-        raise KnowledgeError(sender, name, f"has no {beside} beside it")
-    return _number(sender, metrics, name, high=metric_of(metric).highest)
-
-
-def _accuracy(sender: str, metrics: Mapping[str, object], name: str) -> float:
-    value = _number(sender, metrics, name, high=1.0)
-    if 0 < value < LEAST_ACCURACY:
-        fault = f"is {value}, must be 0 or from {LEAST_ACCURACY:g} to 1"
+    name, accuracy = ".".join(place), ".".join((ACCURACY, *place[1:]))
+    if accuracy not in metrics:
+        raise KnowledgeError(sender, name, f"has no {accuracy} beside it")
+    metric = metric_of(place[0])
+    value = _number(sender, metrics, name, high=metric.highest)
+    if 0 < value < metric.least:
+        fault = f"is {value}, must be 0 or from {metric.least:g} to {metric.highest:g}"
         raise KnowledgeError(sender, name, fault)
     return value
 

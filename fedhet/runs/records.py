@@ -23,10 +23,13 @@ from pydantic import (
 )
 
 from fedhet.errors import one_line
+from fedhet.metrics import ACCURACY, LEAST_ACCURACY
 
-Accuracy = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=1)]]]]
-"""protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> accuracy."""
-Metrics = dict[str, dict[str, dict[str, dict[str, float]]]]
+LARGEST = 1e18
+"""The largest number in a run's files: beyond every sum of what clients may report."""
+ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=LARGEST)]]]]
+"""protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> value."""
+ByMetric = dict[str, ByPlace]
 """metric -> protocol -> kind -> client -> value."""
 
 PROTOCOLS = ("personal", "common")
@@ -35,10 +38,6 @@ KINDS = ("private", "local", "proxy", "global", "server")
 """`local`: the private model after local training alone, before any knowledge was exchanged."""
 TAIL = 5
 """The tail of a run is one round in this many: the last fifth."""
-LEAST_ACCURACY = 1e-12
-"""The smallest accuracy besides 0: far below one of a billion samples; keeps ratios finite."""
-LARGEST = 1e18
-"""The largest number in a run's files: beyond every sum of what clients may report."""
 MOST_ROUNDS = 1_000_000
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
@@ -147,7 +146,7 @@ class RoundRecord:
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """By protocol."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
-    """What was measured beside accuracy, by metric."""
+    """The other metrics' scores, by metric."""
     loss: Loss = None
     """Training losses."""
     bytes_up: Whole = 0
@@ -157,6 +156,18 @@ class RoundRecord:
     """The method's own metrics of the round."""
     peak_memory_mb: Number = 0.0
     """The highest memory use that a client's process has reported so far, in MB."""
+
+    @property
+    def scores(self) -> dict[str, Scores]:
+        """The scores by metric, accuracy first."""
+        return {ACCURACY: self.accuracy, **self.metrics} if self.accuracy else {}
+
+    def set_scores(self, metric: str, scores: Scores) -> None:
+        """Set the scores of a metric, if there are any."""
+        if metric == ACCURACY:
+            self.accuracy = scores
+        elif scores:
+            self.metrics[metric] = scores
 
 
 class PastRound(BaseModel):
@@ -202,7 +213,7 @@ class Summary(BaseModel):
     accuracy: FinalScores = {}
     relative: dict[Text, Ratio] = {}
     metrics: dict[Text, FinalScores] = {}
-    """What was measured beside accuracy, by metric."""
+    """The other metrics' scores, by metric."""
     history: list[PastRound] = []
     bytes_up: Whole = 0
     bytes_down: Whole = 0
@@ -246,11 +257,11 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 
 
 def summarise(
-    accuracy: Accuracy, without: Collection[str] = (), *, lower_is_better: bool = False
+    values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
     """Return `spread` for each protocol and kind that has values, without some clients."""
     found: Scores = {}
-    for protocol, kinds in sorted(accuracy.items()):
+    for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):
             kept = {name: value for name, value in per_client.items() if name not in without}
             if kept:
@@ -259,7 +270,7 @@ def summarise(
     return found
 
 
-def relative(accuracy: Accuracy, without: Collection[str] = ()) -> dict[str, Ratio]:
+def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
     """Return, by protocol, `spread` and the best of each client's private / local accuracy.
 
     Only for clients that reported both; a client whose local accuracy is 0 has no ratio, nor has
@@ -323,23 +334,21 @@ def tail_of(records: Sequence[RoundRecord], protocol: str, kind: str) -> Tail:
 
 
 def of_metric(records: Sequence[RoundRecord], metric: str) -> list[RoundRecord]:
-    """Return the records with the values of another metric in place of the accuracies."""
-    return [replace(record, accuracy=record.metrics.get(metric, {})) for record in records]
+    """Return the records with the values of a metric in place of the accuracies."""
+    return [replace(record, accuracy=record.scores.get(metric, {})) for record in records]
 
 
-def metrics_with_tails(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
-    """Return the last round's values of each metric beside accuracy, each with its tail."""
-    last = records[-1].metrics if records else {}
-    return {metric: with_tails(of_metric(records, metric)) for metric in last}
-
-
-def with_tails(records: Sequence[RoundRecord]) -> FinalScores:
-    """Return the accuracies of the last of all rounds, each with its tail."""
-    last = records[-1].accuracy if records else {}
+def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
+    """Return the scores of the last of all rounds by metric, each with its tail."""
     return {
-        protocol: {
-            kind: FinalScore(**dict(score), tail=tail_of(records, protocol, kind).mean)
-            for kind, score in kinds.items()
+        metric: {
+            protocol: {
+                kind: FinalScore(
+                    **dict(score), tail=tail_of(of_metric(records, metric), protocol, kind).mean
+                )
+                for kind, score in kinds.items()
+            }
+            for protocol, kinds in scores.items()
         }
-        for protocol, kinds in last.items()
+        for metric, scores in (records[-1].scores.items() if records else ())
     }

@@ -9,13 +9,13 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import KnowledgeError
 from fedhet.methods.registry import Method
+from fedhet.metrics import ACCURACY, measured_names
 from fedhet.runs.measures import Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply, from_outside
 from fedhet.server.reply_spool import SpooledReply
 from fedhet.server.round import RoundState
-from fedhet.settings.metrics import measured_names
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
     Envelope,
@@ -37,11 +37,11 @@ class Exchange:
         method: Method,
         max_bytes: int,
         state: RoundState,
-        metrics: Sequence[str] = (),
+        metrics: Sequence[str] = (ACCURACY,),
     ) -> None:
         """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
 
-        `metrics` are measured besides accuracy.
+        `metrics` are those that clients measure.
         """
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._max_bytes, self._metrics = max_bytes, metrics

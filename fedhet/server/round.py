@@ -24,11 +24,11 @@ from fedhet.errors import (
     one_line,
     words_of,
 )
+from fedhet.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured
-from fedhet.runs.records import Accuracy, Metrics, RoundRecord, Scores, relative, spread, summarise
+from fedhet.runs.records import ByMetric, RoundRecord, relative, spread, summarise
 from fedhet.server.client_health import ClientHealth, Outcome
 from fedhet.server.magnitudes import Magnitudes, medians
-from fedhet.settings.metrics import in_order, metric_of
 from fedhet.settings.run import RunSettings
 
 
@@ -67,8 +67,8 @@ class RoundState:
         self._workers = workers
         self._notice = notice
         self._lock = threading.Lock()
-        self._accuracy: Accuracy = {}
-        self._metrics: Metrics = {}
+        self._scores: ByMetric = {}
+        """What each client's models score, also of clients that were not asked since."""
         self._changed: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._losses: dict[str, float] = {}
@@ -126,25 +126,23 @@ class RoundState:
     def measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""
         with self._lock:
-            for (protocol, kind), accuracy in measured.accuracy.items():
-                self._accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = accuracy
-            if measured.accuracy:
-                self._changed.discard(name)
-            self._measured_beside(name, measured)
+            self._scored(name, measured)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             self.record.seconds.train += measured.train_seconds
             self.record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
 
-    def _measured_beside(self, name: str, measured: Measured) -> None:
-        """Record a client's metrics beside accuracy; earlier ones of the same models are void."""
-        for known in self._metrics.values():
-            for protocol, kind in measured.accuracy:
+    def _scored(self, name: str, measured: Measured) -> None:
+        """Record what a client's models score; earlier scores of the same models are void."""
+        for known in self._scores.values():
+            for _, protocol, kind in measured.scores:
                 known.get(protocol, {}).get(kind, {}).pop(name, None)
-        for (metric, protocol, kind), value in measured.metrics.items():
-            kinds = self._metrics.setdefault(metric, {}).setdefault(protocol, {})
+        for (metric, protocol, kind), value in measured.scores.items():
+            kinds = self._scores.setdefault(metric, {}).setdefault(protocol, {})
             kinds.setdefault(kind, {})[name] = value
+        if measured.scores:
+            self._changed.discard(name)
 
     def figures(self, figures: Mapping[str, float]) -> None:
         """Record metrics of the method, or of an attack."""
@@ -253,9 +251,11 @@ class RoundState:
         """
         record = self.record
         if evaluated:
-            record.accuracy = summarise(self._accuracy, without=self._changed)
-            record.relative = relative(self._accuracy, without=self._changed)
-            record.metrics = self._summarised_metrics()
+            record.relative = relative(self._scores.get(ACCURACY, {}), without=self._changed)
+            for metric in sorted(self._scores, key=in_order):
+                lower = metric_of(metric).lower_is_better
+                values, old = self._scores[metric], self._changed
+                record.set_scores(metric, summarise(values, old, lower_is_better=lower))
         record.loss = spread(self._losses) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
         seconds = record.seconds
@@ -266,22 +266,11 @@ class RoundState:
         seconds.overhead = max(lost, 0.0)
         return record
 
-    def _summarised_metrics(self) -> dict[str, Scores]:
-        """Return the statistics of each metric beside accuracy that has values, in their order."""
-        found = {
-            name: summarise(
-                self._metrics[name], self._changed, lower_is_better=metric_of(name).lower_is_better
-            )
-            for name in sorted(self._metrics, key=in_order)
-        }
-        return {name: scores for name, scores in found.items() if scores}
-
     def to_json(self) -> str:
         """Return what is known of the clients after the round, for its checkpoint."""
         return json.dumps(
             {
-                "accuracy": self._accuracy,
-                **({"metrics": self._metrics} if self._metrics else {}),
+                "scores": self._scores,
                 "changed": sorted(self._changed),
                 "standing": self.health.to_dict(),
                 "usual": self.usual,
@@ -295,8 +284,7 @@ class RoundState:
     def load_json(self, text: str) -> None:
         """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         known = json.loads(text)
-        self._accuracy = TypeAdapter(Accuracy).validate_python(known["accuracy"])
-        self._metrics = TypeAdapter(Metrics).validate_python(known.get("metrics", {}))
+        self._scores = TypeAdapter(ByMetric).validate_python(known["scores"])
         self._changed = set(TypeAdapter(list[str]).validate_python(known["changed"]))
         self.health.load_dict(known["standing"])
         self.usual = {field: float(size) for field, size in known["usual"].items()}

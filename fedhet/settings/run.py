@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
+from fedhet.metrics import ACCURACY, METRICS
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.metrics import beside_accuracy
 from fedhet.settings.schema import (
     Ascending,
     Assigned,
@@ -309,9 +309,8 @@ class RunSettings(Schema):
         False, "keep the clients' models of the round with the best headline accuracy too"
     )
     metrics: Metrics = machine(
-        "accuracy",
-        "what is measured of the models in an evaluation beside accuracy, comma-separated: "
-        "balanced-accuracy, macro-f1, auc, test-loss, calibration-error, recall (of each class)",
+        (ACCURACY,),
+        f"what is measured of the models in an evaluation: {', '.join(METRICS)} (of each class)",
     )
     out: str = machine("", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>")
     resume: bool = machine(
@@ -322,11 +321,6 @@ class RunSettings(Schema):
     training: TrainingSettings = TrainingSettings()
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
-
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """Return the metrics that are measured beside accuracy."""
-        return beside_accuracy(self.metrics)
 
     @model_validator(mode="after")
     def _a_run_to_resume_is_named(self) -> RunSettings:

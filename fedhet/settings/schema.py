@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fedhet.errors import SettingsError, closest
-from fedhet.settings.metrics import beside_accuracy
+from fedhet.metrics import chosen
 from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str
@@ -199,15 +199,9 @@ def _upward(ends: tuple[int, int]) -> tuple[int, int]:
     return ends
 
 
-def _are_metrics(text: str) -> str:
-    beside_accuracy(text)
-    return text
-
-
 # Types and ranges that several settings share.
 ModelName = Annotated[str, A_MODEL]
 """The name of a model, which `resolve` checks."""
-Metrics = Annotated[str, AfterValidator(_are_metrics)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Listed = BeforeValidator(_listed)
@@ -215,6 +209,8 @@ Listed = BeforeValidator(_listed)
 Distinct = AfterValidator(_distinct)
 """Refuses a tuple that is empty or holds a value twice."""
 Names = Annotated[tuple[str, ...], Listed]
+Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(chosen)]
+"""Names of metrics, accuracy among them."""
 Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_ascending)]
 Range = Annotated[tuple[Count, Count], BeforeValidator(_ends), AfterValidator(_upward)]
 """The two ends of a range, both of which are in it."""
