@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from fedhet import report
+from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import full_name, layered, of_method, of_run, overlaid
+from fedhet.config.sources import by_full_name
 from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
-from fedhet.methods.registry import find_method
 from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
 from fedhet.runs.display import display_on
@@ -47,30 +46,31 @@ def run(
 ) -> Result:
     """Train a federation on this machine, as `fedhet run` does, and return its result.
 
-    `settings` are others by their names, such as `{"training.lr": 0.01}`; a name's last part is
-    enough where it is unique. What is given here takes precedence over `config`, a TOML file, and
-    that over `preset`.
+    `settings` has all other settings by their names, such as `{"training.lr": 0.01}`; the last part
+    of a name is enough where it is unique. Arguments take precedence over `config`, a TOML file,
+    which takes precedence over `preset`.
 
-    Python objects may stand for names. `models` is one or a list of names, and of functions
-    (shape, classes) that return an extractor and a classifier. `dataset` may be a `fedhet.Dataset`,
-    a pair (x, y), a mapping of `train` and `test` to such pairs, or a function that returns one of
-    these. `method` may be a module, or a pair of classes (strategy, client). With the backend
-    "ray" such an object must be at the top level of a module, from which the workers import it;
-    with "inline" it may be any.
+    Python objects may stand for names. `models` is a model or a list of models: names, and
+    functions (shape, classes) that return an extractor and a classifier. `dataset` may be a
+    `fedhet.Dataset`, a pair (x, y), a mapping of `train` and `test` to such pairs, or a function
+    that returns one of these. `method` may be a module, or a pair of classes (strategy, client).
+    With the backend "ray" such an object must be at the top level of a module, from which the
+    workers import it; with "inline" it may be any object.
 
-    `resume` is the directory of a run that goes on after its last whole round, with its own
-    settings; what is given here may add rounds, and change where it runs.
+    `resume` is the directory of a run to continue after its last complete round, with its own
+    settings. The arguments may add rounds, and change where it runs.
 
-    `progress` shows the rounds as they end. `watchers` are told of the run's events too; see
-    `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is
-    wrong, before any training if this machine cannot run it.
+    `progress` shows each round as it ends. `watchers` receive the run's events too; see
+    `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is wrong, before any
+    training if this machine cannot run it.
     """
-    given = {
+    keywords = {
         "clients": clients, "rounds": rounds, "models.pool": models, "data.dataset": dataset,
-        "seed": seed, BACKEND: backend, "out": None if out is None else str(out),
+        "seed": seed, BACKEND: backend, "out": out,
     }  # fmt: skip
-    sources = _Sources(preset, config, resume)
-    chosen = _resolved(method, given, sources, flatten(settings or {}))
+    given = [(name, value) for name, value in keywords.items() if value is not None]
+    layers = Layers(preset, _path(config), _path(resume))
+    chosen = _resolved(method, [*given, *flatten(settings or {}).items()], layers)
     with display_on(Console()) if progress else contextlib.nullcontext(Watcher()) as display:
         return Result(simulate(chosen, run_directory(chosen), [display, *watchers]))
 
@@ -78,9 +78,9 @@ def run(
 def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:
     """Return the result of a run from its directory; of an interrupted one, what there is.
 
-    `objects`: the Python objects that the run was given, by the names it has for them, such as
-    `{"tiny": tiny}` for a model "fedhet.objects:tiny"; they are needed in another process than the
-    run's, and only for what uses the models. Raises StateError if it is no run's directory.
+    `objects` has the Python objects that the run was given, by the names that it has for them, such
+    as `{"tiny": tiny}` for a model "fedhet.objects:tiny". Another process than the run's needs them
+    to use the models. Raises StateError if it is no run's directory.
     """
     hold(objects or {})
     return Result(report.load_run(Path(directory)))
@@ -107,57 +107,28 @@ def compare(
     )
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Where settings come from beside what is given by name."""
-
-    preset: str | None
-    config: str | Path | None
-    resume: str | Path | None
-
-    def values(self, method: str | None) -> dict[str, object]:
-        """Return their settings, as a run of `method` has them. Raises FedhetError."""
-        if self.resume is None:
-            path = None if self.config is None else Path(self.config)
-            return layered(self.preset, path, method)
-        values = of_run(Path(self.resume))
-        return values if method is None else of_method(values, method)
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
-def _resolved(
-    method: Any,
-    given: Mapping[str, Any],
-    sources: _Sources,
-    settings: Mapping[str, Any],
-) -> Config:
+def _resolved(method: Any, given: Sequence[tuple[str, Any]], layers: Layers) -> Config:
     """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    inline = _backend(given, settings, sources.values(None)) == "inline"
-    named = None if method is None else method_name(method, inline=inline)
-    values = sources.values(named)
+    inline = _backend([*given, *layers.values().items()]) == "inline"
+
+    def named(method: str | None) -> dict[str, object]:
+        values = by_full_name(given, method)
+        return {name: _named(name, value, inline) for name, value in values.items()}
+
+    values = layers.under(named, None if method is None else method_name(method, inline=inline))
     if "method" not in values:
         raise SettingsError("which method? fedhet.run('felo', ...); `fedhet methods` lists them")
-    known = RunSettings.fields() | find_method(str(values["method"])).settings()
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for key, value in settings.items():
-        name = full_name(key, known)
-        if name in chosen:
-            raise SettingsError(f"setting '{name}' is given twice, the second time as {value!r}")
-        chosen[name] = value
-    if sources.resume is not None and (sources.preset or sources.config or "out" in chosen):
-        raise SettingsError(
-            "resume takes the settings from the run's directory: preset, config and out do not go "
-            "with it"
-        )
-    return resolve(overlaid(values, {k: _named(k, v, inline) for k, v in chosen.items()}))
+    return resolve(values)
 
 
-def _backend(*sources: Mapping[str, Any]) -> object:
-    """Return the backend that the first of the sources names."""
-    for source in sources:
-        for name in (BACKEND, "backend"):
-            if source.get(name) is not None:
-                return source[name]
-    return RunSettings().engine.backend
+def _backend(given: Iterable[tuple[str, Any]]) -> object:
+    """Return the backend that is named first."""
+    named = (value for name, value in given if name in (BACKEND, "backend"))
+    return next(named, RunSettings().engine.backend)
 
 
 def _named(setting: str, value: Any, inline: bool) -> Any:

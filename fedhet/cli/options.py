@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from fedhet.cli import completion
-from fedhet.config.sources import layered, of_method, of_run, overlaid, parse_pairs
+from fedhet.config.layers import Layers
+from fedhet.config.sources import parse_pairs
 from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
 
@@ -115,17 +116,7 @@ def gather(
     """
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *given]
-    if resume is not None:
-        if preset or config or any(pair.partition("=")[0].strip() == "out" for pair in pairs):
-            raise SettingsError(
-                "--resume takes the settings from the run's directory: --preset, --config and "
-                "--out do not go with it"
-            )
-        values = of_run(resume)
-        values = of_method(values, method) if method is not None else values
-    else:
-        values = layered(preset, config, method)
-    return overlaid(values, parse_pairs(pairs, str(values.get("method") or "") or None))
+    return Layers(preset, config, resume).under(lambda name: parse_pairs(pairs, name), method)
 
 
 def read_seeds(text: str) -> list[int]:

@@ -10,13 +10,12 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, StateError, nearest
+from fedhet.errors import SettingsError, nearest
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
 from fedhet.settings.text import as_text, holds_several, read_text
 
-PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 PRESETS = resources.files("fedhet") / "presets"
 
 
@@ -57,21 +56,29 @@ def _with_settings_of(names: Iterable[str]) -> dict[str, FieldInfo]:
 
 
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
-    """Return settings from `KEY=VALUE` texts, by their full names. Raises SettingsError.
+    """Return settings from `KEY=VALUE` texts, as `by_full_name` does. Raises SettingsError."""
+    texts = [pair.partition("=") for pair in pairs]
+    for key, sign, _ in texts:
+        if not sign:
+            raise SettingsError(f"'{key}' is no setting: write KEY=VALUE")
+    given = by_full_name(((key.strip(), text.strip()) for key, _, text in texts), method)
+    known = all_settings() | (find_method(method).settings() if method else {})
+    return {name: read_text(name, known.get(name), str(text)) for name, text in given.items()}
 
-    KEY is a full name, or its last part if that is unique among the shared settings and those of
-    `method`.
+
+def by_full_name(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
+    """Return settings by their full names.
+
+    They are given so, or by the last part if that is unique among the shared settings and those of
+    `method`. Raises SettingsError for any other name, and for a setting that is given twice.
     """
     known = RunSettings.fields() | (find_method(method).settings() if method else {})
     values: dict[str, object] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign:
-            raise SettingsError(f"'{pair}' is no setting: write KEY=VALUE")
-        name = full_name(key.strip(), known)
+    for key, value in given:
+        name = full_name(key, known)
         if name in values:
-            raise SettingsError(f"setting '{name}' is given twice, the second time as {text!r}")
-        values[name] = read_text(name, known.get(name) or all_settings().get(name), text.strip())
+            raise SettingsError(f"setting '{name}' is given twice, the second time as {value!r}")
+        values[name] = value
     return values
 
 
@@ -98,38 +105,6 @@ def read_toml(path: Path) -> dict[str, object]:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"cannot read settings from {path}: {error}") from None
-
-
-def layered(preset: str | None, config: Path | None, method: str | None) -> dict[str, object]:
-    """Return the settings of presets, and over them those of a file, as a run of `method` has them.
-
-    Raises SettingsError.
-    """
-    values = read_preset(preset) if preset is not None else {}
-    if config is not None:
-        values |= read_toml(config)
-    # So that `run local --preset felo-…` is the baseline of that experiment.
-    return of_method(values, method) if method is not None else values
-
-
-def of_run(directory: Path) -> dict[str, object]:
-    """Return the settings with which the run in a directory goes on.
-
-    Raises StateError if there is none, and SettingsError for a file that cannot be read.
-    """
-    path = directory / "config.toml"
-    if not path.exists():
-        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    return {**read_toml(path), "resume": True, "out": str(directory)}
-
-
-def overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:
-    """Return `chosen` over `values`; a source of public data replaces the other one."""
-    kept = dict(values)
-    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
-        if chosen.get(name):
-            kept.pop(rival, None)
-    return kept | dict(chosen)
 
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
