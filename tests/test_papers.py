@@ -248,7 +248,7 @@ def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
     [
         ({"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]}, "holds"),
         ({"alone": [0.9, 0.9, 0.9], "together": [0.3, 0.3, 0.3]}, "does not hold"),
-        ({"alone": [0.3, 0.9, 0.6], "together": [0.6, 0.6, 0.62]}, "not told apart"),
+        ({"alone": [0.3, 0.9, 0.6], "together": [0.6, 0.6, 0.62]}, "within noise"),
         ({"alone": [0.3, None, None], "together": [0.9, None, None]}, "not measured"),
     ],
 )
@@ -317,10 +317,10 @@ def test_markdown_shows_measured_beside_printed(tmp_path):
     assert longer.strip() == "–"
     assert "| holds |" in text
     summary = next(line for line in text.splitlines() if line.startswith("| claim | holds"))
-    assert summary == "| claim | holds | not told apart | does not hold | not measured |"
+    assert summary == "| claim | holds | within noise | does not hold | not measured |"
     counts = text[text.index(summary) :].splitlines()[2].split("|")[2:-1]
     said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 5]
-    names = ("holds", "not told apart", "does not hold", "not measured")
+    names = ("holds", "within noise", "does not hold", "not measured")
     assert [int(count) for count in counts] == [said.count(name) for name in names]
     assert text.count("<details>") == text.count("</details>") == 1
     assert "6 of 12 runs are finished" in text
@@ -440,7 +440,7 @@ def test_the_overview_counts_the_claims(tmp_path):
     row = dict(zip(cells.headers, (cell.text for cell in next(iter(cells.rows))), strict=True))
     assert row["runs"] == "6 of 12"
     outcomes = [verdict.outcome for verdict in found.verdicts]
-    for name in ("holds", "not told apart", "does not hold", "not measured"):
+    for name in ("holds", "within noise", "does not hold", "not measured"):
         assert row[name] == str(outcomes.count(name))
     assert int(row["holds"]) > 0
 

@@ -17,7 +17,7 @@ from fedhet.report.paired import Difference
 from fedhet.report.run import Run, load_run
 from fedhet.runs.records import NAN
 
-OUTCOMES = ("holds", "not told apart", "does not hold", "not measured")
+OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
 """What can come of a claim in a place."""
 Place = tuple[str, str]
 """The names of a row and of a column."""
@@ -63,7 +63,7 @@ class Verdict:
         if math.isnan(mean):
             return "not measured"
         if not found.clear:
-            return "not told apart"
+            return "within noise"
         return "holds" if mean > 0 else "does not hold"
 
 

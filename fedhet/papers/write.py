@@ -16,12 +16,12 @@ from fedhet.storage import replacing
 COLUMNS = ("row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread")
 """The columns of the CSV file: one line for each cell and seed."""
 LEGEND = (
-    "Mean ± standard deviation over the seeds, of the last round; in brackets what the paper "
-    "prints."
+    "Mean ± standard deviation over the seeds, of the last round; the paper's numbers are in "
+    "brackets."
 )
 TAU = (
-    "Kendall's τ compares the order of the rows with the paper's: 1 is the same order, 0 none, -1 "
-    "the reverse."
+    "Kendall's τ compares the order of the rows with the paper's: 1 is the same order, 0 no "
+    "agreement, -1 the reverse order."
 )
 
 
