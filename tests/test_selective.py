@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from fedhet.algorithms.selective import (
     LEAST_ENTROPY,
     Targets,
-    correct,
     fuse,
     fuse_all,
     reliability,
-    split,
-    targets_of,
     taught_loss,
 )
 
@@ -130,29 +127,6 @@ def test_nothing_asked_teaches_nothing():
     assert lesson.logits.shape == (0, CLASSES)
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 10_000), st.booleans(), st.booleans())
-def test_every_sample_is_in_one_part(seed, self_training, self_distillation):
-    """Lines 5 to 12 of Algorithm 1; without a component (Table 5) as if its line were not there."""
-    logits, labels = draw(seed, 1, 40)
-    pooled = np.random.default_rng(seed).random(40) < 0.5
-    right = correct(torch.tensor(logits[0]), torch.tensor(labels))
-    parts = split(
-        right,
-        torch.tensor(pooled),
-        self_training=self_training,
-        self_distillation=self_distillation,
-    )
-    for i in range(40):
-        if self_training and max(range(CLASSES), key=lambda c: logits[0, i, c]) == labels[i]:
-            expected = [True, False, False]
-        elif self_distillation and pooled[i]:
-            expected = [False, True, False]
-        else:
-            expected = [False, False, True]
-        assert [bool(part[i]) for part in parts] == expected
-
-
 def test_targets_keep_the_rows_that_are_chosen():
     lesson = Targets.none(4, 2, torch.device("cpu"))
     lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
@@ -166,16 +140,6 @@ def test_a_copy_of_a_lesson_is_its_own():
     lesson.copy().keep(*every)
     assert not lesson.known.any()
     assert not lesson.logits.any()
-
-
-def test_each_part_has_its_own_lesson():
-    recalled = Targets(torch.arange(5.0)[:, None], torch.tensor([True, True, False, True, True]))
-    fused = Targets(-torch.arange(5.0)[:, None], torch.tensor([True, True, True, True, False]))
-    parts = ([True, False, False, False, False], [False, True, True, False, False])
-    first, second = (torch.tensor(part) for part in parts)
-    found = targets_of((first, second, ~first & ~second), recalled, fused)
-    assert found.known.tolist() == [False, True, False, True, False]
-    assert found.logits[found.known].flatten().tolist() == [1, -3]
 
 
 def reference_loss(logits, labels, teacher, taught, epsilon):
