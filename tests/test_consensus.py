@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedhet.algorithms.consensus import (
     entropy_reduced,
@@ -12,7 +11,6 @@ from fedhet.algorithms.consensus import (
     trimmed_scores,
     weighted_scores,
 )
-from fedhet.algorithms.distillation import digest_loss
 from fedhet.errors import KnowledgeError
 from fedhet.server.attacks import nearby_distributions
 from fedhet.wire.contract import Contract, Sizes, TensorField
@@ -103,27 +101,6 @@ def test_median_and_trimmed_mean_by_coordinate():
 def test_clients_without_a_majority_keep_the_mean():
     split = np.eye(2, dtype=np.float32)[[0, 0, 1, 1]][:, None]
     assert (filter_weights(split, 0.1) == 1).all()
-
-
-@pytest.mark.parametrize("scores", ["logits", "probabilities"])
-@pytest.mark.parametrize("kind", ["mae", "mse", "cross-entropy"])
-def test_a_digest_loss_and_its_gradient(kind, scores):
-    own = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-    target = (target.softmax(1) if scores == "probabilities" else target).requires_grad_()
-    q, t = own.detach().numpy().astype(float), target.detach().numpy().astype(float)
-    soft_q = np.exp(q) / np.exp(q).sum(1, keepdims=True)
-    if kind == "cross-entropy":
-        p = t if scores == "probabilities" else np.exp(t) / np.exp(t).sum(1, keepdims=True)
-        expected = -(p * np.log(soft_q)).sum(1).mean()
-    else:
-        gap = (soft_q if scores == "probabilities" else q) - t
-        expected = (np.abs(gap) if kind == "mae" else gap**2).mean()
-    loss = digest_loss(kind, own, target, scores)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-    loss.backward()
-    assert own.grad.abs().sum() > 0
-    assert target.grad is None
 
 
 @pytest.mark.parametrize(

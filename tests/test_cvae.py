@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet import models
-from fedhet.algorithms.classwise import (
-    Teacher,
-    Terms,
-    VariedTeacher,
-    class_feature_loss,
-    felo_loss,
-    newest,
-)
+from fedhet.algorithms.classwise import newest
 from fedhet.algorithms.cvae import (
     LIMIT,
     Cvae,
@@ -385,58 +378,3 @@ def test_the_newest_of_each_class_are_kept(labels, most):
         if len(later) < most:
             kept.append(row)
     assert newest(np.array(labels, np.int64), most).tolist() == kept
-
-
-def varied(seed, count):
-    rng = np.random.default_rng(seed)
-    present = np.array([0, 2, 4])
-    entries = rng.normal(size=(3, count, 7)).astype(np.float32)
-    logits = rng.normal(size=(3, 5)).astype(np.float32)
-    teacher = Teacher.of(present, entries, logits, 5, torch.device("cpu"))
-    return VariedTeacher(**vars(teacher), generator=torch.Generator().manual_seed(seed)), entries
-
-
-def test_each_sample_is_paired_with_one_feature_of_its_own_class():
-    teacher, entries = varied(0, 3)
-    labels = torch.arange(5).repeat(60)
-    found = {y: set() for y in range(5)}
-    for row, y in zip(teacher.targets(labels).numpy(), labels.tolist(), strict=True):
-        found[y].add(row.tobytes())
-    for position, y in enumerate((0, 2, 4)):
-        assert found[y] == {entry.tobytes() for entry in entries[position]}
-    for y in (1, 3):
-        assert found[y] == {np.zeros(7, np.float32).tobytes()}
-
-
-def test_the_draw_is_anew_for_each_batch():
-    teacher, _ = varied(0, 3)
-    labels = torch.zeros(100, dtype=torch.long)
-    assert not torch.equal(teacher.targets(labels), teacher.targets(labels))
-
-
-@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-def test_a_single_feature_a_class_is_felos_loss(norm):
-    generator = torch.Generator().manual_seed(3)
-    features = torch.randn(20, 7, generator=generator)
-    logits = torch.randn(20, 5, generator=generator)
-    labels = torch.arange(20) % 5
-    teacher, entries = varied(1, 1)
-    plain = Teacher(
-        teacher.features[:, 0],
-        teacher.log_probabilities,
-        teacher.known,
-        float(np.sqrt(np.mean(np.square(entries.astype(np.float64))))),
-    )
-    terms = Terms(alpha=0.7, norm=norm)
-    ours = felo_loss(features, logits, labels, teacher, terms)
-    assert ours.item() == felo_loss(features, logits, labels, plain, terms).item()
-
-
-def test_over_all_draws_the_feature_loss_is_the_mean_over_the_entries():
-    teacher, entries = varied(2, 4)
-    features = torch.randn(1, 7, generator=torch.Generator().manual_seed(0)).expand(40_000, 7)
-    labels = torch.full((40_000,), 2)
-    loss = class_feature_loss(features, labels, teacher)
-    expected = np.mean((features[0].numpy() - entries[1]) ** 2, axis=1)
-    assert {round(float(v), 4) for v in loss} == {round(float(v), 4) for v in expected}
-    assert loss.mean().item() == pytest.approx(expected.mean(), rel=0.02)

@@ -43,35 +43,6 @@ def softmax(row):
     return shifted / shifted.sum()
 
 
-def reference_distance(own, server, loss):
-    """Of one sample: the mean over classes of squares, or KL(server || own)."""
-    if loss == "mse":
-        return sum((a - b) ** 2 for a, b in zip(own, server, strict=True)) / len(own)
-    p, q = softmax(own), softmax(server)
-    return sum(q[c] * np.log(q[c] / p[c]) for c in range(len(p)))
-
-
-@pytest.mark.parametrize("loss", ["mse", "kl"])
-def test_the_distance_to_the_servers_logits(tmp_path, loss):
-    client = opened(fedhe(**{"fedhe.loss": loss}), tmp_path)
-    rng, knowledge = np.random.default_rng(1), drawn(0)
-    own, labels = 2 * rng.normal(size=(30, 10)), rng.integers(0, 10, 30)
-    entries = dict(zip(*knowledge.tensors.values(), strict=True))
-    teacher = client.read_teacher(knowledge)
-    given = torch.tensor(own).float().requires_grad_()
-    found = client.distance(given, torch.tensor(labels), teacher)
-    for n, label in enumerate(labels):
-        expected = 0.0
-        if label in entries:
-            expected = reference_distance(own[n], entries[label].astype(float), loss)
-        assert found[n].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    found.sum().backward()
-    moved = given.grad.abs().sum(1) > 0
-    assert moved.tolist() == [label in entries for label in labels]
-    assert not teacher.features.requires_grad
-    assert not teacher.log_probabilities.requires_grad
-
-
 # The client
 
 

@@ -11,15 +11,7 @@ from rounds import PLAIN, SPACES, altered, instruction_of, reply_of, same
 from torch import nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.submodels import (
-    SubModel,
-    average_overlaps,
-    cut,
-    fits,
-    masked,
-    query_statistics,
-    scaling,
-)
+from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits, query_statistics
 from fedhet.devices import CPU
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays
@@ -126,32 +118,6 @@ def test_each_element_is_the_mean_of_those_who_hold_it(with_labels):
         for label in (1, 3):
             row = found["classifier.weight"][label]
             assert np.array_equal(row, before["classifier.weight"][label])
-
-
-def test_the_masked_cross_entropy():
-    logits = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
-    absent, y = torch.tensor([False, True, False, True, False]), torch.tensor([0, 2, 4, 0])
-    loss = F.cross_entropy(masked(logits, absent), y)
-    values = logits.detach().numpy()
-    wanted = [
-        np.log(np.exp(row[[0, 2, 4]]).sum() + 2) - row[label]
-        for row, label in zip(values, y.tolist(), strict=True)
-    ]
-    assert loss.item() == pytest.approx(np.mean(wanted))
-    loss.backward()
-    assert (logits.grad[:, absent] == 0).all()
-    assert (logits.grad[:, ~absent] != 0).all()
-
-
-def test_the_scaler_divides_within_the_block_alone():
-    layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    x = torch.randn(5, 3, dtype=torch.double)
-    plain = layers(x)
-    (w, b), (v, c) = ((layers[k].weight, layers[k].bias) for k in (0, 2))
-    with scaling(layers, 0.25):
-        found = layers(x)
-    torch.testing.assert_close(found, (F.relu((x @ w.T + b) / 0.25) @ v.T + c) / 0.25)
-    torch.testing.assert_close(layers(x), plain)
 
 
 def test_statistics_are_the_mean_over_batches():

@@ -390,10 +390,13 @@ def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, cou
         np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4)
 
 
-def test_with_one_feature_a_class_a_client_is_felos(tmp_path):
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_with_one_feature_a_class_a_client_is_felos(tmp_path, norm):
     taught = knowledge(1)
-    ours = opened(small("velo", models="mlp"), tmp_path / "velo")
-    felos = opened(small("felo", models="mlp"), tmp_path / "felo")
+    ours, felos = (
+        opened(small(method, models="mlp", **{f"{method}.feature-norm": norm}), tmp_path / method)
+        for method in ("velo", "felo")
+    )
     one = ours.train(2, Knowledge(taught))
     other = felos.train(2, Knowledge({**taught, "features": taught["features"][:, 0]}))
     assert same(dict(one.tensors), dict(other.tensors))
