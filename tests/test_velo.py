@@ -467,7 +467,7 @@ def test_the_extreme_pool_meets_in_one_width():
     config = resolve(read_preset("velo-cifar10-extreme"))
     width = config.own.feature_dim
     names = config.run.models.pool
-    assert names == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
+    assert list(names) == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
     assert config.own.feature_dim == width == 512
     for name in names:
         found = models.shapes(name, (3, 32, 32), 10, width)
