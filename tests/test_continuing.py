@@ -51,7 +51,7 @@ def test_what_is_no_part_of_the_experiment_may_change(tmp_path):
     assert summary["rounds"] == 2
     assert "auc" in summary["metrics"]
     kept = read_toml(tmp_path / "run" / "config.toml")
-    assert (kept["engine.round-timeout"], kept["metrics"]) == (60.0, "auc")
+    assert (kept["engine.round-timeout"], kept["metrics"]) == (60.0, ["accuracy", "auc"])
 
 
 @pytest.mark.parametrize("change", [{"rounds": 1}, {"lr": 0.5}, {"precision": "bfloat16"}])
