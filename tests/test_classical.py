@@ -81,18 +81,6 @@ def test_each_learns_and_is_judged_as_any_model(name):
     assert not model.state_dict()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_data_gives_the_same_model(name):
-    (x, y), (new, _) = drawn(), drawn(1)
-    one, other = (models.build_any(name, (2, 2), 3, seed=0) for _ in range(2))
-    one.fit(x, y)
-    other.fit(*drawn(2))
-    np.random.default_rng().normal()
-    np.random.seed(5)
-    other.fit_later(x, y)
-    assert torch.equal(one.predict(new), other.predict(new))
-
-
 def test_they_are_scikit_learns():
     x, y = drawn()
     flat, seed = x.flatten(1).numpy(), derive(0, "model", "sk-tree") % 2**32
@@ -340,8 +328,3 @@ def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
     with pytest.raises(ModelError, match="model 'sk-svm' has no gradients"):
         models.build("sk-svm", (4,), 2, seed=0)
     check(resolve({"method": "local", "models.pool": ["mlp", "sk-svm", name]}))
-
-
-def test_a_mistyped_name_finds_its_nearest():
-    with pytest.raises(SettingsError, match="did you mean 'sk-tree'"):
-        resolve({"method": "local", "models.pool": "sk-tre"})

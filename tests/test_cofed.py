@@ -329,36 +329,6 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
 # --- what a client does ---------------------------------------------------------------------
 
 
-def test_a_network_continues_on_its_own_and_the_pseudolabelled_data(tmp_path):
-    config = cofed(models="mlp", **{"local-epochs": 2, "cofed.update-batch-size": 40})
-    client = opened(config, tmp_path)
-    client.train(1, Knowledge(scalars={"predict": True}))
-    client.state.facts["participations"] = 1
-    expected = models.build("mlp", (1, 8, 8), 5, seed=0)
-    expected.load_state_dict(client.models["private"].state_dict())
-    labels = np.full(len(client.public), 5, np.uint8)
-    labels[[3, 8, 100]] = client.space[0].item()
-    labels[[4, 9]] = client.space[1].item()
-    client.train(2, Knowledge({"labels": labels}, {"predict": False}))
-
-    given = [3, 4, 8, 9, 100]
-    x = torch.cat([client.x, client.public[given]])
-    y = torch.cat([client.y, torch.tensor(labels[given].astype(np.int64))])
-    own = client.space.tolist()
-    adam = torch.optim.Adam(expected.parameters(), lr=client.run.training.lr)
-    order = client.generator(2, "update")
-    for _ in range(2):
-        for index in batches(len(y), 40, order):
-            logits = expected(x[index])[:, own]
-            target = torch.tensor([own.index(label) for label in y[index].tolist()])
-            adam.zero_grad()
-            F.cross_entropy(logits, target).backward()
-            adam.step()
-    for name, tensor in expected.state_dict().items():
-        ours = client.models["private"].state_dict()[name]
-        torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5)
-
-
 ASSIGNED = {
     "training.optimizer": ["adam", "sgd"],
     "training.lr": [0.002, 0.05],

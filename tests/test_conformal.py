@@ -294,23 +294,6 @@ def test_consensus_matches_python_sets(seed, classes):
     assert ((eta >= 0) & (eta <= 1)).all()
 
 
-@pytest.mark.parametrize(
-    ("s", "l", "eta"),
-    [
-        ({0}, {0}, 1),
-        ({0}, {1}, 0),
-        ({0}, {0, 1, 2}, 1),  # smaller: |S and L| / |S|
-        ({0, 3}, {0, 1, 2}, 1 / 2),
-        ({0, 1}, {1, 2}, 1 / 3),  # equal sizes: |S and L| / |S or L|
-        ({0, 1, 2}, {0}, 1 / 3),  # larger
-        ({0, 1, 2, 3}, {0, 1, 2, 3}, 1),
-    ],
-)
-def test_consensus_by_hand(s, l, eta):  # noqa: E741
-    masks = [torch.tensor([[y in labels for y in range(4)]]) for labels in (s, l)]
-    assert consensus(*masks).tolist() == pytest.approx([eta])
-
-
 # The dynamic penalty (Eq. 7, Section 4.2.4)
 
 

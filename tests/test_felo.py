@@ -1,7 +1,5 @@
 """Felo against an independent reference, written in plain numpy from Section 3.1."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -48,19 +46,11 @@ def softmax(row):
     return shifted / shifted.sum()
 
 
-def scaled(vector, norm, entries):
-    """A feature vector in the scale of `norm`, a component at a time."""
-    if norm == "unit":
-        length = math.sqrt(sum(float(v) ** 2 for v in vector) / len(vector))
-        return np.array([float(v) / length for v in vector])
-    if norm == "rms":
-        everything = [float(v) for feature, _ in entries.values() for v in feature]
-        return vector / math.sqrt(sum(v**2 for v in everything) / len(everything))
-    return vector
+def reference_losses(features, logits, labels, entries, alpha):
+    """Eq. 1, sample by sample: l_mse, l_kl and the mean of all with l_ce.
 
-
-def reference_losses(features, logits, labels, entries, alpha, feature=1, logit=1, norm="none"):
-    """Eq. 1, sample by sample: l_mse, l_kl and the mean of all with l_ce."""
+    Their weights, and the scales of features, are in the transcription of test_felo_algorithm.py.
+    """
     ce, mse, kl = [], [], []
     for f, p, y in zip(features, logits, labels, strict=True):
         q = softmax(p.astype(np.float64))
@@ -71,11 +61,9 @@ def reference_losses(features, logits, labels, entries, alpha, feature=1, logit=
             continue
         entry, entry_logit = entries[int(y)]
         target = softmax(entry_logit.astype(np.float64))
-        own, theirs = (scaled(v, norm, entries) for v in (f.astype(np.float64), entry))
-        mse.append(np.mean((own - theirs) ** 2))
+        mse.append(np.mean((f.astype(np.float64) - entry) ** 2))
         kl.append(np.sum(target * (np.log(target) - np.log(q))))
-    weighed = [c + alpha * (feature * m + logit * k) for c, m, k in zip(ce, mse, kl, strict=True)]
-    total = np.mean(weighed)
+    total = np.mean([c + alpha * (m + k) for c, m, k in zip(ce, mse, kl, strict=True)])
     return np.array(mse), np.array(kl), total
 
 
@@ -156,23 +144,6 @@ def test_losses_of_equation_1(seed, known):
     assert Terms() == Terms(alpha=1, feature=1, logit=1, norm="none")
 
 
-@pytest.mark.parametrize("known", [(0, 1, 2, 3, 4), (1, 3)])
-@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-@pytest.mark.parametrize("weights", [(1, 0.3, 2.5), (0.5, 0, 1), (2, 1, 0), (0, 3, 3)])
-def test_each_term_has_a_weight_and_features_a_scale_of_their_own(known, norm, weights):
-    features, logits, labels = draw(11)
-    features *= 40  # of another scale than the entries, as another architecture's may be
-    own = reference_means(*draw(1000, 200))
-    entries = {y: own[y][:2] for y in known}
-    alpha, feature, logit = weights
-    mse, _, total = reference_losses(features, logits, labels, entries, alpha, feature, logit, norm)
-    f, p, y = torch.tensor(features), torch.tensor(logits), torch.tensor(labels)
-    found = class_feature_loss(f, y, teacher_of(entries), norm)
-    np.testing.assert_allclose(found, mse, rtol=1e-4, atol=1e-3 if norm == "unit" else 1e-5)
-    loss = felo_loss(f, p, y, teacher_of(entries), Terms(alpha, feature, logit, norm))
-    assert loss.item() == pytest.approx(total, rel=1e-4, abs=1e-3 if norm == "unit" else 0)
-
-
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_features_of_zeros_leave_loss_and_gradient_finite(norm):
     zeros = {y: (np.zeros(7), np.zeros(5)) for y in range(5)}
@@ -224,39 +195,6 @@ def test_feature_loss_reaches_the_extractor_alone(student, teacher, norm):
     extractor, classifier = gradients(model)
     assert extractor > 0
     assert classifier == 0
-
-
-@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-def test_the_gradient_of_equation_1_is_the_sum_of_its_terms_gradients(student, teacher, norm):
-    """Layer by layer, for every weight: the classifier gets nothing of the feature term."""
-    model, x, y = student
-
-    def slopes(part):
-        model.zero_grad()
-        part(*model.features_and_logits(x)).backward()
-        kept = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {n: kept[n].clone() if n in kept else 0 for n, _ in model.named_parameters()}
-
-    ce = slopes(lambda s, p: torch.nn.functional.cross_entropy(p, y))
-    mse = slopes(lambda s, p: class_feature_loss(s, y, teacher, norm).mean())
-    kl = slopes(lambda s, p: class_logit_loss(p, y, teacher).mean())
-    whole = slopes(lambda s, p: felo_loss(s, p, y, teacher, Terms(0.5, 3.0, 0.2, norm)))
-    for part in (ce, kl):
-        assert all(slope.abs().sum() > 0 for slope in part.values())
-    for name, slope in whole.items():
-        expected = ce[name] + 0.5 * (3.0 * mse[name] + 0.2 * kl[name])
-        torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_class_without_entry_gets_no_gradient_from_the_teacher(student):
-    model, x, y = student
-    own = reference_means(*draw(1, 200))
-    blind = teacher_of({y: own[y][:2] for y in (1, 2, 3, 4)})
-    zeros = torch.zeros_like(y)
-    features, logits = model.features_and_logits(x)
-    loss = class_feature_loss(features, zeros, blind) + class_logit_loss(logits, zeros, blind)
-    loss.sum().backward()
-    assert gradients(model) == (0, 0)
 
 
 def test_gathering_means_leaves_no_graph(student):

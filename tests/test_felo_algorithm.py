@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import rounds
 import torch
-from federation import Server, client_of, records, run, small
+from federation import Server, client_of, records, small
 from rounds import instruction_of, learn, reply_of, state_of
 
 from benchmarks.knowledge_share import reply_sizes
@@ -154,15 +154,6 @@ def test_the_server_averages_each_clients_last_reply(tmp_path, weighting):
 def test_the_first_round_teaches_nothing(tmp_path):
     server = Server(small(), tmp_path / "run")
     assert not any(instruction_of(asked).tensors for asked in server.ask(1))
-
-
-def test_the_run_starts_from_initial_training(tmp_path):
-    """In round 1 Felo and local are the same, but for Felo's linear adapter."""
-    changes = {"rounds": 1, "models": "cnn2"}  # 64 features by nature: no adapter
-    felo = run(small("felo", **changes), tmp_path / "felo")
-    local = run(small("local", **changes), tmp_path / "local")
-    for protocol, kinds in local["accuracy"].items():
-        assert felo["accuracy"][protocol]["private"] == kinds["private"]
 
 
 @pytest.mark.parametrize(
