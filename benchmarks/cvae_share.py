@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.timing import seconds, show
 from fedhet.config.resolve import resolve
-from fedhet.simulate import simulate
+from fedhet.engines.simulate import simulate
 from fedhet.strategies.velo import VeloStrategy
 
 STEPS = ("_keep", "_train", "_synthesise", "_measure")

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 
 from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import simulate
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
-from fedhet.simulate import simulate
 
 CLIENTS, FEW = 10, 500
 IMAGES = "FEDHET_BENCHMARK_IMAGES"

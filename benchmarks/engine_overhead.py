@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
-from fedhet.simulate import simulate
+from fedhet.engines.simulate import simulate
 
 
 def main() -> None:

@@ -34,12 +34,12 @@ from benchmarks.timing import ratios, show
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
 from fedhet.devices import compute_for, find_device
+from fedhet.engines.simulate import simulate
 from fedhet.models import build
 from fedhet.objects import dataset_name
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.settings.engine import ComputeSettings
-from fedhet.simulate import simulate
 
 SHAPE, CLASSES = (3, 32, 32), 10
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import simulate
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
-from fedhet.simulate import simulate
 
 IMAGES, BOUND = 20, 1.2
 

@@ -40,8 +40,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import simulate
 from fedhet.models import build
-from fedhet.simulate import simulate
 
 MODELS = ("cnn2", "cnn3", "cnn4", "cofed-cnn1")
 SHAPE, CLASSES, BATCH = (1, 28, 28), 10, 32

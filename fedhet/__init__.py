@@ -6,6 +6,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from fedhet.version import __version__
+
 if TYPE_CHECKING:
     from fedhet.api import compare as compare
     from fedhet.api import load as load
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from fedhet.inference.result import Result as Result
 
 __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
-__version__ = "0.1.0"
 
 # Flower collects usage statistics unless this is set, and reads it once, on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")

@@ -13,6 +13,7 @@ from fedhet import report
 from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import by_full_name
+from fedhet.engines.simulate import simulate
 from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
 from fedhet.metrics import ACCURACY
@@ -22,7 +23,6 @@ from fedhet.runs.log import Watcher
 from fedhet.server_app import run_directory
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
-from fedhet.simulate import simulate
 
 BACKEND = "engine.backend"
 

@@ -11,13 +11,13 @@ import pytest
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 
-from fedhet import simulate as simulation
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
 from fedhet.engines import inline
+from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog

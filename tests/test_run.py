@@ -8,12 +8,12 @@ import pytest
 from federation import Server, records, run, small, without_times
 from rounds import altered, instruction_of, reply_of
 
-from fedhet import simulate as simulation
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.engines import inline
+from fedhet.engines import simulate as simulation
 from fedhet.engines.inline import InlineProxy
 from fedhet.errors import DataError, SettingsError, StateError
 from fedhet.server_app import components

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from fedhet import __version__
 from fedhet.cli.commands import Command
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
 from fedhet.cli.example import example_command
@@ -27,6 +26,7 @@ from fedhet.cli.show import (
 )
 from fedhet.cli.use import export_command, predict_command
 from fedhet.errors import FedhetError
+from fedhet.version import __version__
 
 app = typer.Typer(
     help="Federated learning for clients whose models differ.",

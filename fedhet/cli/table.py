@@ -21,6 +21,7 @@ from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.jobs import side_by_side
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config, resolve
+from fedhet.engines.simulate import simulate
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.papers import (
     SIZES,
@@ -43,7 +44,6 @@ from fedhet.runs.directory import forget_models
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
-from fedhet.simulate import simulate
 
 GOES_ON = "the same command goes on with the table"
 

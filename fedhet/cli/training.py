@@ -19,13 +19,13 @@ from fedhet.cli.jobs import jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
+from fedhet.engines.simulate import settled_for, simulate
 from fedhet.errors import FedhetError, StateError
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
 from fedhet.settings.text import as_text
-from fedhet.simulate import settled_for, simulate
 
 if TYPE_CHECKING:
     from fedhet import report

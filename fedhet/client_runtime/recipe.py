@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.arrays import group, grouped
 from fedhet.client_runtime.state import ClientState
 from fedhet.devices import Compute
+from fedhet.errors import StateError
 from fedhet.kinds import augmentation
 from fedhet.seeding import torch_generator
 from fedhet.settings.run import RunSettings, TrainingSettings
-from fedhet.training import Augment, Optimization, optimization
+from fedhet.training import (
+    Augment,
+    Epochs,
+    LossOfBatch,
+    Optimization,
+    all_finite,
+    optimization,
+    train_epochs,
+)
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
@@ -70,6 +82,27 @@ class Recipe:
             self._optimizing = made
         return made
 
+    def train_epochs(
+        self,
+        settings: TrainingSettings,
+        x: Tensor,
+        y: Tensor,
+        loss_of: LossOfBatch,
+        optimizing: Optimization,
+        generator: torch.Generator,
+        augment: bool | Augment,
+        options: Epochs,
+    ) -> float:
+        """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
+
+        Returns the mean loss of the last epoch.
+        """
+        options["epochs"] = options.get("epochs") or settings.local_epochs
+        options["batch_size"] = options.get("batch_size") or settings.batch_size
+        change = self.augmentation(augment)
+        train = partial(train_epochs, generator=generator, compute=self._compute, augment=change)
+        return train(x, y, loss_of, optimizing, **options)
+
     @property
     def augment(self) -> Augment | None:
         """Return the function that changes the images of a batch; None: they stay as they are."""
@@ -102,6 +135,15 @@ class Recipe:
         others = {k: v for k, v in self._state.tensors.items() if not _is_kept(k)}
         self._state.tensors = others | found
         self._state.facts[OPTIMIZER] = optimizer
+
+
+def check_converged(models: Iterable[nn.Module], loss: float | None) -> None:
+    """Raise StateError if training diverged; the state saved before remains."""
+    if not all(map(all_finite, models)) or not math.isfinite(loss or 0.0):
+        raise StateError(
+            f"training diverged (loss {loss}): the models of before stand; "
+            "a smaller 'training.lr' may help"
+        )
 
 
 def _is_kept(name: str) -> bool:

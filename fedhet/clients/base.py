@@ -6,11 +6,9 @@ state, `train`, save the state, evaluate, answer.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Unpack
 
@@ -23,7 +21,7 @@ from fedhet.arrays import Arrays
 from fedhet.client_runtime.fault_injection import mishaps
 from fedhet.client_runtime.messages import Scores, best_round, measures, own_loss, read_instruction
 from fedhet.client_runtime.node import Node
-from fedhet.client_runtime.recipe import Recipe
+from fedhet.client_runtime.recipe import Recipe, check_converged
 from fedhet.client_runtime.record import Recorder
 from fedhet.client_runtime.samples import ClientSamples, load_samples, public_samples
 from fedhet.client_runtime.semi import FixMatch, Predict
@@ -31,7 +29,7 @@ from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
-from fedhet.errors import FedhetError, StateError
+from fedhet.errors import FedhetError
 from fedhet.models import HetModel, Refitted, build, build_any, load_weights
 from fedhet.models.evaluation import judge
 from fedhet.seeding import seeded, torch_generator
@@ -41,9 +39,7 @@ from fedhet.training import (
     Epochs,
     LossOfBatch,
     Optimization,
-    all_finite,
     cross_entropy_of,
-    train_epochs,
 )
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, encode
@@ -116,17 +112,17 @@ class HetClient(NumPyClient):
 
     @property
     def x(self) -> Tensor:
-        """Return the client's own labelled training samples [N, ...], on the device."""
+        """The client's own labelled training samples [N, ...], on the device."""
         return self.samples.own.x
 
     @property
     def y(self) -> Tensor:
-        """Return the classes [N] of `x`."""
+        """The classes [N] of `x`."""
         return self.samples.own.y
 
     @property
     def training(self) -> TrainingSettings:
-        """Return what this client trains with, of the values that the run or its node gives."""
+        """What this client trains with, of the values that the run or its node gives."""
         return self.run.training
 
     @property
@@ -189,11 +185,8 @@ class HetClient(NumPyClient):
         `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
         where the targets belong to the unchanged images. The client's own samples: `train_own`.
         """
-        own, change = self.training, self.recipe.augmentation(augment)
-        options["epochs"] = options.get("epochs") or own.local_epochs
-        options["batch_size"] = options.get("batch_size") or own.batch_size
-        train = partial(train_epochs, generator=generator, compute=self.compute, augment=change)
-        self.loss = train(x, y, loss_of, optimizing, **options)
+        train = self.recipe.train_epochs
+        self.loss = train(self.training, x, y, loss_of, optimizing, generator, augment, options)
 
     def train_own(
         self,
@@ -212,9 +205,10 @@ class HetClient(NumPyClient):
         if self.training.semi == "none":
             self.train_epochs(x, y, loss_of, optimizing, generator, **options)
             return
-        model, draws = self.network, self.recipe.draws
-        own, shape = Split(x, y), self.info.shape
-        semi = FixMatch(own, self.unlabelled, shape, model, self.training, self.compute, draws)
+        own, rows, draws = Split(x, y), self.unlabelled, self.recipe.draws
+        semi = FixMatch(
+            own, rows, self.info.shape, self.network, self.training, self.compute, draws
+        )
         options["batch_size"], loss_of = semi.batch_size, semi.beside(loss_of, predict)
         self.train_epochs(
             semi.x, semi.y, loss_of, optimizing, generator, augment=semi.augment, **options
@@ -313,11 +307,7 @@ class HetClient(NumPyClient):
         for model in self.models.values():
             model.zero_grad()  # gradients take as much as weights while the client waits
         seconds = time.perf_counter() - started
-        if not all(map(all_finite, self.models.values())) or not math.isfinite(self.loss or 0.0):
-            raise StateError(
-                f"training diverged (loss {self.loss}): the models of before stand; "
-                "a smaller 'training.lr' may help"
-            )
+        check_converged(self.models.values(), self.loss)
         self.recipe.end(self.training, self.loss)
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds

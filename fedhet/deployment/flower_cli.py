@@ -15,11 +15,11 @@ from pathlib import Path
 
 import tomli_w
 
-from fedhet import __version__
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.errors import FedhetError
 from fedhet.settings.schema import nest
+from fedhet.version import __version__
 
 CONNECTION = "fedhet"
 COMPLETED = "finished:completed"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-import fedhet
 from fedhet.data.spec import Stored
 from fedhet.errors import DataError
 from fedhet.inference.client import TrainedClient
 from fedhet.models import HetModel
 from fedhet.storage import replacing
+from fedhet.version import __version__
 
 SCALING: dict[Stored, str] = {
     "bytes": "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1",
@@ -57,7 +57,7 @@ def card(trained: TrainedClient, kind: str, form: str, scales_itself: bool) -> d
         "output": _output(scales_itself),
         "accuracy": accuracy,
         **({"accuracy_unknown": why} if why else {}),
-        "versions": {"fedhet": fedhet.__version__, "torch": str(torch.__version__)},
+        "versions": {"fedhet": __version__, "torch": str(torch.__version__)},
     }
 
 
