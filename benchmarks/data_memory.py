@@ -47,7 +47,7 @@ class WorkersMemory(Watcher):
     def round_finished(self, record: RoundRecord) -> None:
         """Measure all workers of this machine."""
         every = psutil.Process().children(recursive=True)
-        workers = [each for each in every if "ClientAppActor" in " ".join(each.cmdline())]
+        workers = [each for each in every if " ".join(each.cmdline()).startswith("ray::Worker")]
         self.megabytes = [each.memory_full_info().pss / 1e6 for each in workers]
 
 

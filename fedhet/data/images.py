@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # part of the cache key: increase it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
-_CHANNELS = {"L": 1, "RGB": 3}
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with so many channels."""
 
@@ -62,12 +62,7 @@ class Form:
     @property
     def shape(self) -> tuple[int, int, int]:
         """The shape [C, H, W] of a decoded image."""
-        return (_CHANNELS[self.mode], self.size[1], self.size[0])
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that a decoded image takes."""
-        return int(np.prod(self.shape))
+        return (1 if self.mode == "L" else 3, self.size[1], self.size[0])
 
 
 def pixels_of(image: Image, form: Form, where: str) -> Pixels:
@@ -143,7 +138,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
         if cached is not None:
             return cached
         form = _form(files, spec.image_size, like)
-        refuse_more(len(files) * form.bytes, spec, Path(files[0]).parents[1])
+        refuse_more(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
         with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
             try:
                 _write(file, files, form)
@@ -160,12 +155,12 @@ def _form(files: Sequence[str], image_size: int, like: Shape | None) -> Form:
         return Form(MODES[channels], (width, height), image_size > 0)
     with _image(files[0]) as first:
         size = first.size
-    return Form.of(size, all(map(_is_grey, files)), image_size)
+    return Form.of(size, all(_mode(path) == "L" for path in files), image_size)
 
 
-def _is_grey(path: str) -> bool:
+def _mode(path: str) -> str:
     with _image(path) as image:
-        return image.mode == "L"
+        return str(image.mode)
 
 
 def _image(path: str) -> Image:

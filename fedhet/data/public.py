@@ -133,26 +133,15 @@ def public_source(spec: DataSpec) -> DataSpec | None:
     """Return the spec of the dataset that public samples are taken from, if it is another one."""
     if spec.public_dataset == UNUSED:
         return spec.but(max_samples=0)
-    named = spec.public_dataset not in ("", GENERATED)
-    return _of_public(spec) if named else None
-
-
-def _of_public(spec: DataSpec) -> DataSpec:
-    """Return a spec of the dataset that `public-dataset` names."""
-    # Such files are read whole, and a part of the samples is taken later.
+    if spec.public_dataset in ("", GENERATED):
+        return None
+    # Files that may be whole clients are read whole, and a part of the samples is taken later.
     whole = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
-    return DataSpec(
+    return spec.but(
         dataset=spec.public_dataset,
-        sample_kind=spec.sample_kind,
-        data_dir=spec.data_dir,
-        download=spec.download,
-        image_size=spec.image_size,
-        text_column=spec.text_column,
-        label_column=spec.label_column,
-        tokenizer=spec.tokenizer,
-        vocabulary=spec.vocabulary,
-        max_tokens=spec.max_tokens,
-        max_bytes=spec.max_bytes,
         max_samples=0 if whole else spec.public_samples,
-        seed=spec.seed,
+        by="",
+        superclasses=(),
+        public_dataset="",
+        public_fraction=0.0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     """Return PIL images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size."""
     grey = all(image.mode in ("1", "L") for image in images)
     form = Form.of(images[0].size, grey, spec.image_size)
-    refuse_more(len(images) * form.bytes, spec, f"hf:{name}")
+    refuse_more(len(images) * prod(form.shape), spec, f"hf:{name}")
     found = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(images):
         found[number] = pixels_of(image, form, f"hf:{name}: image {number}")
