@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu clean
 
-help:            ## this list
+help:            ## print this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
 
 $(STAMP): pyproject.toml
@@ -15,44 +15,44 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-install: $(STAMP) ## the virtual environment, with what the tests need
+install: $(STAMP) ## create the virtual environment, with what the tests need
 
-demo: install    ## ten clients, five architectures, one command; ends with a table and a report
+demo: install    ## train ten clients with five architectures; ends with a table and a report
 	$(BIN)/fedhet run felo --preset demo
 
-test: install lint types proto-check ## what CI runs
+test: install lint types proto-check ## run all that CI runs
 	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup
 
-slow: install    ## the longer tests
+slow: install    ## run the longer tests
 	$(BIN)/python -m pytest -m slow
 
-fuzz: install    ## a million damaged replies, each refused or within the contract
+fuzz: install    ## check that a million damaged replies are refused or within the contract
 	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest --timeout 0 tests/test_fuzz.py
 
-lint: install    ## ruff; which room imports which; dead code
+lint: install    ## check style, the layers of imports, and dead code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/vulture
 
-format: install  ## ruff, writing
+format: install  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: install   ## mypy, strict
+types: install   ## check types with mypy, strict
 	$(BIN)/mypy
 
-proto: install   ## the generated half of the wire contract
+proto: install   ## generate the code of the wire contract
 	@mkdir -p build/proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	cp build/proto/fedhet/v1/knowledge_pb2.py build/proto/fedhet/v1/knowledge_pb2.pyi fedhet/_generated/
 
-proto-check: install ## is the committed generated code that of the .proto file?
+proto-check: install ## check that the committed generated code matches the .proto file
 	@mkdir -p build/proto
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
-reference: install ## docs/reference.md and flwr's run config, from the declarations in the code
+reference: install ## write docs/reference.md and flwr's run config from the declarations in the code
 	$(BIN)/python -m fedhet.config.reference
 
 # uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
@@ -60,12 +60,12 @@ COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constrain
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --output-file
 WANTED := build/wanted.txt
 
-constraints: install ## docker/constraints.txt: the newest versions that fit, of all that the image installs
+constraints: install ## write docker/constraints.txt: the newest versions that fit, of all packages of the image
 	@mkdir -p build
 	@$(BIN)/python docker/wanted.py image build > $(WANTED)
 	$(COMPILE) docker/constraints.txt --upgrade $(WANTED)
 
-constraints-check: install ## does docker/constraints.txt still fit pyproject.toml, dependencies of dependencies included?
+constraints-check: install ## check that docker/constraints.txt still fits pyproject.toml, with all dependencies
 	@mkdir -p build
 	@$(BIN)/python docker/wanted.py image build > $(WANTED)
 	@cp docker/constraints.txt build/constraints.txt
@@ -74,14 +74,14 @@ constraints-check: install ## does docker/constraints.txt still fit pyproject.to
 
 BASE_TAG := python:3.11-slim-bookworm
 
-docker-lock:     ## docker/Dockerfile's base image: today's digest of its tag
+docker-lock:     ## write today's digest of the base image's tag to docker/Dockerfile
 	docker pull --quiet $(BASE_TAG)
 	digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' $(BASE_TAG) | sed 's/.*@//') \
 	&& test -n "$$digest" \
 	&& sed -i.before "s|$(BASE_TAG)@sha256:[0-9a-f]*|$(BASE_TAG)@$$digest|" docker/Dockerfile && rm docker/Dockerfile.before
 	@grep '^ARG IMAGE=' docker/Dockerfile
 
-bench: install   ## the benchmarks, as ratios
+bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.evaluation
@@ -98,8 +98,8 @@ bench: install   ## the benchmarks, as ratios
 	$(BIN)/python -m benchmarks.knowledge_share
 	$(BIN)/python -m benchmarks.model_pool
 
-gpu: install     ## what only an accelerator can show, in pieces of a few minutes
+gpu: install     ## measurements on an accelerator, in parts of a few minutes
 	$(BIN)/python -m benchmarks.gpu
 
-clean:           ## what the build and the runs left, but not .venv
+clean:           ## remove what the build and the runs left, except .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

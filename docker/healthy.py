@@ -1,4 +1,4 @@
-"""Say whether a Flower process is up: `python healthy.py ADDRESS` of its health service."""
+"""Check whether a Flower process is up: `python healthy.py ADDRESS` of its health service."""
 
 import sys
 

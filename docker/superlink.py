@@ -1,4 +1,4 @@
-"""flower-superlink without its log lines of HTTP requests that succeeded: nearly all of its log."""
+"""flower-superlink without the log lines of successful HTTP requests: nearly all of its log."""
 
 import logging
 
@@ -6,7 +6,7 @@ from flwr.superlink.cli import flower_superlink
 
 
 def failed(record: logging.LogRecord) -> bool:
-    """Say whether an access line of uvicorn is of a request that was refused or failed."""
+    """Tell whether an access line of uvicorn is for a request that was refused or failed."""
     return not isinstance(record.args, tuple) or int(str(record.args[-1])) >= 400
 
 

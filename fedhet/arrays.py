@@ -36,7 +36,7 @@ def groups(values: Mapping[str, T], name: str) -> dict[str, dict[str, T]]:
 
 
 class OnDemand(Mapping[str, Array]):
-    """Named arrays, some of which are read anew each time they are used, and held by nobody."""
+    """Named arrays, some of which are read again at each use and not kept in memory."""
 
     def __init__(self, sources: Mapping[str, Array | Callable[[], Array]]) -> None:
         """`sources`: the arrays, or for those that are read when they are used, what reads them."""
@@ -57,5 +57,5 @@ class OnDemand(Mapping[str, Array]):
         return OnDemand(group(self._sources, name))
 
     def replacing(self, values: Arrays) -> OnDemand:
-        """Return these arrays with `values` in the places of those of the same names."""
+        """Return these arrays, with `values` replacing those of the same names."""
         return OnDemand({**self._sources, **values})

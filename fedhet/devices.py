@@ -1,7 +1,4 @@
-"""The device and precision of a model's computations, and samples as it takes them.
-
-Also how many of these it is evaluated on at a time.
-"""
+"""The device and precision of a model's computations, its inputs, and evaluation batches."""
 
 from __future__ import annotations
 

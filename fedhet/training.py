@@ -68,7 +68,7 @@ class Optimization:
         return lower
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what the optimiser knows of each parameter of `model`, as `<parameter>/<name>`."""
+        """Return the optimiser's state for each parameter of `model`, as `<parameter>/<name>`."""
         return {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""What several models agree on: from K clients' scores [K, R, C] on R samples, one [R, C].
+"""Consensus of several models: from K clients' scores [K, R, C] on R samples to one [R, C].
 
 Means (FedMD, DS-FL), entropy reduction (DS-FL), and means that a minority of hostile clients cannot
 move far (Cronus). Computed in float64, returned in float32.

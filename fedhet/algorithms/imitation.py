@@ -35,7 +35,7 @@ class SetRules:
     raps: Raps = field(default_factory=Raps)
     theta: float = 0.1
     corrected: bool = True
-    """Has the threshold's quantile the correction for few samples (Appendix B)?"""
+    """Is the threshold's quantile corrected for few samples (Appendix B)?"""
     g: str = "g1"
     """The form of the dynamic penalty (Eq. 7, Section 4.2.4)."""
     u: float | None = None
@@ -45,7 +45,7 @@ class SetRules:
     averaged: bool = True
     """Is Eq. 3 the mean over the labels of a set, or, as printed, the sum?"""
     skips_infinite: bool = True
-    """Is nothing imitated where there are too few held-out samples for a finite threshold?"""
+    """Is imitation skipped if there are too few held-out samples for a finite threshold?"""
 
 
 class Imitation:
@@ -78,7 +78,7 @@ class Imitation:
         self.accuracy = accuracy
 
     def is_silent(self, held_out: int) -> bool:
-        """Tell whether nothing is imitated with so many held-out samples: all sets are whole.
+        """Tell whether imitation is skipped with so many held-out samples: all sets are whole.
 
         Without any, as with a client of two samples, which trains on both, there is no threshold.
         """

@@ -51,7 +51,7 @@ def steps(round: int, ends: Sequence[int], decay: float) -> float:
 
 @dataclass(frozen=True)
 class Plateau:
-    """What torch's ReduceLROnPlateau knows: the least value so far, and rounds without a lower one.
+    """The state of torch's ReduceLROnPlateau: the least value so far, and rounds without a lower.
 
     `factor` is the present one on the learning rate.
     """

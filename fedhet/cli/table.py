@@ -1,4 +1,4 @@
-"""What the command `table` does: tables of papers, made beside their printed numbers."""
+"""The command `table`: tables of papers, next to their printed numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GOES_ON = "the same command goes on with the table"
 
 
 def list_tables() -> None:
-    """Print the tables that there are, and how many runs each takes."""
+    """Print the available tables, and how many runs each takes."""
     console.print(_listed())
 
 
@@ -64,9 +64,9 @@ def make_tables(
     keep_models: bool,
     dry_run: bool,
 ) -> None:
-    """Make the runs of tables that are not there yet, and show them; if `dry_run`, list them.
+    """Make the missing runs of tables, and show the tables; if `dry_run`, list the runs.
 
-    Unless `keep_models`, what a finished run measured is kept, but not its models.
+    Unless `keep_models`, the models of finished runs are deleted; their measurements are kept.
     """
     plans = [_planned(name, size, seeds, out / "runs", over) for name in tables_of(word)]
     runs = each_once(run for found in plans for run in found.runs)
@@ -86,8 +86,8 @@ def make_tables(
         write_overview(made, out / f"{word}-{size}.md")
         say(f"all of them: {out / f'{word}-{size}.md'}")
     if faults:
-        said = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
-        raise FedhetError(f"{plural(len(faults), 'run')} failed: {said}")
+        reasons = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
+        raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
 
 
 def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -> Plan:
@@ -112,7 +112,7 @@ def _listed() -> Table:
 def _make(
     label: str, runs: Sequence[PlannedRun], jobs: int, make: Callable[..., str]
 ) -> dict[str, str]:
-    """Make the runs that are not finished; return what is wrong with those that failed."""
+    """Make the unfinished runs; return the errors of those that failed."""
     todo = [run for run in runs if not run.finished]
     count, faults = len(runs), dict[str, str]()
     with _progress() as progress, ending_at_once(lambda: GOES_ON):
@@ -139,7 +139,7 @@ def _one_by_one(
 
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Make a run, or go on with it; return why it failed, or ""."""
+    """Make or resume a run; return why it failed, or ""."""
     if run.finished:  # for another table that is made at the same time
         return ""
     try:

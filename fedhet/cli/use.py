@@ -1,4 +1,4 @@
-"""Commands that use what was trained: `predict` and `export`."""
+"""Commands that use trained models: `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedhet.inference import Predictions
 
 MOST_COLUMNS = 12
-"""With more classes than this, the table shows the most probable ones alone."""
+"""With more classes than this, the table shows only the most probable ones."""
 TOP = 3
 
 Directory = Annotated[
@@ -93,7 +93,7 @@ def export_command(
     kind: Kind = "private",
     best: Best = False,
 ) -> None:
-    """Export a client's model, with a card beside it: what it takes, and how good it is."""
+    """Export a client's model, with a model card of its inputs and accuracy."""
     from fedhet.inference import export, open_client
 
     card = export(open_client(directory, client, best=best), form, out, kind)

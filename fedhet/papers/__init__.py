@@ -1,4 +1,4 @@
-"""The papers' tables by name: what each of them runs, and how it compares with what is printed."""
+"""The papers' tables by name: the runs of each, and how they compare with the printed numbers."""
 
 from fedhet.papers.plan import Plan, each_once, plan
 from fedhet.papers.results import Results, collect

@@ -1,4 +1,4 @@
-"""Plans a table of a paper: which runs its cells need, and where they lie."""
+"""Plans a table of a paper: the runs that its cells need, and their directories."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class PlannedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it need not be made again."""
+        """Whether the run is complete."""
         return (self.directory / "summary.json").exists()
 
     @property
     def config(self) -> Config:
-        """Return its settings; it goes on with what is in its directory. Raises SettingsError."""
+        """Return its settings, which resume what is in its directory. Raises SettingsError."""
         return resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
 
     @property
     def command(self) -> str:
-        """Return the command that makes this run alone."""
+        """Return the command that makes only this run."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
         words = [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in chosen.items()]
         return " ".join(["fedhet run", str(self.values["method"]), *words])

@@ -1,4 +1,4 @@
-"""Collects a table's results: means over seeds beside the printed numbers, and what holds."""
+"""Collects a table's results: means over seeds, the printed numbers, and which claims hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedhet.report.run import Run, load_run
 from fedhet.runs.records import NAN
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
-"""What can come of a claim in a place."""
+"""The possible outcomes of a claim in a place."""
 Place = tuple[str, str]
 """The names of a row and of a column."""
 
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """One of OUTCOMES: beyond two standard errors a claim holds there, or does not."""
+        """One of OUTCOMES: a claim holds or does not hold only beyond two standard errors."""
         mean, found = self.difference.mean, self.difference
         if math.isnan(mean):
             return "not measured"
@@ -81,7 +81,7 @@ class Results:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Every claim, in every place and for every pair of names that it is about."""
+        """Every claim, in every place and for every pair of names that it compares."""
         return [verdict for claim in self.plan.table.claims for verdict in self._verdicts(claim)]
 
     def agreement(self, column: str) -> float:
@@ -130,7 +130,7 @@ def _run(path: Path) -> Run:
 
 
 def _measured(path: Path, metric: str) -> float:
-    """Return what a metric is in a finished run; NaN if the run does not have it."""
+    """Return the value of a metric in a finished run; NaN if the run does not have it."""
     run, (first, second, *rest) = _run(path), metric.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":

@@ -20,7 +20,7 @@ from fedhet.runs.records import PROTOCOLS
 FILES = resources.files("fedhet") / "papers"
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
-"""Digits, in minutes; the paper's federation with small networks; as the paper has it."""
+"""Digits, in minutes; the paper's federation with small networks; as in the paper."""
 STATISTICS = ("mean", "tail", "worst")
 RATIOS = ("mean", "best", "worst")
 
@@ -39,9 +39,9 @@ def _is_metric(text: str) -> str:
 
 
 Metric = Annotated[str, AfterValidator(_is_metric)]
-"""What of a run a cell shows, such as `common/global`, `relative/common/best`, `figure/tau`."""
+"""The metric that a cell shows, such as `common/global`, `relative/common/best`, `figure/tau`."""
 Printed = float | Annotated[list[float], Field(min_length=1, max_length=2)]
-"""A number of the paper, or that and its spread."""
+"""A number of the paper, or a number and its spread."""
 
 
 class _Part(BaseModel):
@@ -49,17 +49,17 @@ class _Part(BaseModel):
 
 
 class Change(_Part):
-    """Settings over those of before: those of presets, and some more."""
+    """Settings that override earlier ones: those of presets, then individual ones."""
 
     preset: str = ""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Scale(Change):
-    """A size of the table: where all its runs begin."""
+    """A size of the table: the settings that all its runs share."""
 
     says: str
-    """What it is, and what was cut against the paper's experiment."""
+    """A description, and what was cut from the paper's experiment."""
 
 
 class Line(_Part):
@@ -72,7 +72,7 @@ class Line(_Part):
     small: Change | None = None
     paper: Change | None = None
     sizes: list[Size] = Field(default_factory=lambda: list(SIZES), min_length=1)
-    """The sizes in which it is there."""
+    """The sizes that have it."""
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
@@ -108,22 +108,22 @@ class PaperTable(_Part):
     source: str
     """The paper, and the table or figure."""
     metric: Metric
-    """What a cell shows, where neither its row nor its column says otherwise."""
+    """What a cell shows, unless its row or column overrides it."""
     unit: Literal["percent", "ratio"] = "percent"
     """The unit of the printed numbers; accuracies are measured as shares."""
     notes: list[str] = Field(default_factory=list)
-    """What to know beside the table, such as rows of the paper that are not there, and why."""
+    """Notes on the table, such as rows of the paper that are left out, and why."""
     sizes: dict[Size, Scale]
     rows: list[Row] = Field(min_length=1)
     columns: list[Line] = Field(min_length=1)
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
-        """Return the rows that are there in a size."""
+        """Return the rows of a size."""
         return [row for row in self.rows if size in row.sizes]
 
     def columns_in(self, size: Size) -> list[Line]:
-        """Return the columns that are there in a size."""
+        """Return the columns of a size."""
         return [column for column in self.columns if size in column.sizes]
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ def write_overview(found: Sequence[Results], path: Path) -> None:
 
 
 def overview(found: Sequence[Results]) -> Cells:
-    """Return a row for each table: how far it is made, and how many of its claims hold."""
+    """Return a row for each table: how many runs are finished, and how many claims hold."""
     counts = [Counter(verdict.outcome for verdict in results.verdicts) for results in found]
     return Cells(
         {
@@ -117,12 +117,12 @@ def outcomes(results: Results) -> Cells:
 
 
 def folded(summary: str, content: str) -> str:
-    """Return Markdown that is shown when its summary is chosen."""
+    """Return Markdown that is collapsed under its summary."""
     return f"<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
 
 
 def claims(results: Results) -> Cells:
-    """Return the claims of the paper, each where it was tried, and whether it holds."""
+    """Return the claims of the paper, each place where it was tested, and its outcome there."""
     found = results.verdicts
     return Cells(
         {
