@@ -10,7 +10,7 @@ case " $* " in
         echo "error: there is a finished run '$name'; give another name: FEDHET_NAME=…" >&2
         exit 1
     elif [ -e "$RUNS/$name" ]; then
-        echo "error: there is a run '$name' already; give another name, FEDHET_NAME=…, or go on with this one:" \
+        echo "error: there is a run '$name' already; give another name, FEDHET_NAME=…, or continue this one:" \
             "FEDHET_RUN=\"… --set resume=true\"" >&2
         exit 1
     fi

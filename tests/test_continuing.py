@@ -19,7 +19,7 @@ from fedhet.storage import ClientStore
 
 
 def longer(config, directory, **changes):
-    """Return the settings of a run that goes on with some of them changed."""
+    """Return the settings of a resumed run with some of them changed."""
     named = settings(config.method.name, **changes)
     return resolve({**config.flat(), **named, "out": str(directory), "resume": True})
 
@@ -129,7 +129,9 @@ def test_an_interrupted_run_ends_early_all_the_same(tmp_path, round, moment):
 def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
-    with pytest.raises(StateError, match="stopped early, and goes on with --set early-stopping=0"):
+    with pytest.raises(
+        StateError, match="stopped early, and continues with --set early-stopping=0"
+    ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     summary = run(longer(config, tmp_path / "run", early_stopping=0), tmp_path / "run")
     assert summary["rounds"] == 8

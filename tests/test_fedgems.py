@@ -429,7 +429,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
 
 
 def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
-    """Every second round diverges: the run goes on, also past a restored checkpoint."""
+    """Every second round diverges: the run continues, also past a restored checkpoint."""
     server = Server(unstable(rounds=9, divergences=2, outlier_factor=0.0), tmp_path / "run")
     for number in range(1, 6):
         answers = server.answers(server.ask(number))

@@ -1,4 +1,4 @@
-"""One hostile or broken client of five: it is named, and the others' run goes on as without it."""
+"""One hostile or broken client of five: it is named, and the run continues as without it."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
 
 
 def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
-    """Velo's CVAE does not learn from such features, so that the other architecture goes on."""
+    """Velo's CVAE does not learn from such features, so that the other architecture continues."""
     monkeypatch.setattr(inline, "InlineProxy", HugeAtFirst)
     always = {"velo.least-separation": 0.0}  # otherwise the means are sent, which strike all
     run(five("velo", rounds=5, outlier_factor=0.0, **always), tmp_path / "run")

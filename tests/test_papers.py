@@ -178,7 +178,7 @@ def test_presets_and_settings_of_other_methods(tmp_path):
         ('metric = "common/private"', 'metric = "common/private/median"', "it takes PROTOCOL"),
         ("printed = { all = 70.0 }", "printed = { al = 70.0 }", "'al' is none of own, all"),
         ('above = ["together"]', 'above = ["felo"]', "'felo' is none of alone, together"),
-        ('name = "own"', 'name = "all"', "a name is there twice"),
+        ('name = "own"', 'name = "all"', "a name occurs twice"),
         ('title = "Two methods"', 'titel = "Two methods"', "title: Field required"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run that was cut off goes on after its last whole round, and ends as if it had not been."""
+"""An interrupted run continues after its last complete round, and ends as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [notices])
     same_but_for_the_name(whole[1], tmp_path / "cut")
     assert any("round-000003" in text and "before it is tried" in text for text in notices.texts)
-    assert "goes on after round 2 of 4" in notices.texts
+    assert "continues after round 2 of 4" in notices.texts
     assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
 
 

@@ -35,7 +35,7 @@ def run_command(
     if seeds is not None and seed is not None:
         raise SettingsError("--seed and --seeds are both given: give one of them")
     if seeds is not None and values.get("resume"):
-        raise SettingsError("--seeds does not go with --resume, which goes on with one run")
+        raise SettingsError("--seeds does not go with --resume, which continues one run")
     if seed is not None:
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
@@ -129,7 +129,7 @@ def table_command(
 ) -> None:
     """Make tables of papers: train what is not there yet, and show it beside what is printed.
 
-    A finished run is not made again, and one that was cut short goes on.
+    A finished run is kept, and an interrupted one continues.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     from fedhet.cli import table

@@ -45,7 +45,7 @@ from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
 
-GOES_ON = "the same command goes on with the table"
+GOES_ON = "the same command continues the table"
 
 
 def list_tables() -> None:

@@ -69,7 +69,7 @@ class OneOfSeveral:
 
 
 def _one_of_several(label: str, directory: Path, values: Mapping[str, object]) -> OneOfSeveral:
-    """Return a run; it goes on with what its directory holds. Raises SettingsError."""
+    """Return a run, which resumes what is in its directory. Raises SettingsError."""
     place = directory.resolve()
     return OneOfSeveral(label, place, resolve({**values, "out": str(place), "resume": True}))
 
@@ -174,7 +174,7 @@ def _how_to_go_on(directory: Path) -> str:
     resume = f"`fedhet run --resume {directory}`"
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        return f"{resume} goes on with it; `fedhet report {directory}` shows what there is"
+        return f"{resume} continues it; `fedhet report {directory}` shows what there is"
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
         return f"no round was finished; {resume} starts with the first"
     return "nothing was trained yet"

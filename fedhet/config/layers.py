@@ -24,7 +24,7 @@ class Layers:
     config: Path | None = None
     """A TOML file."""
     resume: Path | None = None
-    """The directory of a run that goes on, in place of the other two."""
+    """The directory of a resumed run, in place of the other two."""
 
     def values(self, method: str | None = None) -> dict[str, object]:
         """Return the layers' settings as a run of `method` has them. Raises FedhetError."""

@@ -131,7 +131,7 @@ class PaperTable(_Part):
         rows, columns = ([line.name for line in part] for part in (self.rows, self.columns))
         for names in (rows, columns):
             if len(set(names)) < len(names):
-                raise ValueError(f"a name is there twice in {names}")
+                raise ValueError(f"a name occurs twice in {names}")
         for row in self.rows:
             _all_in(row.printed, columns, f"row {row.name!r}, printed")
         for claim in self.claims:

@@ -226,7 +226,7 @@ def load_run(path: Path | str) -> Run:
         raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
     summary = read_summary(root / "summary.json")
     if summary and summary.last_round < records[-1].round:
-        notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl goes on")
+        notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl continues")
         summary = None
     partition = read_partition(root / "partition.json")
     return Run(root, settings, tuple(records), summary, partition, tuple(notes))

@@ -26,8 +26,8 @@ def make_empty(directory: Path) -> None:
     """Create the directory of a new run. Raises StateError if it is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
-            f"{directory} holds a run already; give another directory with --out, or go on with "
-            "the run by --resume (on a deployment: --set resume=true)"
+            f"{directory} holds a run already; give another directory with --out, or continue "
+            "the run with --resume (on a deployment: --set resume=true)"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,17 +58,17 @@ def claimed(directory: Path) -> IO[str]:
 
 
 def check_same(config: Config, directory: Path) -> None:
-    """Raise StateError unless `directory` holds a run of the same experiment that can go on.
+    """Raise StateError unless `directory` holds a run of the same experiment that can be resumed.
 
-    What is no part of the experiment may differ: where and on what it runs, and when it ends. A run
-    that is complete can go on for more rounds.
+    What is not part of the experiment may differ: where and on what it runs, and when it ends. A
+    complete run can be resumed with more rounds.
     """
     if is_complete(config, directory):
         stopped = len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds
         advice = (
-            "it was stopped early, and goes on with --set early-stopping=0"
+            "it was stopped early, and continues with --set early-stopping=0"
             if stopped
-            else "--rounds with more of them goes on with it"
+            else "a larger --rounds continues it"
         )
         raise StateError(
             f"the run in {directory} is complete; there is nothing to resume: {advice}"

@@ -151,7 +151,7 @@ class RunLog:
         before = read_toml(self.directory / "config.toml").get("rounds")
         self._write_config()
         (self.directory / "summary.json").unlink(missing_ok=True)
-        self.notice(f"goes on after round {self.done} of {self.config.run.rounds}")
+        self.notice(f"continues after round {self.done} of {self.config.run.rounds}")
         schedule = self.config.run.training.follows_rounds
         if schedule and before != self.config.run.rounds:
             self.notice(

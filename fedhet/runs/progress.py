@@ -1,4 +1,4 @@
-"""What a display shows of a run while it goes on, and the words for it.
+"""What a display shows of a running run, and the words for it.
 
 `Progress` follows the run's events. The terminal, plain lines and a notebook draw it.
 """

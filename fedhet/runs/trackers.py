@@ -70,7 +70,7 @@ class Wandb(Tracker):
     """Sends a run to Weights & Biases; `WANDB_MODE=offline` keeps it in the run's directory."""
 
     def open(self, config: Config, directory: Path) -> None:
-        """Open the run; a resumed one goes on."""
+        """Open the run; a resumed one continues."""
         self._run = self._library.init(
             project=PROJECT, name=directory.name, id=read_run_name(directory), dir=str(directory),
             config=config.flat(), resume="allow",

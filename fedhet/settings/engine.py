@@ -62,7 +62,7 @@ class EngineSettings(ComputeSettings):
         0, "start with so many if the others do not come in time; 0 = all must come"
     )
     round_timeout: Positive = machine(
-        3600.0, "seconds after which a round goes on without those who are missing"
+        3600.0, "seconds after which a round continues without missing clients"
     )
     in_flight: CountOrNone = machine(
         0,

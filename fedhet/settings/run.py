@@ -314,7 +314,7 @@ class RunSettings(Schema):
     )
     out: str = machine("", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>")
     resume: bool = machine(
-        False, "go on with the run in 'out' after its last whole round, if one is there"
+        False, "continue the run in 'out' after its last complete round, if there is one"
     )
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()
@@ -348,7 +348,7 @@ class RunSettings(Schema):
 PLACE = frozenset({"out", "resume"})
 """Settings that locate a run; its config.toml leaves them out."""
 ENDS = frozenset({"rounds", "early-stopping"})
-"""Settings that say when a run ends; a run that goes on may end later than it was to."""
+"""Settings that say when a run ends; a resumed run may end later than planned."""
 
 
 @cache

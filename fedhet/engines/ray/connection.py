@@ -137,7 +137,7 @@ def _reach(address: str) -> None:
 
 
 def leave() -> None:
-    """Leave the cluster; it goes on without this process."""
+    """Leave the cluster, which keeps running."""
     import ray
 
     ray.shutdown()

@@ -27,7 +27,7 @@ from fedhet.runs.directory import make_empty
 
 @contextlib.contextmanager
 def joined(config: Config, directory: Path, notice: Callable[[str], None]) -> Iterator[Workers]:
-    """Join the cluster of `engine.ray-address`, and leave it in the end; it goes on without us.
+    """Join the cluster of `engine.ray-address`, and leave it in the end; the cluster keeps running.
 
     `notice` is told of workers that are lost. Raises FedhetError, before anything is trained, if
     the cluster cannot be joined, or one of its machines cannot take part; no directory of a run is

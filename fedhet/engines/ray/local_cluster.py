@@ -75,7 +75,7 @@ class OwnRay:
 def own_ray(
     config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
 ) -> Iterator[OwnRay]:
-    """Start a Ray, and let it start while the block goes on; end it in the end.
+    """Start a Ray cluster in the background of the block; end it after the block.
 
     `notice` is told of workers that are lost. `config` says what `auto` means here, since the
     workers get it at once.

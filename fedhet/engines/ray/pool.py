@@ -173,7 +173,7 @@ class Pool:
                 LOG.warning("%s", error)
                 self._notice(
                     f"no worker starts on {placed.machine.address} ({type(error).__name__}): the "
-                    "run goes on without it"
+                    "run continues without it"
                 )
 
 

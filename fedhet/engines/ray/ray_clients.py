@@ -66,7 +66,7 @@ class ReachableClients(SimpleClientManager):
         if self._pool.is_lost:
             raise FedhetError(
                 "no worker is left on Ray: its machines are gone, or none starts on them; "
-                "--resume goes on with the run when they are back"
+                "--resume continues the run when they are back"
             )
         return super().all()
 
