@@ -255,14 +255,7 @@ def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
 
 @pytest.mark.parametrize(
     ("held", "batch", "sizes"),
-    [
-        (10, 8, [10]),
-        (16, 8, [8, 8]),
-        (19, 8, [10, 9]),
-        (5, 8, [8]),
-        (5, 64, [32]),
-        (40, 64, [40]),
-    ],
+    [(10, 8, [10]), (16, 8, [8, 8]), (19, 8, [10, 9]), (5, 8, [8]), (5, 64, [32]), (40, 64, [40])],
 )
 def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, batch, sizes):
     """D' passes in equal parts of a training batch or more; a small one is joined by others."""

@@ -42,17 +42,8 @@ NUMBERS = (
     0, 1, -1, 2, 5e-324, -5e-324, 1e-12, 1e11, -1e11, 1e13, -1e13, 1e20, 3.4e38, -3.4e38, 1.797e308,
     2**31, 2**63 - 1, -(2**63), 2**64 - 1, math.nan, math.inf, -math.inf,
 )  # fmt: skip
-WORDS = (
-    "",
-    "server",
-    "a",
-    "b",
-    "run-1",
-    "x" * 5000,
-    "\x1b[2J\nnote: all well",
-    "\u202e",
-    "weights/",
-)
+WORDS = ("", "server", "a", "b", "run-1", "weights/", "x" * 5000)
+WORDS += ("\x1b[2J\nnote: all well", "\u202e")
 TYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16", "uint64", "object")
 
 

@@ -512,18 +512,12 @@ def test_a_name_twice():
 @pytest.mark.parametrize(
     "listed",
     [
-        spec("t", "float64", 2, 3),
-        spec("t", "float32", 3, 2),
-        spec("t", "float32", 6),
-        spec("t", "float32", 2, 3, 1),
-        spec("t", "float32"),
-        spec("t", "float32", 2**63, 3),
-        spec("t", "<f4", 2, 3),
-        spec("t", "", 2, 3),
-        spec("t", "FLOAT32", 2, 3),
+        spec("t", "float64", 2, 3), spec("t", "float32", 3, 2), spec("t", "float32", 6),
+        spec("t", "float32", 2, 3, 1), spec("t", "float32"), spec("t", "float32", 2**63, 3),
+        spec("t", "<f4", 2, 3), spec("t", "", 2, 3), spec("t", "FLOAT32", 2, 3),
     ],
     ids=lambda s: f"{s.dtype}{list(s.shape)}",
-)
+)  # fmt: skip
 def test_a_tensor_that_is_not_as_listed(listed):
     head = arrays_of(manifest(tensors=[listed]))
     fault = refusal(lambda: decoded(*head, np.zeros((2, 3), np.float32)), "t")
@@ -568,16 +562,10 @@ def test_the_expected_message_passes():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("run", "run-2"),
-        ("method", "local"),
-        ("method", ""),
-        ("round", 2),
-        ("round", 4),
-        ("round", 0),
-        ("sender", "client-8"),
-        ("sender", ""),
+        ("run", "run-2"), ("method", "local"), ("method", ""), ("round", 2), ("round", 4),
+        ("round", 0), ("sender", "client-8"), ("sender", ""),
     ],
-)
+)  # fmt: skip
 def test_another_message_is_refused_by_field(field, value):
     assert repr(value) in refusal(lambda: expected(**{field: value}), field)
 

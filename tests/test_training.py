@@ -151,17 +151,6 @@ def states(*models):
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_train_epoch_is_a_plain_loop(case):
-    run = RUNS[case]
-    model, losses = trained(run)
-    plain = small_net()
-    expected = plain_loop(plain, *data(), run, epochs=3)
-    for (name, tensor), (_, reference) in states(model, plain):
-        assert torch.equal(tensor, reference), name
-    assert losses == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("case", RUNS)
 def test_the_fused_optimizer_is_the_usual_one(case):
     run = RUNS[case]
     model, losses = trained(run)

@@ -617,20 +617,11 @@ def test_the_papers_setting_sends_a_fifth_of_the_greedy_cost():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_clients(tmp_path):
-    config = resolve(
-        {
-            "method": "um-pfssl",
-            "clients": 100,
-            "rounds": 6,
-            "fraction": 0.1,
-            "data.partition": "iid",
-            "data.min-samples": 5,
-            "models.pool": MODEL,
-            "training.local-epochs": 1,
-            "engine.backend": "inline",
-            "um-pfssl.warm-up": 1,
-        }
-    )
+    config = resolve({
+        "method": "um-pfssl", "clients": 100, "rounds": 6, "fraction": 0.1, "models.pool": MODEL,
+        "data.partition": "iid", "data.min-samples": 5, "training.local-epochs": 1,
+        "engine.backend": "inline", "um-pfssl.warm-up": 1,
+    })  # fmt: skip
     summary = run(config, tmp_path / "run")
     assert len(summary["accuracy"]["personal"]["private"]["per_client"]) == 100
     assert len(records(tmp_path / "run")[0]["asked"]) == 100
