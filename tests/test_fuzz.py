@@ -270,13 +270,13 @@ def assert_measures(method, metrics, reply):
     """All that is derived from the metrics is finite, and JSON takes it."""
     measured = reply.measured
     assert "error" not in metrics
-    said = {f"accuracy.{p}.{k}": value for (p, k), value in measured.accuracy.items()}
-    assert {kind for _, kind in measured.accuracy} <= set(method.spec.kinds)
+    said = {".".join(place): value for place, value in measured.scores.items()}
+    assert {kind for *_, kind in measured.scores} <= set(method.spec.kinds)
     assert said.items() <= metrics.items()
     assert metrics.keys() - said.keys() <= {"loss", "seconds.train", "seconds.evaluate", "memory"}
     assert all(value == 0 or 1e-12 <= value <= 1 for value in said.values())
     accuracy = {}
-    for (protocol, kind), value in measured.accuracy.items():
+    for (_, protocol, kind), value in measured.scores.items():
         for name, each in (("a", value), ("b", 1.0)):
             accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = each
     record = RoundRecord(1, accuracy=summarise(accuracy), relative=relative(accuracy))
