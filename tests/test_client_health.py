@@ -39,7 +39,9 @@ def test_a_client_whose_replies_are_refused_is_set_aside_by_name():
     assert [round for round, names in asked.items() if "b" in names] == [1, 2, 3]
     assert forgotten == [(3, "b")]
     assert len(notices) == 1
-    assert notices[0].startswith("client b is set aside: its replies were refused 3 rounds running")
+    assert notices[0].startswith(
+        "client b is excluded: its replies were refused in 3 consecutive rounds"
+    )
 
 
 def test_one_good_reply_clears_a_client():
@@ -63,7 +65,7 @@ def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
     rounds = [round for round, names in asked.items() if "b" in names]
     assert rounds == [1, 2, 4, 8, 16, 32, 48], "after 2, 4, 8 rounds, at most 16"
     assert forgotten == [(2, "b")]
-    assert "client b has not answered 2 rounds running" in notices[0]
+    assert "client b has not answered in 2 consecutive rounds" in notices[0]
 
 
 def test_who_answers_again_is_asked_as_before():

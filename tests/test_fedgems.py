@@ -407,7 +407,9 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
     before = all_of(server)
     for number in range(1, last):
         server.play(number)
-    with pytest.raises(StateError, match=f"has diverged {last} rounds running, up to round {last}"):
+    with pytest.raises(
+        StateError, match=f"diverged in {last} consecutive rounds, up to round {last}"
+    ):
         server.play(last)
     after = all_of(server)
     assert same(before, after)

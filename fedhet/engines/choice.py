@@ -20,12 +20,12 @@ from fedhet.runs.units import plural
 from fedhet.settings.schema import refused
 
 if TYPE_CHECKING:
-    from fedhet.engines.ray.local_cluster import OwnRay
+    from fedhet.engines.ray.local_cluster import LocalCluster
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What trains the clients of a run: this process, a Ray of its own, or a cluster."""
+    """What trains the clients of a run: this process, or the workers of a Ray cluster."""
 
     run: Callable[[ServerAppComponents], None]
     workers: int = 1
@@ -37,10 +37,10 @@ class Engine:
 
 
 @contextlib.contextmanager
-def ray_beside(
+def cluster_for(
     config: Config, data: RunData, directory: Path, watchers: Sequence[Watcher]
-) -> Iterator[OwnRay | None]:
-    """Start a Ray of the run's own, if it trains on one: it takes seconds, most of them waiting.
+) -> Iterator[LocalCluster | None]:
+    """Start the run's own Ray cluster on this machine, if it trains on one, while others load data.
 
     Raises SettingsError.
     """
@@ -50,9 +50,9 @@ def ray_beside(
     if engine.backend != "ray" or engine.ray_address:
         yield None
         return
-    from fedhet.engines.ray.local_cluster import own_ray
+    from fedhet.engines.ray.local_cluster import local_cluster
 
-    with own_ray(config, data, directory, _notice(watchers)) as ray:
+    with local_cluster(config, data, directory, _notice(watchers)) as ray:
         yield ray
 
 
@@ -62,7 +62,7 @@ def engine_of(
     data: RunData,
     directory: Path,
     watchers: Sequence[Watcher],
-    own: OwnRay | None,
+    own: LocalCluster | None,
 ) -> Iterator[Engine]:
     """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
     if config.run.engine.backend == "inline":

@@ -17,7 +17,7 @@ from fedhet.config.resolve import Config, check
 from fedhet.config.sources import read_toml
 from fedhet.data import RunData
 from fedhet.devices import settled
-from fedhet.engines.choice import engine_of, ray_beside, tell
+from fedhet.engines.choice import cluster_for, engine_of, tell
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
 from fedhet.storage import replacing
@@ -46,7 +46,7 @@ def simulate(
     with contextlib.ExitStack() as ending:
         # Clients of this run may stay open in this process; its data does not.
         ending.callback(data.forget)
-        own = ending.enter_context(ray_beside(config, data, directory, watchers))
+        own = ending.enter_context(cluster_for(config, data, directory, watchers))
         check(config, data)
         engine = ending.enter_context(engine_of(config, data, directory, watchers, own))
         parts = components(

@@ -1,8 +1,8 @@
-"""How each client has fared round after round, and who is asked because of it.
+"""The outcome of each client's rounds, which decides whether the client is asked again.
 
-A client whose replies are refused several rounds running is set aside for the rest of the run. One
-that is silent, or answers with errors, is asked again only now and then. What either contributed
-before is not kept. All of it is saved with each checkpoint, so that a resumed run asks the same.
+A client whose replies are refused in several consecutive rounds is excluded for the rest of the
+run. One that is silent, or replies with errors, is asked again less and less often. What either has
+contributed is dropped. The counts are part of each checkpoint: a resumed run asks the same clients.
 """
 
 from __future__ import annotations
@@ -14,47 +14,52 @@ from fedhet.errors import FedhetError
 
 Outcome = Literal["silent", "error", "refused"]
 """No answer; an answer with an error of the client's own; a reply that the server refuses."""
-LONGEST_REST = 16
-"""The most rounds between two attempts to ask a client that does not answer."""
+LONGEST_PAUSE = 16
+"""The most rounds between two attempts to reach a client or a node that does not answer."""
+
+
+def pause_after(failures: int) -> int:
+    """Return the rounds to wait before the next attempt: twice as many after each failure."""
+    return min(1 << failures, LONGEST_PAUSE)
 
 
 class ClientHealth:
-    """Counts, by client, the rounds running without a usable reply."""
+    """Counts each client's consecutive rounds without a usable reply."""
 
     def __init__(self, refusals: int, silences: int, notice: Callable[[str], None]) -> None:
-        """`refusals`, `silences`: rounds running until a client is set aside, or rests.
+        """`refusals`, `silences`: consecutive rounds until a client is excluded, or pauses.
 
-        0 is never.
+        0: never.
         """
         self._most_refused, self._most_silent, self._notice = refusals, silences, notice
         self._refused: dict[str, int] = {}
         self._silent: dict[str, tuple[int, int]] = {}
-        """The rounds running without an answer, and the last of them."""
+        """The consecutive rounds without an answer, and the last of them."""
         self._gone: dict[str, int] = {}
-        """The rounds running in which a former member was not connected."""
+        """The consecutive rounds in which a former member was not connected."""
 
     def eligible(self, round: int, names: Collection[str]) -> list[str]:
         """Return, in their order, the clients that may be asked in a round.
 
-        If all that are left rest, they are asked nevertheless: somebody must be. Raises FedhetError
-        if all are set aside.
+        If all of them pause, all are asked: a round needs clients. Raises FedhetError if all are
+        excluded.
         """
         left = [name for name in names if not self._is_aside(name)]
         if not left:
             raise FedhetError(
                 f"round {round} has nobody to ask: the replies of all {len(names)} clients were "
-                f"refused {self._most_refused} rounds running ('engine.refusals')"
+                f"refused in {self._most_refused} consecutive rounds ('engine.refusals')"
             )
         return [name for name in left if not self._rests(round, name)] or left
 
     def rests(self, round: int, name: str) -> bool:
-        """Tell whether a client may not be asked in a round while there are others."""
+        """Return whether a client is not asked in a round as long as there are others."""
         return self._is_aside(name) or self._rests(round, name)
 
     def enter(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
     ) -> list[str]:
-        """Enter how each asked client fared (None: well); return whom the method must forget."""
+        """Record the asked clients' outcomes (None: usable); return whom the method must forget."""
         before = self._forgettable()
         for name in sorted(outcomes):
             self._enter(round, name, outcomes[name])
@@ -84,7 +89,7 @@ class ClientHealth:
                 self._refused[name] = refused
 
     def _enter_gone(self, members: Collection[str]) -> None:
-        """Count the rounds without each former member; one that has left starts anew when back."""
+        """Count the rounds without each former member; one that returns starts from zero."""
         for name in members:
             self._gone[name] = 0
         for name in self._gone.keys() - set(members):
@@ -101,7 +106,7 @@ class ClientHealth:
         if not self._is_silent(name):
             return False
         count, last = self._silent[name]
-        return round < last + min(1 << (count - self._most_silent + 1), LONGEST_REST)
+        return round < last + pause_after(count - self._most_silent + 1)
 
     def _forgettable(self) -> set[str]:
         """Return the clients whose earlier contributions must not count any longer."""
@@ -113,13 +118,13 @@ class ClientHealth:
         if self._is_aside(name):
             count = self._refused[name]
             return (
-                f"client {name} is set aside: its replies were refused {count} rounds running "
-                "('engine.refusals'); what it contributed before is dropped"
+                f"client {name} is excluded: its replies were refused in {count} consecutive "
+                "rounds ('engine.refusals'); what it contributed before is dropped"
             )
         if self._is_silent(name):
             count = self._silent[name][0]
             return (
-                f"client {name} has not answered {count} rounds running: it is asked again only "
-                "now and then ('engine.silences'); what it contributed before is dropped"
+                f"client {name} has not answered in {count} consecutive rounds: it is asked again "
+                "only now and then ('engine.silences'); what it contributed before is dropped"
             )
         return f"client {name} has left; what it contributed before is dropped"

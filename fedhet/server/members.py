@@ -13,12 +13,10 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import FedhetError, one_line, words_of
 from fedhet.server.admission import Admission, Task, commonest, commonest_task, task_of
+from fedhet.server.client_health import pause_after
 from fedhet.server.nodes import asked_again, registered_name
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
-
-LONGEST_REST = 16
-"""The most rounds between two attempts to ask a node for its description."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Members:
 
     def _is_due(self, node: str) -> bool:
         count, last = self._silent.get(node, (0, 0))
-        rested = self._asked - last >= min(1 << max(count - 1, 0), LONGEST_REST)
+        rested = self._asked - last >= pause_after(max(count - 1, 0))
         return node not in self._refused and rested
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:

@@ -58,10 +58,10 @@ class RoundState:
         self.usual: dict[str, float] = {}
         """The median size of each field of a reply, in the last round that worked."""
         self.good = self.formed = 0
-        """After which round the server's last state was formed that clients proved able to use, and
-        its last state at all; 0: before the first round."""
+        """The round of the server's last state that clients could use, and that of its last state;
+        0: before the first round."""
         self.divergences = 0
-        """The rounds running in which the training of the server's own model diverged."""
+        """The consecutive rounds in which the training of the server's own model diverged."""
         self.learned_once = False
         """Has a round's training or averaging on the server succeeded?"""
         self._workers = workers
@@ -115,9 +115,10 @@ class RoundState:
         return name in self._changed
 
     def present(self, names: Collection[str]) -> list[str]:
-        """Return, sorted, the clients in `names` to whom it makes sense to speak in this round.
+        """Return, sorted, the clients in `names` that may be sent a message in this round.
 
-        Not those that have been silent in it, and of those that were not asked none that rests.
+        A client that was silent in the round is left out, and so is one that pauses, unless it was
+        asked in the round.
         """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
         resting = {n for n in names if self.health.rests(self.record.round, n)}
@@ -193,10 +194,10 @@ class RoundState:
         self._magnitudes = magnitudes
 
     def settle(self, answered: Sequence[str]) -> bool:
-        """Record the clients whose replies were accepted; tell whether the server must go back.
+        """Record the clients whose replies were accepted; return whether the server must go back.
 
-        It must if most of the others could not use its instructions, or answered with what cannot
-        be used, and earlier instructions have worked.
+        It must if more clients than these could not use its instructions, or sent an unusable
+        reply, and earlier instructions have worked.
         """
         self.record.answered = list(answered)
         unable = sum(outcome != "silent" for outcome in self._outcomes.values())
@@ -211,7 +212,7 @@ class RoundState:
     def went_back(self) -> None:
         """Record that the server's state is again the last one that worked.
 
-        Nobody is blamed for this round: who could not use its instructions may be in order.
+        No client is blamed for this round: the instructions may have been at fault.
         """
         state = f"of round {self.good}" if self.good else "before the first round"
         self._notice(
@@ -224,14 +225,14 @@ class RoundState:
     def diverged(self, fault: str) -> None:
         """Record that the server's training on the round's replies diverged.
 
-        Nobody is blamed: which of the replies made it diverge, if any did, cannot be told.
+        No client is blamed: the reply that caused it, if one did, is not known.
         """
         self.divergences += 1
         self.figures({"diverged": 1.0})
         clients = ", ".join(self.record.answered)
         self._notice(
             f"the training of the server's model diverged in round {self.record.round} ({fault}): "
-            f"its weights of before stand, and what it learned from {clients} in this round is "
+            f"it keeps its earlier weights, and what it learned from {clients} in this round is "
             "dropped"
         )
 
@@ -240,7 +241,7 @@ class RoundState:
         self.divergences, self.learned_once = 0, True
 
     def enter_health(self, members: Collection[str]) -> list[str]:
-        """Enter how the clients fared in the round; return whom the method must forget."""
+        """Record the clients' outcomes of the round; return whom the method must forget."""
         fared = {name: self._outcomes.get(name) for name in (*self.record.asked, *self._outcomes)}
         return self.health.enter(self.record.round, fared, members)
 
@@ -297,7 +298,7 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
     """Record whether the server learns from the round's replies, or its training diverges.
 
     The block does so if it raises DivergedError. Raises StateError if the training has diverged in
-    'engine.divergences' rounds running, or in every round that there was up to the last.
+    'engine.divergences' consecutive rounds, or in all rounds up to the last.
     """
     try:
         yield
@@ -306,8 +307,8 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
         never = state.record.round == run.rounds and not state.learned_once
         if never or 0 < run.engine.divergences <= state.divergences:
             raise StateError(
-                f"the training of the server's model has diverged {state.divergences} rounds "
-                f"running, up to round {state.record.round} ('engine.divergences'); a smaller "
+                f"the training of the server's model has diverged in {state.divergences} "
+                f"consecutive rounds, up to round {state.record.round} ('engine.divergences'); a smaller "
                 "'training.lr', or 'training.clip', may help"
             ) from error
     else:
@@ -315,5 +316,5 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome:
-    """Return how a client fared: it answered with an error of its own, or its answer is refused."""
+    """Return a client's outcome: it replied with an error of its own, or its reply is refused."""
     return "error" if error.field == "answer" else "refused"

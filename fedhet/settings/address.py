@@ -18,7 +18,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     found = _PLACE.fullmatch(address)
     if found is None or not 1 <= int(found[2]) <= 65_535:
         raise ValueError(
-            "it takes auto, HOST:PORT with a port from 1 to 65535, or nothing for a Ray of its own"
+            "it takes auto, HOST:PORT with a port from 1 to 65535, or nothing for a cluster of "
+            "its own"
         )
     return found[1].strip("[]"), int(found[2])
 

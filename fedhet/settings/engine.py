@@ -52,8 +52,8 @@ class EngineSettings(ComputeSettings):
     )
     ray_address: RayAddress = machine(
         "",
-        "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a Ray of its own on "
-        "this machine (docs/cluster.md)",
+        "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a cluster of its own "
+        "on this machine (docs/cluster.md)",
     )
     join_timeout: Positive = machine(
         120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
@@ -82,13 +82,13 @@ class EngineSettings(ComputeSettings):
     )
     refusals: CountOrNone = Field(
         3,
-        description="rounds running after which a client whose replies are refused is set aside; "
-        "0 = never",
+        description="consecutive rounds after which a client whose replies are refused is "
+        "excluded; 0 = never",
     )
     silences: CountOrNone = Field(
         2,
-        description="rounds running after which a client that does not answer is asked only now "
-        "and then; 0 = it is asked in every round",
+        description="consecutive rounds after which a client that does not answer is asked only "
+        "now and then; 0 = it is asked in every round",
     )
     drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -103,7 +103,7 @@ class EngineSettings(ComputeSettings):
     )
     divergences: CountOrNone = Field(
         3,
-        description="rounds running in which the training of the server's own model diverges, "
+        description="consecutive rounds in which the training of the server's own model diverges, "
         "after which the run ends; 0 = never",
     )
 

@@ -108,7 +108,7 @@ class HetStrategy(Strategy):
         raise NotImplementedError
 
     def forget(self, client: str) -> None:
-        """Drop what a client has contributed: it left, fails again and again, or is set aside."""
+        """Drop what a client has contributed: it left, fails again and again, or is excluded."""
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the instruction that `client` needs to evaluate its models after `round`.

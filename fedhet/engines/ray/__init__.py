@@ -1,1 +1,1 @@
-"""Runs on Ray: a Ray of a run's own or a cluster that is joined, their machines and workers."""
+"""Runs on Ray: a cluster of the run's own on this machine, or an existing cluster that it joins."""

@@ -35,12 +35,12 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 _BESIDE = ThreadPoolExecutor(1)
 """Its thread lives as long as this process: Ray's processes end with the thread that began them."""
 _begun: list[Future[None]] = []
-"""The start of a Ray that nobody has waited for yet."""
+"""The start of a cluster for which nobody has waited yet."""
 
 
 @contextlib.contextmanager
 def begun() -> Iterator[None]:
-    """Begin to start a Ray, for which `start` then only waits; if nothing does so, end it again."""
+    """Begin to start a Ray cluster, for which `start` then waits; end it if nobody does."""
     _begun.append(_BESIDE.submit(_start))
     try:
         yield
@@ -50,7 +50,7 @@ def begun() -> Iterator[None]:
 
 
 def start() -> None:
-    """Start a Ray on this machine, for this process alone. Raises FedhetError."""
+    """Start a Ray cluster on this machine, for this process alone. Raises FedhetError."""
     if _begun:
         _begun.pop().result()
     else:

@@ -1,4 +1,4 @@
-"""A Ray of a run's own, on this machine: it starts with the run, and ends with it."""
+"""A Ray cluster of a run's own, on this machine: it starts and ends with the run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedhet.engines.ray.pool import Pool
 from fedhet.engines.ray.ray_clients import Workers, actor_of
 
 
-class OwnRay:
-    """A Ray that starts beside what else there is to do before the first round."""
+class LocalCluster:
+    """A Ray cluster on this machine, which starts in a thread while the run loads its data."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class OwnRay:
 
 
 @contextlib.contextmanager
-def own_ray(
+def local_cluster(
     config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
-) -> Iterator[OwnRay]:
+) -> Iterator[LocalCluster]:
     """Start a Ray cluster in the background of the block; end it after the block.
 
     `notice` is told of workers that are lost. `config` says what `auto` means here, since the
@@ -82,7 +82,7 @@ def own_ray(
     """
     # Ray's processes end with the thread that has started them: it lives as long as the block.
     with ThreadPoolExecutor(1) as beside:
-        ray = OwnRay(config, data, directory, notice, beside)
+        ray = LocalCluster(config, data, directory, notice, beside)
         try:
             yield ray
         finally:
