@@ -308,8 +308,8 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
         if never or 0 < run.engine.divergences <= state.divergences:
             raise StateError(
                 f"the training of the server's model has diverged in {state.divergences} "
-                f"consecutive rounds, up to round {state.record.round} ('engine.divergences'); a smaller "
-                "'training.lr', or 'training.clip', may help"
+                f"consecutive rounds, up to round {state.record.round} ('engine.divergences'); a "
+                "smaller 'training.lr', or 'training.clip', may help"
             ) from error
     else:
         state.learned()
