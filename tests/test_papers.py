@@ -15,7 +15,7 @@ from synthetic import make
 from typer.testing import CliRunner
 
 from fedhet.cli import app
-from fedhet.cli import table as command
+from fedhet.cli import jobs as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.errors import FedhetError, SettingsError

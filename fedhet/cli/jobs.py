@@ -6,9 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TypeVar
 
 from fedhet.config.resolve import Config
+from fedhet.engines.simulate import simulate
+from fedhet.errors import FedhetError
+from fedhet.runs.log import Watcher
 
 T = TypeVar("T")
 RUNS_A_PROCESS = 20
@@ -25,6 +29,15 @@ def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iter
         started = {pool.submit(make, item): item for item in todo}
         for future in as_completed(started):
             yield started[future], future.result()
+
+
+def fault_of(config: Config, directory: Path, watchers: Sequence[Watcher] = ()) -> str:
+    """Make a run; return why it failed, or ""."""
+    try:
+        simulate(config, directory, watchers)
+    except FedhetError as error:
+        return str(error)
+    return ""
 
 
 def jobs_that_fit(config: Config) -> int:

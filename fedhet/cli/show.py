@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 import tomli_w
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhet.cli import completion
+from fedhet.cli.listing import listing
 from fedhet.cli.options import console, with_settings
 from fedhet.config.reference import (
     FIELD_COLUMNS,
@@ -41,7 +42,7 @@ def methods_command(
     found, faults = all_methods()
     specs = {name: method.spec for name, method in found.items()}
     rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
-    console.print(_table("method", "what it does", "headline", "paper", rows=rows))
+    console.print(listing("method", "what it does", "headline", "paper", rows=rows))
     for fault in faults:
         console.print(f"left out: {fault}", markup=False)
 
@@ -54,7 +55,7 @@ def _show_method(name: str) -> None:
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
-        table = _table(*FIELD_COLUMNS, rows=field_rows(contract))
+        table = listing(*FIELD_COLUMNS, rows=field_rows(contract))
         table.title, table.title_justify = f"{sender} sends", "left"
         console.print(table if contract.fields else f"{sender} sends nothing")
 
@@ -64,7 +65,7 @@ def models_command() -> None:
     from fedhet import models
 
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
-    console.print(_table("model", "family", "what it is", "source", rows=rows))
+    console.print(listing("model", "family", "what it is", "source", rows=rows))
     console.print(
         "A model of your own: a name with a colon, `package.module:function`; see the README. A "
         "pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
@@ -76,7 +77,7 @@ def datasets_command() -> None:
     from fedhet.data.sources import SOURCES
 
     rows = [(each.form, each.line) for each in SOURCES.values()]
-    console.print(_table("dataset", "what it is", rows=rows))
+    console.print(listing("dataset", "what it is", rows=rows))
 
 
 def presets_command(
@@ -90,7 +91,7 @@ def presets_command(
         for key, value in read_preset(name).items():
             console.print(f"{key} = {value!r}", markup=False)
         return
-    console.print(_table("preset", "what it is", rows=preset_names().items()))
+    console.print(listing("preset", "what it is", rows=preset_names().items()))
 
 
 def settings_command(
@@ -143,7 +144,7 @@ def _sections() -> dict[str, str]:
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> Table:
-    return _table(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
+    return listing(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
 
 
 @with_settings("preset", "config", "dataset", "clients", "set_")
@@ -155,16 +156,8 @@ def partition_command(values: dict[str, object]) -> None:
 
     data = RunData.of(resolve(values).run)
     data.validate()
-    table = _table("client", "samples", *data.dataset.classes)
-    for client, row in data.label_counts().items():
-        table.add_row(client, str(sum(row)), *(str(n) if n else "·" for n in row))
-    console.print(table)
-
-
-def _table(*columns: str, rows: Iterable[Iterable[str]] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+    rows = [
+        [client, str(sum(row)), *(str(n) if n else "·" for n in row)]
+        for client, row in data.label_counts().items()
+    ]
+    console.print(listing("client", "samples", *data.dataset.classes, rows=rows))

@@ -15,13 +15,12 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import side_by_side
+from fedhet.cli.jobs import fault_of, side_by_side
+from fedhet.cli.listing import listing
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config, resolve
-from fedhet.engines.simulate import simulate
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.papers import (
     SIZES,
@@ -98,15 +97,13 @@ def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -
 
 
 def _listed() -> Table:
-    listed = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for header in ("table", "what it is", "source", "runs a seed"):
-        listed.add_column(header, overflow="fold")
+    rows = []
     for name in table_names():
         table = read_table(name)
         counts = {s: len(plan(name, table, s, [0], Path()).runs) for s in table.sizes}
         sizes = ", ".join(f"{size} {count}" for size, count in counts.items())
-        listed.add_row(name, table.title, table.source, sizes)
-    return listed
+        rows.append((name, table.title, table.source, sizes))
+    return listing("table", "what it is", "source", "runs a seed", rows=rows)
 
 
 def _make(
@@ -142,13 +139,10 @@ def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = (
     """Make or resume a run; return why it failed, or ""."""
     if run.finished:  # for another table that is made at the same time
         return ""
-    try:
-        simulate(run.config, run.directory.resolve(), watchers)
-    except FedhetError as error:
-        return str(error)
-    if not keep_models:
+    fault = fault_of(run.config, run.directory.resolve(), watchers)
+    if not (fault or keep_models):
         forget_models(run.directory)
-    return ""
+    return fault
 
 
 class _Rounds(Watcher):
@@ -188,11 +182,5 @@ def _show(results: Results) -> None:
 
 
 def _printed(found: Cells) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for place, header in enumerate(found.headers):
-        table.add_column(
-            header, overflow="fold", justify="left" if place < found.words else "right"
-        )
-    for row in found.rows:
-        table.add_row(*(Text(cell.text) for cell in row))
-    return table
+    rows = [[cell.text for cell in row] for row in found.rows]
+    return listing(*found.headers, rows=rows, words=found.words)

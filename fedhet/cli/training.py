@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import jobs_that_fit, side_by_side
+from fedhet.cli.jobs import fault_of, jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
@@ -143,12 +143,7 @@ def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
 
 
 def _made(run: OneOfSeveral) -> str:
-    """Make a run; return why it failed, or ""."""
-    try:
-        simulate(run.config, run.directory)
-    except FedhetError as error:
-        return str(error)
-    return ""
+    return fault_of(run.config, run.directory)
 
 
 def _label(chosen: Mapping[str, object], seed: int, *, several: bool) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
+from fedhet.cli.listing import listing
 from fedhet.cli.options import console, say
 from fedhet.runs.units import printable, score
 
@@ -58,24 +58,17 @@ def predict_command(
 
 
 def _table(names: list[str], found: Predictions) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("sample", overflow="fold")
-    table.add_column("class")
     several = len(found.classes) > MOST_COLUMNS
-    shown = [f"the {TOP} most probable"] if several else list(found.classes)
-    for name in shown:
-        table.add_column(_word(name), justify="left" if several else "right")
+    shown = [f"the {TOP} most probable"] if several else found.classes
+    rows = []
     for sample, label, row in zip(names, found.labels, found.probabilities, strict=True):
         cells = [score(value) for value in row]
         if several:
             top = row.argsort()[::-1][:TOP]
-            cells = [", ".join(f"{_word(found.classes[k])} {cells[k]}" for k in top)]
-        table.add_row(_word(sample), _word(found.classes[label]), *cells)
-    return table
-
-
-def _word(text: str) -> str:
-    return escape(printable(text))
+            cells = [", ".join(f"{printable(found.classes[k])} {cells[k]}" for k in top)]
+        rows.append([printable(sample), printable(found.classes[label]), *cells])
+    headers = ["sample", "class", *map(printable, shown)]
+    return listing(*headers, rows=rows, words=None if several else 2)
 
 
 def export_command(

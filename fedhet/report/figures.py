@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,8 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
 
 def metrics(run: Run, names: Sequence[str]) -> Drawing | None:
     """Draw metrics besides accuracy over rounds, one panel each, under the headline protocol."""
-    if not names:
-        return None
-    across = min(len(names), ACROSS)
-    rows = math.ceil(len(names) / across)
-    return Drawing(
-        "metrics", partial(_metrics, run=run, names=names, shape=(rows, across)),
-        "metrics besides accuracy over rounds",
-        width=WIDTH * 0.75 * across, height=HEIGHT * 0.75 * rows,
-    )  # fmt: skip
+    draw = partial(_metric, run=run)
+    return _grid("metrics", names, draw, "metrics besides accuracy over rounds")
 
 
 def metrics_of(run: Run) -> list[str]:
@@ -75,18 +69,32 @@ def metrics_of(run: Run) -> list[str]:
     return [name for name in run.metrics if is_shown(name)]
 
 
-def _metrics(figure: Figure, run: Run, names: Sequence[str], shape: tuple[int, int]) -> None:
-    panels = figure.subplots(*shape, squeeze=False).flatten()
-    for ax, name in zip(panels, names, strict=False):
-        view, title = run.measuring(name), metric_of(name).title
-        for kind in view.kinds(view.headline):
-            _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
-        style.over_rounds(ax, run.costs.index)
-        style.ticks(ax)
-        where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
-        style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
-    for ax in panels[len(names) :]:
-        ax.axis("off")
+def _metric(ax: Axes, name: str, run: Run) -> None:
+    view, title = run.measuring(name), metric_of(name).title
+    for kind in view.kinds(view.headline):
+        _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
+    style.over_rounds(ax, run.costs.index)
+    style.ticks(ax)
+    where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
+    style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
+
+
+def _grid(
+    name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
+) -> Drawing | None:
+    """Return a figure of small panels, each filled by `draw`; None without panels."""
+    across = min(len(panels), ACROSS)
+    if not across:
+        return None
+    rows = math.ceil(len(panels) / across)
+
+    def fill(figure: Figure) -> None:
+        grid = figure.subplots(rows, across, squeeze=False).flatten()
+        for ax, panel in zip_longest(grid, panels):
+            ax.axis("off") if panel is None else draw(ax, panel)
+
+    size = {"width": WIDTH * 0.75 * across, "height": HEIGHT * 0.75 * rows}
+    return Drawing(name, fill, alt, **size)
 
 
 def _accuracy(figure: Figure, run: Run, protocols: Sequence[str]) -> None:
@@ -228,23 +236,12 @@ def _loss(figure: Figure, run: Run) -> None:
 
 def method(run: Run) -> Drawing | None:
     """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
-    shown = run.figures.iloc[:, :PANELS]
-    if shown.empty:
-        return None
-    across = min(len(shown.columns), ACROSS)
-    rows = math.ceil(len(shown.columns) / across)
-    return Drawing(
-        "method", partial(_method, figures=shown, shape=(rows, across)), "method's figures",
-        width=WIDTH * 0.75 * across, height=HEIGHT * 0.75 * rows,
-    )  # fmt: skip
+    draw = partial(_own, figures=run.figures)
+    return _grid("method", list(run.figures)[:PANELS], draw, "method's figures")
 
 
-def _method(figure: Figure, figures: pd.DataFrame, shape: tuple[int, int]) -> None:
-    panels = figure.subplots(*shape, squeeze=False).flatten()
-    for ax, name in zip(panels, figures, strict=False):
-        style.line(ax, figures[name])
-        style.over_rounds(ax, figures.index)
-        style.ticks(ax)
-        style.head(ax, style.short(name.replace("_", " "), 30))
-    for ax in panels[len(figures.columns) :]:
-        ax.axis("off")
+def _own(ax: Axes, name: str, figures: pd.DataFrame) -> None:
+    style.line(ax, figures[name])
+    style.over_rounds(ax, figures.index)
+    style.ticks(ax)
+    style.head(ax, style.short(name.replace("_", " "), 30))

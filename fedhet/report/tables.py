@@ -18,7 +18,7 @@ from fedhet.report.frames import STATISTICS
 from fedhet.report.groups import Column, Spread
 from fedhet.report.paired import Difference, Pair
 from fedhet.report.run import Run, highest, lowest
-from fedhet.runs.records import NAN, Score
+from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
     human_bytes,
@@ -92,7 +92,10 @@ def client_cells(run: Run, *, beside: bool = True) -> Cells:
         view, title = run.measuring(metric), metric_of(metric).title
         shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
     scores = {title: view.last(*column) for view, column, title in shown}
-    values = {title: _values(each, run.clients) for title, each in scores.items()}
+    values = {
+        title: [_number(each.per_client.get(name, NAN)) for name in run.clients]
+        for title, each in scores.items()
+    }
     blank = [""] * (len(about) - 1)
     foot = [
         [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
@@ -100,11 +103,6 @@ def client_cells(run: Run, *, beside: bool = True) -> Cells:
     ]
     foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
     return Cells({**about, **values}, foot if scores else [], words)
-
-
-def _values(scores: Score, clients: Sequence[str]) -> list[Cell]:
-    values = [scores.per_client.get(name, NAN) for name in clients]
-    return [_number(value) for value in values]
 
 
 def metric_cells(run: Run) -> Cells | None:
@@ -132,9 +130,7 @@ def metric_table(run: Run) -> Table | None:
     cells = metric_cells(run)
     if cells is None:
         return None
-    table = _table(cells, Text("metrics besides accuracy, over the clients"))
-    _add(table, cells.rows)
-    return table
+    return _add(_table(cells, "metrics besides accuracy, over the clients"), cells.rows)
 
 
 def _number(value: float) -> Cell:
@@ -180,9 +176,7 @@ def final_table(run: Run) -> Table:
     last = run.last_evaluated.round if run.last_evaluated else run.done
     state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
     title = f"{run.method} on {run.dataset}: {state}"
-    table = _table(cells, Text(printable(title)))
-    if run.relative:
-        table.caption, table.caption_justify = Text(printable(relative_line(run))), "left"
+    table = _table(cells, printable(title), printable(relative_line(run)))
     best, hidden, rest = _ends(cells, run.columns)
     _add(table, best)
     if hidden:
@@ -204,10 +198,11 @@ def relative_line(run: Run) -> str:
     return f"relative to training alone, {protocol}: mean {mean}, best {best}, worst {worst}"
 
 
-def _table(cells: Cells, title: Text) -> Table:
+def _table(cells: Cells, title: str, caption: str = "") -> Table:
     """Return an empty table: text columns may wrap, numbers do not and are right-aligned."""
     table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
+        title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
+        caption=Text(caption) if caption else None, caption_justify="left",
         collapse_padding=True, pad_edge=False,
     )  # fmt: skip
     for number, (header, column) in enumerate(cells.columns.items()):
@@ -221,9 +216,10 @@ def _table(cells: Cells, title: Text) -> Table:
     return table
 
 
-def _add(table: Table, rows: Sequence[Sequence[Cell]]) -> None:
+def _add(table: Table, rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(*(Text(printable(cell.text).replace(" ± ", "\n± ")) for cell in row))
+    return table
 
 
 def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list[Row]]:
@@ -282,12 +278,8 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return a comparison for the terminal, with its notes below."""
     cells, headline = comparison_cells(comparison), " ".join(comparison.headline)
     title = f"last round{comparison.beside_accuracy}, mean ± std over seeds; ordered by {headline}"
-    table = _table(cells, Text(title))
     notes = [f"{TAIL_OF} {headline}", *comparison.notes]
-    table.caption = Text("\n".join(printable(note) for note in notes))
-    table.caption_justify = "left"
-    _add(table, cells.rows)
-    return table
+    return _add(_table(cells, title, "\n".join(map(printable, notes))), cells.rows)
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:
@@ -324,10 +316,8 @@ def paired_table(comparison: Comparison) -> Table | None:
     cells = paired_cells(comparison)
     if cells is None:
         return None
-    table = _table(cells, Text(f"differences by seed: {' '.join(comparison.headline)}"))
-    table.caption, table.caption_justify = Text(PAIRED), "left"
-    _add(table, cells.rows)
-    return table
+    title = f"differences by seed: {' '.join(comparison.headline)}"
+    return _add(_table(cells, title, PAIRED), cells.rows)
 
 
 def markdown(cells: Cells) -> str:
