@@ -12,7 +12,7 @@ _AT_A_CLIENT = re.compile(
     r"ClientAppException occurred\. Message: )(.*)'>\)",
     re.DOTALL,
 )
-"""What Flower wraps around a client's error: in this process, and in one of Ray's."""
+"""How Flower wraps a client's error, in this process and in a Ray worker."""
 
 
 class FedhetError(Exception):
@@ -76,7 +76,7 @@ def words_of(error: BaseException) -> str:
 
 
 def where_looked(error: BaseException, path: str) -> str:
-    """Return where a module `path` that is not found has to be; "" if the error is another."""
+    """Return a hint where a module `path` must be if it was not found; "" for another error."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in (path, path.split(".")[0]):
         return ""
     return "; its folder must be in PYTHONPATH, as in `PYTHONPATH=. fedhet run …`"

@@ -66,7 +66,7 @@ class ClientStore:
         return self.folder / f"round-{round:06d}.safetensors"
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a state, ascending."""
+        """Return the rounds of which a state is saved, ascending."""
         return sorted(map(round_of, _states(self.folder)))
 
     def save(
@@ -74,8 +74,8 @@ class ClientStore:
     ) -> None:
         """Save the state of `round` atomically.
 
-        Then remove the states of later rounds, which a server that has resumed from an earlier
-        round discards, and all but the last few and that which was current after round `kept_too`.
+        Then remove the states of later rounds, which a server that resumed from an earlier round
+        discards, and all others but the last few and the one in use after round `kept_too`.
         """
         save(self.path(round), tensors, facts)
         rounds = self.rounds()
@@ -108,7 +108,7 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """`identity`: the run and the method; a checkpoint says so, and no other is taken."""
+        """`identity`: the run and the method, which each checkpoint states; others are refused."""
         self._folder = directory / "checkpoints"
         self._identity = identity
 
@@ -143,8 +143,8 @@ class Checkpoints:
     def newest(self, notice: Callable[[str], None]) -> Checkpoint | None:
         """Return the last whole checkpoint of this run, or None if there are none.
 
-        Others are skipped with a notice: those that cannot be read, are of another run, method or
-        round, or hold NaN. Raises StateError if there are checkpoints, but none is whole.
+        One that cannot be read, is of another run, method or round, or holds NaN is skipped with a
+        notice. Raises StateError if there are checkpoints, but none is whole.
         """
         files = self._files()
         for path in reversed(files):
@@ -218,7 +218,7 @@ def refuse_other(
 
 
 def _states(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are named as a state is; others are somebody else's."""
+    """Yield the files of a folder that are named as a state is; others are ignored."""
     return (path for path in folder.glob("round-*.safetensors") if _ROUND.fullmatch(path.name))
 
 
@@ -229,7 +229,7 @@ def round_of(path: Path) -> int:
 
 def save(path: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Write `tensors` and `facts` to `path` atomically. Raises StateError."""
-    _clear_leavings(path)
+    _remove_leftovers(path)
     with replacing(path, private=True) as temporary:
         save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
 
@@ -267,7 +267,9 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise StateError(f"cannot write {path}: {error}; what stood there before stands") from error
+        raise StateError(
+            f"cannot write {path}: {error}; the file before it is unchanged"
+        ) from error
 
 
 def load(
@@ -297,9 +299,9 @@ def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
     try:
         facts = json.loads((file.metadata() or {})[_KEY])
     except (KeyError, ValueError, RecursionError):
-        raise StateError(f"{path} is no state of fedhet's") from None
+        raise StateError(f"{path} is not a state that fedhet saved") from None
     if not isinstance(facts, dict) or not all(map(_is_fact, facts.values())):
-        raise StateError(f"{path} is no state of fedhet's")
+        raise StateError(f"{path} is not a state that fedhet saved")
     return facts
 
 
@@ -307,12 +309,12 @@ def _is_fact(value: object) -> bool:
     return isinstance(value, int | float | str)
 
 
-def _clear_leavings(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of killed writers, ours and save_file's, older than an hour."""
-    for leaving in [*path.parent.glob(f".*{path.suffix}.*"), *path.parent.glob(".tmp*")]:
+    for leftover in [*path.parent.glob(f".*{path.suffix}.*"), *path.parent.glob(".tmp*")]:
         with contextlib.suppress(OSError):
-            if time.time() - leaving.stat().st_mtime > 3600:
-                leaving.unlink()
+            if time.time() - leftover.stat().st_mtime > 3600:
+                leftover.unlink()
 
 
 def _sync(path: Path) -> None:

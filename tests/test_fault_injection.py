@@ -7,7 +7,7 @@ import pytest
 from federation import records, run, small, without_times
 from test_permissions import PARTITION, SHIPPED
 
-from fedhet.client_runtime.fault_injection import drops_out, mishaps, straggles
+from fedhet.client_runtime.fault_injection import drops_out, injected_faults, straggles
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import check_deployable
 from fedhet.errors import SettingsError
@@ -53,7 +53,7 @@ def test_a_straggler_takes_longer_and_computes_the_same(tmp_path):
 def test_a_straggler_takes_that_many_times_as_long(share, expected):
     settings = small(stragglers=share, slowdown=3.0).run
     started = time.perf_counter()
-    with mishaps(settings, "client-0", 1):
+    with injected_faults(settings, "client-0", 1):
         time.sleep(0.05)
     taken = time.perf_counter() - started
     assert taken >= expected

@@ -20,17 +20,41 @@ LEAST_CHANGE = 1e-4
 """Relative improvement that counts as one; ReduceLROnPlateau's default."""
 
 
-def rate_factor(settings: TrainingSettings, round: int, rounds: int) -> float:
-    """Return the factor on the learning rate in `round`, 1 to `rounds`, in (0, 1].
+@dataclass(frozen=True)
+class Plateau:
+    """The state of torch's ReduceLROnPlateau: the least value, and rounds since an improvement.
 
-    That of a plateau is in `Plateau.factor`, and not in this one.
+    `factor` is the present one on the learning rate.
     """
+
+    best: float = math.inf
+    waited: int = 0
+    factor: float = 1.0
+
+    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
+        """Return the state after a round whose loss or error is `value`."""
+        if value < self.best * (1 - LEAST_CHANGE):
+            return Plateau(value, 0, self.factor)
+        if self.waited < patience:
+            return Plateau(self.best, self.waited + 1, self.factor)
+        return Plateau(self.best, 0, self.factor * decay)
+
+
+NO_PLATEAU = Plateau()
+
+
+def rate_factor(
+    settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
+) -> float:
+    """Return the factor on the learning rate in `round`, 1 to `rounds`, in (0, 1]."""
     factor = warm_up(round, settings.warm_up_rounds)
     if settings.schedule == "cosine":
         factor *= cosine(round - settings.warm_up_rounds, rounds - settings.warm_up_rounds)
     elif settings.schedule == "step":
         ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
         factor *= steps(round, ends, settings.decay)
+    elif settings.schedule == "plateau":
+        factor *= plateau.factor
     return factor
 
 
@@ -47,23 +71,3 @@ def cosine(round: int, rounds: int) -> float:
 def steps(round: int, ends: Sequence[int], decay: float) -> float:
     """Return `decay` to the power of the number of `ends`, ascending, that lie before `round`."""
     return decay ** bisect_left(ends, round)
-
-
-@dataclass(frozen=True)
-class Plateau:
-    """The state of torch's ReduceLROnPlateau: the least value so far, and rounds without a lower.
-
-    `factor` is the present one on the learning rate.
-    """
-
-    best: float = math.inf
-    waited: int = 0
-    factor: float = 1.0
-
-    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
-        """Return the state after a round whose loss or error is `value`."""
-        if value < self.best * (1 - LEAST_CHANGE):
-            return Plateau(value, 0, self.factor)
-        if self.waited < patience:
-            return Plateau(self.best, self.waited + 1, self.factor)
-        return Plateau(self.best, 0, self.factor * decay)

@@ -49,12 +49,12 @@ def register_command(
     server: Server,
     ca: Authority,
     name: Annotated[
-        str, typer.Option(metavar="NAME", help="The client's name, for one key; the file's.")
+        str, typer.Option(metavar="NAME", help="The client's name; default: the file's.")
     ] = "",
 ) -> None:
-    """Make nodes known to a deployed server; a file's name is the client's.
+    """Register nodes at a deployed server; a file's name is the client's.
 
-    No other key can then take part under that name, and this key under no other.
+    Only this key can then take part under that name, and only under that name.
     """
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
@@ -70,7 +70,7 @@ def submit_command(
     values: dict[str, object],
     server: Server,
     ca: Authority,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="At the server.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="A folder at the server.")] = None,
 ) -> None:
     """Run a federation on a deployed server and its nodes; follow it to its end."""
     if out is not None:
@@ -95,14 +95,14 @@ def _connected(server: str, ca: Path) -> Iterator[Connection]:
 
 
 def certs_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
     host: Annotated[
         list[str] | None,
         typer.Option(help="A name or address of the server, as nodes reach it; repeatable."),
     ] = None,
     node: Annotated[list[str] | None, typer.Option(help="A node's name; repeatable.")] = None,
-    nodes: Annotated[int, typer.Option(min=0, help="So many nodes: site-0, site-1, …")] = 0,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Until they expire.")] = 365,
+    nodes: Annotated[int, typer.Option(min=0, help="Number of nodes: site-0, site-1, …")] = 0,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until they expire.")] = 365,
 ) -> None:
     """Make a development CA, a server certificate and a key pair a node; keep what is there."""
     from fedhet.deployment import certs
@@ -113,4 +113,4 @@ def certs_command(
     for path in written:
         say(f"wrote {path}")
     if not written:
-        say(f"{directory} has them all already")
+        say(f"{directory} has all of them already")

@@ -28,12 +28,11 @@ class OpenClient(Protocol):
 class OpenClients:
     """Clients whose tensors take no more than `most` bytes, besides the one in use.
 
-    For room those of other runs are closed, the oldest first, and then the one that was used last:
-    rounds go through a run's clients, so that it will be needed later than all others. To close the
-    oldest would leave none that is needed next, as soon as they do not all fit.
+    To make room, clients of other runs are closed first, beginning with the oldest, and then the
+    most recently used client of this run. Rounds visit a run's clients in turn, so that this one is
+    needed last; if they do not all fit, closing the oldest would always close the one needed next.
 
-    A client is measured when the next one is opened: only the one in use grows or shrinks, and to
-    measure all of them each time would take the square of their number.
+    A client is measured when the next one is opened, since only the client in use changes its size.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,7 +43,7 @@ class OpenClients:
         self._total = 0
 
     def open(self, run: Hashable, name: Hashable, new: Callable[[], OpenClient]) -> OpenClient:
-        """Return a run's client, a new one if it is not kept; close others for room."""
+        """Return a run's client, a new one if it is not kept; close others to make room."""
         self._measure_last()
         clients = self._runs.get(run, {})
         self._total -= self._bytes.pop((run, name), 0)

@@ -1,6 +1,6 @@
-"""What may befall a client of a simulation: it drops out of a round, or takes longer for it.
+"""Simulated faults of clients: a client drops out of a round, or takes longer for it.
 
-Both are drawn from seed, client and round, and do not depend on how the simulation is run.
+Both depend on seed, client and round only, and not on how the simulation is run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
 
 
 @contextlib.contextmanager
-def mishaps(run: RunSettings, client: str, round: int) -> Iterator[None]:
-    """Let the block take 'engine.slowdown' times as long if the client straggles in the round.
+def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
+    """Make the block take 'engine.slowdown' times as long if the client straggles in the round.
 
     Raises DropOutError, before the block, if the client drops out of the round.
     """

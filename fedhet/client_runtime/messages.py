@@ -34,7 +34,7 @@ def read_instruction(
 
 
 def best_round(config: Mapping[str, Scalar]) -> int:
-    """Return the best round so far, whose models are to be kept; 0: the server names none."""
+    """Return the best round so far, whose models are to be kept; 0 if the server names none."""
     found = config.get("best", 0)
     return found if isinstance(found, int) else 0
 

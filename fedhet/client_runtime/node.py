@@ -21,33 +21,32 @@ from fedhet.wire.identity import client_name
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
-"""The settings of training that a node may have of its own."""
+"""The training settings that a node may override."""
 
 
 class NodeSettings(Schema):
     """The settings in `--node-config`. The first two are Flower's own."""
 
     partition_id: int = Field(-1, ge=-1, description="which client of the partition this node is")
-    num_partitions: CountOrNone = Field(0, description="number of nodes, as Flower tells it")
+    num_partitions: CountOrNone = Field(0, description="number of nodes, which Flower sets")
     name: str = Field("", description="the client's name; empty = client-<partition-id>")
     data: str = Field("", description="the site's own data folder, instead of a partition")
-    model: str = Field("", description="the site's model; empty = as the run's pool assigns it")
+    model: str = Field("", description="the site's model; empty = the pool's, as assigned")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
-        "",
-        description="the site's optimiser; empty = as the run says",
+        "", description="the site's optimiser; empty = the run's"
     )
-    lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = as the run says")
-    local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = as the run's")
-    batch_size: CountOrNone = Field(0, description="samples a minibatch; 0 = as the run says")
-    device: str = Field("", description="the site's device; empty = as the run says")
+    lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = the run's")
+    local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = the run's")
+    batch_size: CountOrNone = Field(0, description="samples in a minibatch; 0 = the run's")
+    device: str = Field("", description="the site's device; empty = the run's")
     state_dir: str = Field("", description=f"private state; empty = ${STATE_DIR_VARIABLE}")
     allow_models: str = Field(
         "", description="modules, or module:function, that a run may import here; * = any"
     )
-    allow_paths: str = Field("", description="folders that a run may read here, beside 'data'")
+    allow_paths: str = Field("", description="folders that a run may read here, besides 'data'")
 
     def training(self, run: RunSettings) -> TrainingSettings:
-        """Return what the client trains with: its own settings, and the run's for the others."""
+        """Return the client's training settings: the run's, overridden by its own."""
         own = {name: getattr(self, name) for name in OWN_TRAINING}
         assigned = training_of(run, self.partition_id)
         return assigned.model_copy(update={name: value for name, value in own.items() if value})
@@ -90,7 +89,7 @@ def read_node(
 ) -> Node:
     """Return the node that `config` (Flower's node config) describes. Raises SettingsError.
 
-    `data` is the store of the run's data in this process; None: a new one.
+    `data` is the store of the run's data in this process; None creates one.
     """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients

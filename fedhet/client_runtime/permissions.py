@@ -1,7 +1,7 @@
-"""What a site lets a run load at it: code that is imported, and folders that are read.
+"""What a site allows a run to load: code that it imports, and folders that it reads.
 
-The settings of a run come from the server. By default they make a site import nothing but what this
-package has, and read nothing but the site's own data: `allow-models` and `allow-paths` allow more.
+The settings of a run come from the server. By default a site imports only code of this package and
+reads only its own data; `allow-models` and `allow-paths` allow more.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
 SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
-"""Settings of simulations alone, which a site does not follow."""
+"""Settings for simulations only, which a site ignores."""
 DATASETS = ("data.dataset", "data.public-dataset")
 
 
 def permitted(
     node_config: Mapping[str, object], run_config: Mapping[str, Scalar]
 ) -> dict[str, Scalar]:
-    """Return a run's settings as this site takes them: with its own model, if it has one.
+    """Return a run's settings as this site uses them: with its own model, if it has one.
 
     Raises SettingsError, before anything is imported or read, if the site does not allow them.
     """
@@ -48,7 +48,7 @@ def permitted(
 
 
 def _own_method(settings: Mapping[str, object]) -> str:
-    """Return the name of a method that is none of the installed ones, or ""."""
+    """Return the run's method if it is not one of the installed ones, else ""."""
     method = str(settings.get(METHOD, ""))
     return "" if method in method_names() else method
 
@@ -61,7 +61,7 @@ def _imports(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             yield setting, place
     for setting, value in settings.items():
         if setting not in (*DATASETS, DATA_DIR, METHOD, "out"):
-            # Whatever has a colon may end as the path of a model, odd as it may look.
+            # Any value with a colon may be used as the import path of a model.
             yield from (
                 (setting, name) for name in _texts(value) if ":" in name and is_user_model(name)
             )
@@ -78,7 +78,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def _check_import(setting: str, name: str, site: NodeSettings) -> None:
     if name not in ("", site.model) and not _may_import(name, site):
-        raise _refused("allow-models", _models(site), f"import {name!r}", setting)
+        raise _refused("allow-models", _allowed_models(site), f"import {name!r}", setting)
 
 
 def _paths(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -93,7 +93,7 @@ def _paths(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _may_import(name: str, site: NodeSettings) -> bool:
-    allowed = [each.strip() for each in _models(site).split(",")]
+    allowed = [each.strip() for each in _allowed_models(site).split(",")]
     return "*" in allowed or name in allowed or name.partition(":")[0] in allowed
 
 
@@ -107,7 +107,7 @@ def _resolved(path: str) -> Path:
     return Path(path).expanduser().resolve()
 
 
-def _models(site: NodeSettings) -> str:
+def _allowed_models(site: NodeSettings) -> str:
     return site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
 
 

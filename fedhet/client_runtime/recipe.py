@@ -1,4 +1,4 @@
-"""What of a client's training depends on its round: rate, augmentation, a kept optimiser."""
+"""The part of a client's training that depends on the round: rate, augmentation, optimiser."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fedhet.wire.identity import ClientInfo
 OPTIMIZER = "optimizer"
 """The group of tensors, and the fact, of the optimiser that `training.keep-optimizer` keeps."""
 PLATEAU = "plateau"
-"""The beginning of the facts of the schedule `plateau`."""
+"""The prefix of the facts of the schedule `plateau`."""
 
 
 class Recipe:
     """Applies a client's training settings in the round that `begin` names.
 
-    What it must know of earlier rounds is in the client's saved state.
+    What it needs from earlier rounds is in the client's saved state.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Recipe:
     ) -> Optimization:
         """Return an optimiser over `parameters`, at the round's rate; with its kept state, if any.
 
-        What is kept is what it knows of the private model, while other models, such as a proxy,
-        are replaced in each round.
+        Only its state for the private model is kept: other models, such as a proxy, are replaced
+        in each round.
         """
-        factor = rate_factor(settings, self._round, self._rounds) * self._plateau.factor
+        factor = rate_factor(settings, self._round, self._rounds, self._plateau)
         now = settings.model_copy(update={"lr": settings.lr * factor})
         made = optimization(parameters, now, self._compute)
         if settings.keep_optimizer:
@@ -105,7 +105,7 @@ class Recipe:
 
     @property
     def augment(self) -> Augment | None:
-        """Return the function that changes the images of a batch; None: they stay as they are."""
+        """Return the function that changes the images of a batch; None if they do not change."""
         change = self._change
         if change is None:
             return None
@@ -128,7 +128,7 @@ class Recipe:
         return self._state.models["private"]
 
     def _keep(self, optimizer: str) -> None:
-        """Put the state of the round's optimiser, if it is to be kept, in place of the last one."""
+        """Replace the kept state by that of the round's optimiser, if it is to be kept."""
         if self._optimizing is None:
             return
         found = grouped(OPTIMIZER, self._optimizing.state(self._private))

@@ -1,4 +1,4 @@
-"""What a client's folder of a run says of it, so that its models can be used after the run.
+"""The record in a client's folder of a run, by which its models can be used after the run.
 
 A client writes ROOT/<run>/<client>/client.json beside its states. Together they are enough to build
 its models and to use them as in training, without the run's directory and, for networks, without
@@ -32,7 +32,7 @@ MOST_BYTES = 2**24
 
 
 class ClientRecord(BaseModel):
-    """A client of one run: its settings, its model, and what its model takes and tells apart."""
+    """A client of one run: its settings, its model, and the model's inputs and classes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -47,7 +47,7 @@ class ClientRecord(BaseModel):
     classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
     """The names of all classes of the run, in order."""
     space: list[int] = Field(min_length=1)
-    """The classes, ascending, that the client tells apart: its label space."""
+    """The client's label space: its classes, ascending."""
     shape: list[int] = Field(min_length=1, max_length=4)
     """The shape of one sample."""
     stored: Stored
@@ -79,7 +79,7 @@ class ClientRecord(BaseModel):
         )
 
     def config(self) -> Config:
-        """Return the client's settings, in a precision that a processor has."""
+        """Return the client's settings, in a precision that a CPU supports."""
         config = resolve(self.settings)
         if config.run.engine.precision != "float16":
             return config
@@ -119,10 +119,10 @@ class ClientRecord(BaseModel):
 
 
 class Recorder:
-    """Leaves an open client's record in its folder, once in a run."""
+    """Writes an open client's record into its folder, once in a run."""
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
-        """Take what the record says; `config` has the client's own training."""
+        """`config` has the client's own training."""
         self._config, self._node, self._samples = config, node, samples
         self._left_in = ""
 
@@ -149,7 +149,7 @@ def read_record(folder: Path) -> ClientRecord | None:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return ClientRecord.model_validate(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path} is no record of a client: {_fault(error)}") from None
+        raise StateError(f"{path} is not a client's record: {_fault(error)}") from None
 
 
 def _fault(error: Exception) -> str:

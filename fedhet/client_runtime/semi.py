@@ -1,4 +1,4 @@
-"""Learning from a client's unlabelled samples beside its labelled ones: `training.semi`.
+"""Learning from a client's unlabelled samples besides its labelled ones: `training.semi`.
 
 Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence,
 NeurIPS 2020.
@@ -20,18 +20,18 @@ from fedhet.settings.run import TrainingSettings
 from fedhet.training import LossOfBatch, batches, evaluating
 
 Predict = Callable[[Tensor], Tensor]
-"""Samples x [N, ...] -> logits [N, C] of the model that learns, in the mode that it is in."""
+"""Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""
 LEAST_BATCH = 2
-"""Samples that training needs: batch normalisation has no statistics of a single one."""
+"""The fewest samples in a batch: batch normalisation has no statistics of a single one."""
 LEAST_LABELLED = 8
-"""A batch is labelled to an eighth at least, as in the paper, whose mu is 7."""
+"""At least an eighth of a batch is labelled, as in the paper, whose mu is 7."""
 
 
 class FixMatch:
     """FixMatch's loss (Eqs. 3 and 4) around a supervised loss, for one round of a client.
 
-    A step sees as many samples as a batch has, labelled and unlabelled as the client has them, but
-    an eighth of them labelled at least: where fewer are, they are seen several times an epoch.
+    A step sees one batch, labelled and unlabelled in the client's proportion, but at least an
+    eighth of it is labelled: a client with fewer labels sees them several times in an epoch.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class FixMatch:
         """The labelled samples of a step."""
         self._batches = self._endless(max(LEAST_BATCH, math.ceil(len(unlabelled) / steps)))
         self._counts = torch.zeros(4, device=unlabelled.x.device)
-        """Predictions; pseudo-labels among them; those of known truth; those that are wrong."""
+        """Counts of predictions, of pseudo-labels, of those of known class, and of wrong ones."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Return weakly augmented samples [N, ...]: what is learned with labels."""
+        """Return weakly augmented samples [N, ...], as labelled ones are learned."""
         return self._compute.images(self._weak(x, self._draws))
 
     def beside(self, loss_of: LossOfBatch, predict: Predict) -> LossOfBatch:
         """Return `loss_of` a labelled batch, plus the weighted loss of the next unlabelled one.
 
-        A client that has samples of one sort alone learns from these.
+        A client with only labelled or only unlabelled samples learns from those.
         """
         weight = self._settings.semi_weight
         if not self._has_labels:
@@ -98,7 +98,7 @@ class FixMatch:
         return unlabelled_loss(logits, guessed, confident)
 
     def figures(self) -> dict[str, float]:
-        """Return the share of predictions that became pseudo-labels, and the wrong of these."""
+        """Return the share of pseudo-labels among predictions, and of wrong ones among those."""
         seen, used, checked, wrong = self._counts.tolist()
         found = {"pseudo_labels": used / max(1, seen)}
         return found | ({"pseudo_error": wrong / checked} if checked else {})

@@ -79,8 +79,8 @@ class ClientState:
         """Restore the state of the last round before round `before`, or start a new one.
 
         A server that resumes may ask again for a round that this client has completed. A state that
-        is damaged, not finite, or of another run, client, method, model or task is passed over with
-        a warning. Raises StateError if there are states, but none is whole.
+        is damaged, not finite, or of another run, client, method, model or task is skipped with
+        a warning. Raises StateError if no state can be read, though there are some.
         """
         store = ClientStore(self._root, run, self._client)
         self._newest = _newest_version(store)
@@ -98,11 +98,11 @@ class ClientState:
         self._version = version
 
     def begin_round(self) -> None:
-        """Mark the state as changing: unless it is saved, it is read from disk the next time."""
+        """Mark the state as changing; unless it is saved, `restore` reads it from disk again."""
         self._version = UNSAVED
 
     def save(self, round: int, kept_too: int = 0) -> None:
-        """Save the state as of the end of `round`, and keep that of the end of `kept_too` too.
+        """Save the state after `round`, and keep that after `kept_too`.
 
         Raises StateError if another process has saved a newer state since `restore`.
         """
@@ -110,7 +110,7 @@ class ClientState:
         if _newest_version(store) != self._newest:
             raise StateError(
                 f"{store.folder} was written by another worker meanwhile: round {round} "
-                "came too late, and the newer state stands"
+                "came too late, and the newer state is kept"
             )
         version = self._newest + 1
         facts = {**self.facts, **self._identity_in(store, round), "version": version}
@@ -159,7 +159,7 @@ class ClientState:
         return _version_in(facts)
 
     def _identity_in(self, store: ClientStore, round: int) -> dict[str, str | int]:
-        """Return what a state says of itself: whose it is, and of which round."""
+        """Return the facts by which a state names its client, run and round."""
         return {**self._identity, "run": store.run, "client": store.client, "round": round}
 
     @property

@@ -18,7 +18,7 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.arrays import Arrays
-from fedhet.client_runtime.fault_injection import mishaps
+from fedhet.client_runtime.fault_injection import injected_faults
 from fedhet.client_runtime.messages import Scores, best_round, measures, own_loss, read_instruction
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.recipe import Recipe, check_converged
@@ -264,7 +264,7 @@ class HetClient(NumPyClient):
         try:
             envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
             self.state.restore(envelope.run, before=envelope.round)
-            with mishaps(self.run, self.info.name, envelope.round):
+            with injected_faults(self.run, self.info.name, envelope.round):
                 answer, train_seconds = self._train(envelope.round, instruction)
             self.state.save(envelope.round, best_round(config))
             self.recorder.leave(self.state.folder, envelope.run)

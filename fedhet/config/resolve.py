@@ -190,17 +190,17 @@ def check(config: Config, store: data.RunData | None = None) -> None:
 
 
 def check_deployable(config: Config) -> None:
-    """Raise SettingsError for a method, or clients' mishaps, that can only be simulated."""
+    """Raise SettingsError for a method or for injected faults that can only be simulated."""
     if config.method.spec.simulation_only:
         rule = (
             "another method in a deployment: it trains on all clients' data in one place, which "
             "would have to leave the sites; `fedhet run` simulates it"
         )
         raise refused("method", config.method.name, rule)
-    _check_no_mishaps(config)
+    _check_no_injected_faults(config)
 
 
-def _check_no_mishaps(config: Config) -> None:
+def _check_no_injected_faults(config: Config) -> None:
     for name in ("drop_outs", "stragglers"):
         if value := getattr(config.run.engine, name):
             rule = "0 in a deployment, whose sites fail by themselves"

@@ -137,11 +137,11 @@ def _read_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurve
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise FedhetError(
-            f"cannot sign a server certificate with {path}: {error}; an authority of your own "
-            "signs it itself"
+            f"cannot sign a server certificate with {path}: {error}; sign it "
+            "with your own authority"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedhetError(f"{path} is not a key that fedhet made: it takes an EC key")
+        raise FedhetError(f"{path} is not a key that fedhet made, which is an EC key")
     return certificate, key
 
 

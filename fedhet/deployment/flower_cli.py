@@ -31,7 +31,7 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
 PATIENCE = 15.0
-"""Seconds in which a server that has just started may be out of reach."""
+"""Seconds for which a server that has just started may be unreachable."""
 _OURS = re.compile(r"fedhet\.errors\.\w+: ")
 
 
@@ -48,7 +48,7 @@ class Connection:
     def prepare(self) -> None:
         """Write the connection to the configuration of Flower's command line."""
         if not self.authority.is_file():
-            raise FedhetError(f"{self.authority}: no such file; it takes the CA's certificate")
+            raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
         connection = {"address": self.address, "root-certificates": str(self.authority.resolve())}
         _write_toml(
             self.home / "config.toml",
@@ -58,7 +58,7 @@ class Connection:
     def register(self, public_key: Path, name: str = "") -> bool:
         """Register a node at the server; False if its key is already registered.
 
-        `name` is that of the client, by default the file's stem: no other key may have it.
+        `name` is the client's, by default the file's stem; each key has its own.
         """
         named = name or public_key.name.removesuffix(".pub")
         try:
@@ -83,7 +83,7 @@ class Connection:
         return str(runs["runs"][0]["status"])
 
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
-        """Pass on the log lines of the run's server until the run is over."""
+        """Pass the log lines of the run's server to `say` until the run is over."""
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
         with subprocess.Popen(
             command,
@@ -109,8 +109,8 @@ class Connection:
                 break
             time.sleep(1.0)
         if done.returncode != 0 or '"success": false' in done.stdout:
-            said = " ".join(_FRAME.sub(" ", _COLOUR.sub("", done.stdout + done.stderr)).split())
-            raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {said[-500:]}")
+            output = " ".join(_FRAME.sub(" ", _COLOUR.sub("", done.stdout + done.stderr)).split())
+            raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {output[-500:]}")
         return done.stdout
 
     def environment(self) -> dict[str, str]:

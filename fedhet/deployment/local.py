@@ -109,7 +109,7 @@ class LocalDeployment:
             self._wait_for(port)
 
     def register(self, index: int) -> None:
-        """Register node `index` at the server with its public key, as the client that it is."""
+        """Register node `index` at the server with its public key and its client's name."""
         key = self.certs / certs.NODES / f"{site_name(index)}.pub"
         self.connection.register(key, client_name(index, self.nodes))
 
@@ -253,4 +253,4 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _last_words(log: str) -> str:
-    return " ".join(log.split())[-500:] or "it says nothing"
+    return " ".join(log.split())[-500:] or "its log is empty"

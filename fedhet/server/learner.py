@@ -113,9 +113,7 @@ class Learner:
     def _optimization(self, round: int) -> Optimization:
         """Return an optimiser at the round's learning rate, with its kept state, if any."""
         training = self.run.training
-        factor = rate_factor(training, round, self.run.rounds)
-        if training.schedule == "plateau":
-            factor *= self.plateau.factor
+        factor = rate_factor(training, round, self.run.rounds, self.plateau)
         now = training.model_copy(update={"lr": training.lr * factor})
         made = optimization(self.model.parameters(), now, self.compute)
         made.load_state(self.model, self._known)

@@ -38,22 +38,13 @@ class ClientInfo:
     shape: tuple[int, ...]
     """The shape of one sample, as `fedhet.kinds` has it."""
     order: str = ""
-    """A digest of the classes' names in their order (`order_of`)."""
+    """A digest of the class names in their order (`order_of`)."""
     training: str = ""
-    """What it trains with, in words for the run's records: optimiser, rate, epochs, batch size."""
+    """Its optimiser, rate, epochs and batch size, as text for the run's records."""
 
     def properties(self) -> dict[str, int | str]:
         """Return the description as flat properties; `read_properties` is the inverse."""
-        shape = ",".join(map(str, self.shape))
-        return {
-            "name": self.name,
-            "model": self.model,
-            "samples": self.samples,
-            "classes": self.classes,
-            "shape": shape,
-            "order": self.order,
-            "training": self.training,
-        }
+        return {**vars(self), "shape": ",".join(map(str, self.shape))}
 
 
 def is_name(text: str) -> bool:
@@ -85,19 +76,21 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
         raise KnowledgeError(
             node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'"
         )
-    model = properties.get("model")
-    if not isinstance(model, str) or not _MODEL.fullmatch(model):
-        raise KnowledgeError(name, "model", "must be a model's name")
+    model = _text(name, "model", properties.get("model"), _MODEL, "a model's name")
     shape = _shape(name, properties.get("shape"))
     samples = _whole(name, "samples", properties.get("samples"), 2, MAX_SAMPLES)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
-    order = properties.get("order", "")
-    if not isinstance(order, str) or not _ORDER.fullmatch(order):
-        raise KnowledgeError(name, "order", "must be 16 hexadecimal digits, or empty")
-    training = properties.get("training", "")
-    if not isinstance(training, str) or not _WORDS.fullmatch(training):
-        raise KnowledgeError(name, "training", "must be at most 200 letters, digits and ' ,.+-'")
+    rule = "16 hexadecimal digits, or empty"
+    order = _text(name, "order", properties.get("order", ""), _ORDER, rule)
+    rule = "at most 200 letters, digits and ' ,.+-'"
+    training = _text(name, "training", properties.get("training", ""), _WORDS, rule)
     return ClientInfo(name, model, samples, classes, shape, order, training)
+
+
+def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise KnowledgeError(sender, field, f"must be {rule}")
+    return value
 
 
 def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:
@@ -122,12 +115,11 @@ def _shape(sender: str, text: object) -> tuple[int, ...]:
 
 
 def capped(infos: Iterable[ClientInfo], most: float) -> dict[str, int]:
-    """Return the number of samples with which each client counts, by name.
+    """Return the number of samples with which each client is weighted, by name.
 
     It is what the client reports, but no more than `most` times the median client's (of an even
-    number of clients, the lower median); 0: no limit. No server can count a client's samples, and
-    methods weight clients by them.
+    number of clients, the lower median); 0: no limit. A server cannot verify what they report.
     """
-    said = {info.name: info.samples for info in infos}
-    limit = int(most * median_low(said.values())) if said and most else MAX_SAMPLES
-    return {name: min(samples, limit) for name, samples in said.items()}
+    reported = {info.name: info.samples for info in infos}
+    limit = int(most * median_low(reported.values())) if reported and most else MAX_SAMPLES
+    return {name: min(samples, limit) for name, samples in reported.items()}

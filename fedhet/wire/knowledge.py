@@ -27,7 +27,7 @@ DTYPES = frozenset(
 MAX_MANIFEST_BYTES = 2**16
 """Limit on a manifest without tensors: once read, fields cost many times their bytes."""
 MAX_SPEC_BYTES = 1024
-"""What a manifest may be larger for each tensor that came with it."""
+"""By how much a manifest may be larger for each tensor that came with it."""
 MAX_HEADER_BYTES = 1024
 """Limit on an .npy header, read before anything in it; numpy writes 118 bytes for most shapes."""
 MAX_RANK = 8
@@ -62,7 +62,7 @@ class Knowledge:
     def group(self, name: str) -> Arrays:
         """Return the tensors `name/<key>` by key: a model's weights.
 
-        Those of a reply on disk are read each time they are used, and not after the round.
+        Those of a reply on disk are read each time they are used, and only during the round.
         """
         own = self.tensors
         return own.group(name) if isinstance(own, OnDemand) else group(own, name)
