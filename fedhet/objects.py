@@ -1,7 +1,7 @@
 """Python objects in place of names: models, a dataset or a method that a user passes to `run`.
 
-Settings are text, so that an object is named: by its import path if it can be imported, and else,
-inside this process alone, as an attribute of this module.
+Settings hold names, so that an object gets one: its import path if it can be imported, and else,
+in this process alone, an attribute of this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_held(settings: Mapping[str, object]) -> None:
-    """Raise SettingsError, naming all of them, if settings name objects that are not held."""
+    """Raise SettingsError if settings name objects that this process does not hold."""
     named = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
     if lost := [name for name in dict.fromkeys(named) if name not in _held]:
         raise _missing(lost)
@@ -40,15 +40,15 @@ def _missing(names: Sequence[str]) -> SettingsError:
     them = "a Python object" if len(names) == 1 else "Python objects"
     given = ", ".join(f"'{name}': ..." for name in names)
     return SettingsError(
-        f"the run was given {them} that only the process which made it has: give them again, by "
+        f"the run was given {them} that only its own process holds: give them again, by "
         f"fedhet.load(DIR, objects={{{given}}})"
     )
 
 
 def model_name(given: object, *, inline: bool) -> str:
-    """Return the name of a model in a pool: text as it is, or that of a function.
+    """Return the name of a model in a pool: a name as it is, or that of a function.
 
-    Raises SettingsError for what is no function and, unless the run is `inline`, for one that
+    Raises SettingsError for anything else and, unless the run is `inline`, for a function that
     workers cannot import.
     """
     if isinstance(given, str):
@@ -62,9 +62,9 @@ def model_name(given: object, *, inline: bool) -> str:
 
 
 def dataset_name(given: object, *, inline: bool) -> str:
-    """Return the name of a dataset: text as it is, or that of a function or of data.
+    """Return the name of a dataset: a name as it is, or that of a function or of data.
 
-    Raises SettingsError as `model_name` does; data itself cannot be named for workers.
+    Raises SettingsError as `model_name` does; workers cannot import data itself.
     """
     if isinstance(given, str):
         return given
@@ -73,7 +73,7 @@ def dataset_name(given: object, *, inline: bool) -> str:
 
 
 def method_name(given: object, *, inline: bool) -> str:
-    """Return the name of a method: text as it is, a module's, or that of a pair of classes.
+    """Return the name of a method: a name as it is, a module's, or that of a pair of classes.
 
     The pair is the server half, which extends HetStrategy, and the client half, which extends
     HetClient. Raises SettingsError as `model_name` does.
@@ -99,9 +99,9 @@ def method_name(given: object, *, inline: bool) -> str:
 
 
 def hold(objects: Mapping[str, Any]) -> None:
-    """Hold objects under the names that an earlier process had given them.
+    """Hold objects under the names that an earlier process gave them.
 
-    A method is a module, or its pair of classes; data is what a function of it would return.
+    A method is a module or a pair of classes; data is what a function of it would return.
     """
     for name, given in objects.items():
         pair = isinstance(given, tuple) and all(isinstance(half, type) for half in given)
@@ -132,7 +132,7 @@ def _function(given: Any) -> Callable[[], Any]:
 
 
 def _module_of(halves: list[type]) -> ModuleType:
-    """Return a module that holds the halves of a method: one that does so already, or a new one."""
+    """Return a module with the halves of a method: the one that has them already, or a new one."""
     for module in _held.values():
         if isinstance(module, ModuleType) and set(halves) <= set(vars(module).values()):
             return module

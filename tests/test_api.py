@@ -22,7 +22,7 @@ from fedhet.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display
 from fedhet.runs.records import RoundRecord, RunSeconds, Summary, spread
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 from fedhet.strategies.local import LocalStrategy
 
 ROOT = Path(__file__).parents[1]

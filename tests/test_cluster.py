@@ -36,8 +36,9 @@ from fedhet.engines.ray.ray_clients import ReachableClients, WorkerProxy
 from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
+from fedhet.settings.data import DataSettings
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.run import DataSettings, where_it_ran
+from fedhet.settings.run import where_it_ran
 
 ADDRESS = "engine.ray-address"
 A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.0, 0.0)

@@ -27,7 +27,7 @@ from fedhet.data.class_folders import class_folders, listing
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import build
 from fedhet.wire.identity import client_name
 

@@ -13,7 +13,8 @@ from fedhet.config.sources import all_settings, read_toml
 from fedhet.data import sample_kind
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
-from fedhet.settings.run import DataSettings, RunSettings
+from fedhet.settings.data import DataSettings
+from fedhet.settings.run import RunSettings
 
 SETTINGS = {
     "data.dataset": "breast-cancer",
@@ -133,4 +134,4 @@ def test_the_commands_say_which_models():
     said = shown("methods", "fedtype")
     assert "for tables, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
     assert f"for tables, {','.join(SCIKIT)};" in shown("methods", "cofed")
-    assert "the pool is one for tables where the data is a table" in shown("run", "--help")
+    assert "is replaced by one for tables, texts or signals" in shown("run", "--help")

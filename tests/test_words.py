@@ -68,7 +68,7 @@ def test_a_methods_own_setting_of_that_name_is_it():
 
 def test_what_is_no_setting_here_is_said():
     said = str(unknown("tensorboard", RunSettings.fields()))
-    assert said.startswith("unknown setting 'tensorboard': a run writes metrics.jsonl")
+    assert said.startswith("unknown setting 'tensorboard': a run always writes metrics.jsonl")
 
 
 def test_a_misspelling_is_still_corrected():

@@ -1,4 +1,4 @@
-"""The classes of fedhet's commands: arguments with help, and options that are meant as settings."""
+"""The class of fedhet's commands: arguments with help, and hints for options that are settings."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fedhet.settings.words import meant
 
 
 class Command(TyperCommand):
-    """A command whose arguments are described, and that says how to give a setting."""
+    """A command whose arguments have help, and which says how a setting is given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # click from 8.4 on clears the help that typer 0.20 has given to an argument.
-        said = _helps(self.callback)
+        helps = _helps(self.callback)
         for parameter in self.params:
             if isinstance(parameter, click.Argument) and not getattr(parameter, "help", None):
-                parameter.help = said.get(str(parameter.name))
+                parameter.help = helps.get(str(parameter.name))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; for an option that is a setting's name, say how the setting is given."""
+        """Parse; say of an option that is the name of a setting how it is given."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -42,10 +42,10 @@ def _helps(callback: Any) -> dict[str, str | None]:
     """Return the help of each argument in the signature of a command's function."""
     parameters = inspect.signature(callback, eval_str=True).parameters if callback else {}
     return {
-        name: said.help
+        name: info.help
         for name, parameter in parameters.items()
-        for said in get_args(parameter.annotation)
-        if isinstance(said, ArgumentInfo)
+        for info in get_args(parameter.annotation)
+        if isinstance(info, ArgumentInfo)
     }
 
 

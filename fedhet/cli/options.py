@@ -53,11 +53,12 @@ SOURCES: dict[str, Any] = {
         typer.Option(
             metavar="NAME[,NAME]",
             autocompletion=completion.presets,
-            help="Named settings, the later ones over the earlier; `fedhet presets` lists them.",
+            help="Named settings; later names override earlier ones. `fedhet presets` lists them.",
         ),
     ],
     "config": Annotated[
-        Path | None, typer.Option("--config", help="A TOML file of settings, such as a run leaves.")
+        Path | None,
+        typer.Option("--config", help="A TOML file of settings, such as a run's config.toml."),
     ],
     "set_": Annotated[
         list[str] | None,
@@ -71,7 +72,7 @@ SOURCES: dict[str, Any] = {
     ],
     "resume": Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Go on with the run in DIR after its last whole round."),
+        typer.Option(metavar="DIR", help="Resume the run in DIR after its last complete round."),
     ],
     **{flag: _of_setting(*where) for flag, where in FLAGS.items()},
 }

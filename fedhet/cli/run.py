@@ -23,10 +23,12 @@ GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 def run_command(
     values: dict[str, object],
     seed: Annotated[
-        int | None, typer.Option(metavar="INT", help="From which every random draw is derived.")
+        int | None,
+        typer.Option(metavar="INT", help="The seed of every random draw."),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="INT,INT…", help="Several runs, one a seed, compared.")
+        str | None,
+        typer.Option(metavar="INT,INT…", help="One run for each seed; they are compared."),
     ] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
@@ -58,26 +60,31 @@ def sweep_command(
         list[str],
         typer.Argument(
             metavar="KEY=VALUES…",
-            help="START:STOP:STEP, both ends in, or a,b,c; several make a grid.",
+            help="START:STOP:STEP, both ends included, or a,b,c; several make a grid.",
         ),
     ],
-    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each value.")] = "0",
+    seeds: Annotated[
+        str, typer.Option(metavar="INT,INT…", help="Seeds of each value's runs.")
+    ] = "0",
     figures: Annotated[
-        str, typer.Option(help="The method's figures to draw beside the accuracy; the first.")
+        str,
+        typer.Option(
+            help="The method's metrics to draw besides the accuracy; by default its first."
+        ),
     ] = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where all of it goes.")] = Path(
-        "runs/sweep"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="The directory of the runs and of the page.")
+    ] = Path("runs/sweep"),
     jobs: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Runs side by side, each in a process; 0: as many as the processors allow (on "
-            "Ray, which takes all of them, one).",
+            help="Number of runs at once, each in a process; 0 = as many as the processors allow "
+            "(one on Ray, which uses all of them).",
         ),
     ] = 1,
 ) -> None:
-    """Run settings at several values, and all combinations of them; end with a table and a page."""
+    """Run all combinations of several values of settings; end with a table and a page."""
     swept = read_grid(over, str(values["method"]))
     for point in product(*swept.values()):
         validated({**values, **dict(zip(swept, point, strict=True))})
@@ -93,21 +100,25 @@ def table_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A table, all of a paper's (felo), or all; without one, they are listed."
+            help="A table, a paper (felo) for all its tables, or all; by default, they are listed."
         ),
     ] = None,
     size: Annotated[
         str,
         typer.Option(
             metavar="tiny|small|paper",
-            help="Digits in minutes, the paper's federation with small networks, or as the paper.",
+            help="Digits, in minutes; the paper's federation, small networks; or as in the paper.",
         ),
     ] = "tiny",
-    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Runs of each cell.")] = "0,1,2",
+    seeds: Annotated[
+        str, typer.Option(metavar="INT,INT…", help="Seeds of each cell's runs.")
+    ] = "0,1,2",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the runs and the table go.")
+        Path, typer.Option(metavar="DIR", help="The directory of the runs and of the table.")
     ] = Path("runs/tables"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of runs at once, each in a process.")
+    ] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,14 +131,14 @@ def table_command(
     keep_models: Annotated[
         bool,
         typer.Option(
-            "--keep-models", help="Keep the models of finished runs, too, not their numbers alone."
+            "--keep-models", help="Keep the models of finished runs, not only their numbers."
         ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
     ] = False,
 ) -> None:
-    """Make tables of papers: train what is not there yet, and show it beside what is printed.
+    """Make tables of papers: run what is missing, and show the numbers next to the printed ones.
 
     A finished run is kept, and an interrupted one continues.
     """

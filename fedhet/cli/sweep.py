@@ -17,7 +17,7 @@ MOST_VALUES = 1000
 
 
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
-    """Return setting and values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends included.
+    """Return the setting and values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends included.
 
     Raises SettingsError for another form, an unknown setting, or a repeated value.
     """
@@ -36,7 +36,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 
 
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
-    """Return the settings of a sweep with their values; the sweep is over all combinations.
+    """Return the settings of a sweep with their values, of which it runs all combinations.
 
     Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
     points than a sweep may have.
@@ -53,7 +53,7 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
 
 
 def check_names(grid: Mapping[str, Sequence[object]]) -> None:
-    """Raise SettingsError unless each point of a sweep has a folder's name of its own."""
+    """Raise SettingsError if two points of a sweep have the same name as a folder."""
     points = list(product(*grid.values()))
     if len(set(map(point_name, points))) < len(points):
         raise SettingsError("two values of the sweep have the same name as a folder")
@@ -72,7 +72,7 @@ def folder_name(value: object) -> str:
 
 
 def _one(value: object) -> object:
-    """Return a list of one value as that value, which a setting takes too."""
+    """Return the value of a list of one, which the setting accepts too."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 

@@ -10,7 +10,7 @@ import torch
 from fedhet.data.spec import ClientData, Split, concatenated
 from fedhet.errors import DataError
 from fedhet.seeding import numpy_rng
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 
 
 def labelled_parts(

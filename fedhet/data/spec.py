@@ -17,7 +17,8 @@ from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import Shape
 from fedhet.seeding import numpy_rng
-from fedhet.settings.run import DataSettings, RunSettings
+from fedhet.settings.data import DataSettings
+from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
 
 Index = npt.NDArray[np.int64]

@@ -27,8 +27,8 @@ def host_and_port(address: str) -> tuple[str, int]:
 def _is_address(text: str) -> str:
     if text.startswith(_CLIENT):
         raise ValueError(
-            "ray:// is Ray Client, whose program may be outside of the cluster; a run's server "
-            "must be on one of its machines: start the run there, with auto or HOST:PORT"
+            "ray:// is Ray Client, for programs outside of a cluster; a run's server must be on "
+            "one of its machines: start the run there, with auto or HOST:PORT"
         )
     if text not in ("", AUTO):
         host_and_port(text)

@@ -27,13 +27,13 @@ class ComputeSettings(Schema):
         "float32; a simulation's config.toml says what it was",
     )
     channels_last: Literal["auto", "true", "false"] = machine(
-        "auto", "memory format of images; auto is channels-last but on mps"
+        "auto", "memory format of images; auto is channels-last except on mps"
     )
-    threads: Count = machine(1, "torch threads a worker")
+    threads: Count = machine(1, "PyTorch's threads in a worker")
     eval_batch_size: CountOrNone = machine(
         0,
-        "samples a batch in evaluation; 0: as many as suit a model's activations, 32 to 1024 on a "
-        "processor, to 8192 on an accelerator",
+        "samples of a batch in evaluation; 0 = by the size of a model's activations, from 32 to "
+        "1024 on a processor, and up to 8192 on an accelerator",
     )
 
 
@@ -41,14 +41,15 @@ class EngineSettings(ComputeSettings):
     """How a run is executed: backend, resources, timeouts and limits."""
 
     backend: Literal["ray", "inline"] = machine(
-        "ray", "Ray's workers, here or on a cluster (ray-address), or everything in this process"
+        "ray",
+        "ray: workers on this machine or on a cluster (ray-address); inline: all in this process",
     )
     track: Literal["none", "wandb", "mlflow"] = machine(
-        "none", "where a run's numbers are sent beside its own files (docs/trackers.md)"
+        "none", "where a run's metrics are sent, besides its own files (docs/trackers.md)"
     )
-    cpus_per_client: Positive = machine(1.0, "Ray: processors a worker takes")
+    cpus_per_client: Positive = machine(1.0, "Ray: processors of a worker")
     gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
-        0.25, "Ray: share of a GPU a worker takes, where the device is one"
+        0.25, "Ray: share of a GPU of a worker, where the device is a GPU"
     )
     ray_address: RayAddress = machine(
         "",
@@ -59,51 +60,51 @@ class EngineSettings(ComputeSettings):
         120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
     )
     min_clients: CountOrNone = machine(
-        0, "start with so many if the others do not come in time; 0 = all must come"
+        0, "number of clients with which a run starts if the others do not join in time; 0 = all"
     )
     round_timeout: Positive = machine(
         3600.0, "seconds after which a round continues without missing clients"
     )
     in_flight: CountOrNone = machine(
         0,
-        "clients asked at once where each is sent something large of its own, which bounds the "
-        "server's memory; 0 = as many as there are workers, in a deployment all",
+        "number of clients asked at once by a method that sends each something large of its own, "
+        "which bounds the server's memory; 0 = the number of workers, in a deployment all clients",
     )
-    max_payload_mb: Positive = machine(2048.0, "a reply larger than this is refused, MB")
+    max_payload_mb: Positive = machine(2048.0, "size in MB above which a reply is refused")
     samples_cap: NonNegative = Field(
         10.0,
-        description="a client counts for at most so many times the samples of the median client, "
-        "whatever it claims to have; 0 = no limit",
+        description="maximum number of samples for which a client counts, in times of the median "
+        "client's, whatever it claims to have; 0 = no limit",
     )
     outlier_factor: NonNegative = Field(
         1000.0,
-        description="a reply is refused if a field's root mean square is more than so many times "
-        "the other clients' median; 0 = never",
+        description="a reply is refused if the root mean square of a field is more than this many "
+        "times the other clients' median; 0 = never",
     )
     refusals: CountOrNone = Field(
         3,
-        description="consecutive rounds after which a client whose replies are refused is "
-        "excluded; 0 = never",
+        description="consecutive rounds with a refused reply after which a client is excluded; 0 = "
+        "never",
     )
     silences: CountOrNone = Field(
         2,
-        description="consecutive rounds after which a client that does not answer is asked only "
-        "now and then; 0 = it is asked in every round",
+        description="consecutive rounds without a reply after which a client is asked less and "
+        "less often; 0 = it is asked in every round",
     )
     drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="in a simulation, the share of the asked clients that do not answer in a "
-        "round, drawn for each client and round",
+        description="in a simulation, the share of the asked clients that do not reply in a round, "
+        "drawn for each client and round",
     )
     stragglers: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="in a simulation, the share of the asked clients that are slow in a round"
     )
     slowdown: Annotated[float, Field(ge=1, le=1000)] = Field(
-        3.0, description="how many times as long a straggler takes"
+        3.0, description="factor by which a straggler takes longer"
     )
     divergences: CountOrNone = Field(
         3,
-        description="consecutive rounds in which the training of the server's own model diverges, "
+        description="consecutive rounds in which the training of the server's own model diverges "
         "after which the run ends; 0 = never",
     )
 

@@ -32,7 +32,7 @@ from fedhet.settings.words import instead, meant
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
 FAR = 1_000_000
-"""The least upper end of a range that is only there to keep numbers finite."""
+"""From here on, the upper end of a range only keeps numbers finite."""
 RANGE = "an integer >= 1, or a range, such as [6, 8]"
 A_MODEL = "the name of a model"
 """Marks such a setting."""
@@ -117,7 +117,7 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_of(name: str) -> str:
-    """Return the table of a setting by its full name; "" if it stands in none."""
+    """Return the table of a setting by its full name; "" if it is in none."""
     return name.rpartition(".")[0]
 
 
@@ -132,7 +132,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def machine(default: Any, description: str) -> Any:
-    """Return a field that sets where and on what a run runs, not what it computes."""
+    """Return a field that says where and on what a run runs, not what it computes."""
     return Field(default, description=description, json_schema_extra={"machine": True})
 
 
@@ -224,7 +224,7 @@ Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 def allowed(info: FieldInfo, *, brief: bool = False) -> str:
-    """Describe the values that a setting accepts; if `brief`, without ends that nobody reaches."""
+    """Describe the values that a setting accepts; if `brief`, without ends from FAR on."""
     return _allowed(info.annotation, info.metadata, brief)
 
 

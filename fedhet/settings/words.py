@@ -1,4 +1,4 @@
-"""What people type for a setting that has another name here, as in other libraries and papers."""
+"""Names that other libraries and papers have for settings which have another name here."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _MEANT = {
     "attack.attackers": "malicious byzantine num-attackers num-malicious",
 }
 MEANT = MappingProxyType({word: name for name, words in _MEANT.items() for word in words.split()})
-"""A setting's full name, by a word that people type for it."""
-_RECORDS = "a run writes metrics.jsonl and TensorBoard's files into its directory by itself"
+"""A setting's full name, by another name for it."""
+_RECORDS = "a run always writes metrics.jsonl and TensorBoard's files into its directory"
 ABSENT = MappingProxyType(
     {
         **dict.fromkeys(("logger", "tensorboard"), _RECORDS),
-        "num-workers": "data is decoded once and kept in memory, without loader processes",
+        "num-workers": "data is decoded once and kept in memory; there are no loader processes",
         "verbose": "Flower's log is in the run's directory, in flower.log",
     }
 )
-"""What people look for that is no setting here, and what there is instead."""
+"""What is no setting here, and what there is instead."""
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """Return the setting among `known` that is meant by a name that is none of them, or ""."""
+    """Return the setting among `known` that another name stands for, or ""."""
     target = MEANT.get(_word(name), "")
     return target if target in known else ""
 
 
 def instead(name: str) -> str:
-    """Return what there is instead of something that is no setting here, or ""."""
+    """Return what there is instead of a setting that does not exist, or ""."""
     return ABSENT.get(_word(name), "")
 
 

@@ -17,7 +17,7 @@ from fedhet.data.sources.base import Source
 from fedhet.data.tokens import WORDS
 from fedhet.errors import SettingsError, nearest
 from fedhet.kinds import IMAGE, KINDS, Kind
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import refused
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedhet.data.spec import Dataset, DataSpec
 from fedhet.kinds import IMAGE, Kind
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 
 
 def nowhere(path: str, table: DataSettings) -> None:

@@ -24,7 +24,7 @@ from fedhet.data.texts import class_names
 from fedhet.data.tokens import shape_of_texts, tokenized
 from fedhet.errors import DataError
 from fedhet.kinds import TEXT
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 
 TESTS = ("test", "validation")
 """Splits that may be the common test set; the first that there is."""

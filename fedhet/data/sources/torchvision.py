@@ -12,7 +12,7 @@ import torch
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.errors import DataError
-from fedhet.settings.run import DataSettings
+from fedhet.settings.data import DataSettings
 
 _CLASSES = MappingProxyType(
     {
