@@ -52,7 +52,7 @@ def test_seeds_that_are_complete_are_not_run_again(runs, call):
     (parent / "compare.html").unlink()
     status, out, _ = call("run", "felo", *OPTIONS, "--seeds", "0,1", "--out", parent)
     assert status == 0
-    assert "seed 0: complete, and not made again" in out
+    assert "seed 0: complete, and kept" in out
     assert "±" in out
     assert (parent / "compare.html").exists()
     assert (parent / "seed-0" / "metrics.jsonl").read_bytes() == before

@@ -391,7 +391,7 @@ def test_a_client_whose_workers_are_lost_twice_fails_and_the_next_is_served(ray)
     used = []
     workers.run("client-1", used.append, None)
     assert used[0] not in ray.killed
-    assert len(ray.started) == 4  # both have been started anew, where they were
+    assert len(ray.started) == 4  # both have been started again, where they were
     assert [actor.machine for actor in ray.started] == [A, B, A, B]
 
 

@@ -1,4 +1,4 @@
-"""Runs on a Ray of their own: its start, its end, and workers that are lost. With a real Ray."""
+"""Runs on their own Ray cluster: its start, its end, and lost workers. With a real Ray."""
 
 from __future__ import annotations
 

@@ -107,14 +107,14 @@ def test_a_sweep_is_gone_on_with(tmp_path):
     command += ["--models", "mlp", "--backend", "inline"]
     first = CliRunner().invoke(app, command)
     assert first.exit_code == 0, first.output
-    assert "not made again" not in first.output
+    assert "complete, and kept" not in first.output
     summaries = [out / value / "seed-0" / "summary.json" for value in ("0.1", "0.01")]
     before = [path.read_bytes() for path in summaries]
     summaries[1].unlink()  # as of a run that was cut off at its end
     (out / "sweep.html").unlink()
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0, again.output
-    assert "training.lr=0.1: complete, and not made again" in again.output
+    assert "training.lr=0.1: complete, and kept" in again.output
     assert "training.lr=0.01: complete" not in again.output
     assert summaries[0].read_bytes() == before[0]
     scores = [json.loads(text)["accuracy"] for text in (before[1], summaries[1].read_bytes())]

@@ -22,7 +22,7 @@ RUNS_A_PROCESS = 20
 def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iterator[tuple[T, str]]:
     """Yield each item with what `make` returns for it, in the order in which they end.
 
-    `make` is called in processes that are started anew: torch's threads do not survive a fork.
+    `make` is called in processes that are started again: torch's threads do not survive a fork.
     """
     new = get_context("spawn")
     with ProcessPoolExecutor(jobs, new, max_tasks_per_child=RUNS_A_PROCESS) as pool:

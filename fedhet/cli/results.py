@@ -61,7 +61,7 @@ def compare_command(
 def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
 ) -> None:
-    """Write a run's figures and report.html anew; also of a run that was cut short."""
+    """Write a run's figures and report.html again; also of a run that was cut short."""
     from fedhet import report
     from fedhet.cli.shown import show_run
 

@@ -83,7 +83,7 @@ def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
         run for run in runs if is_complete(settled_for(run.config, run.directory), run.directory)
     ]
     for run in complete:
-        say(f"{run.label}: complete, and not made again")
+        say(f"{run.label}: complete, and kept")
     return [run for run in runs if run not in complete]
 
 

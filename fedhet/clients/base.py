@@ -228,7 +228,7 @@ class HetClient(NumPyClient):
         """Train the private model on `training_set` with cross-entropy.
 
         A network continues from its current weights, and its learning rate falls by the factor
-        `decay` after each epoch; a model without gradients is fitted anew.
+        `decay` after each epoch; a model without gradients is fitted again.
         """
         model = self.private
         if isinstance(model, Refitted):

@@ -1,7 +1,7 @@
 """Classifiers without gradients behind a small interface, `fit` and `predict`.
 
 scikit-learn's by name, or a user's own: any object with these two methods, named by the function
-that returns it. They are fitted anew each time and never pickled. Probabilities are used where a
+that returns it. They are fitted again each time and never pickled. Probabilities are used where a
 classifier has them.
 """
 
@@ -63,7 +63,7 @@ class ClassicalInfo:
 
 
 class Refitted(nn.Module):
-    """A classifier without gradients as a module, fitted anew on each training set.
+    """A classifier without gradients as a module, fitted again on each training set.
 
     Its forward pass returns the predicted class as one-hot logits [N, C], so that it is evaluated
     like any model. It has no parameters or state: to restore it, fit it on the same data.

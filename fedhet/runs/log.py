@@ -175,7 +175,7 @@ class RunLog:
 
     @property
     def kept_too(self) -> dict[str, Scalar]:
-        """What a client is told of the models that it is to keep beside the last ones."""
+        """What a client is told of the models that it is to keep besides the last ones."""
         return {"best": self.best_round} if self.config.run.keep_best else {}
 
     def ending(self, run: RunSettings) -> RunSettings:

@@ -1,4 +1,4 @@
-"""Trackers: a run's numbers in Weights & Biases or MLflow, beside its own files.
+"""Trackers: a run's numbers in Weights & Biases or MLflow, besides its own files.
 
 A tracker is a watcher of the run. What goes wrong with it once the run has started costs its
 numbers, with a warning, and not the run.

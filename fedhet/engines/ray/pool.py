@@ -2,7 +2,7 @@
 
 Flower's own pool of Ray's actors puts a dead actor back, on which every later task fails, and its
 simulation looks through all messages for each client, ten times a second. Here a lost worker is
-left out and, if its machine is still there, started anew; its client is asked again by another.
+left out and, if its machine is still there, started again; its client is asked again by another.
 """
 
 from __future__ import annotations
