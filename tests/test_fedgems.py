@@ -402,7 +402,7 @@ def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
 @pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
 def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
     """After `engine.divergences` rounds, or after the last if it has never learned anything."""
-    rates = "1000000.0,0.001,0.001,0.001,0.001"
+    rates = [1000000.0, 0.001, 0.001, 0.001, 0.001]
     server = Server(unstable(rounds=rounds, lr=rates, divergences=limit), tmp_path / "run")
     before = all_of(server)
     for number in range(1, last):
