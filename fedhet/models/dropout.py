@@ -1,4 +1,4 @@
-"""Dropout whose masks cost little on a processor; Monte-Carlo dropout draws them many times."""
+"""Dropout with masks that are cheap to draw on a CPU, as Monte-Carlo dropout draws many."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = 256
-"""The number of values of the random byte that decides about an element."""
+"""The number of values of a random byte."""
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, which on a processor decides by one random byte for each element.
+    """`nn.Dropout`, which on a CPU decides by one random byte for each element.
 
     torch draws a whole random number for each, which takes several times as long as the layer
     before it. Elsewhere, and for a `p` that is not a multiple of 1/256, it is torch's own.

@@ -2,8 +2,8 @@
 
 The number is that of the linear layers, 1 to 5, of which the last is the classifier. NAME is a
 folder in $FEDHET_ENCODERS with `config.json` and `model.safetensors`, as the library `transformers`
-saves an encoder. A frozen one is no part of the model's weights: it neither trains nor travels, and
-is kept once a process.
+saves an encoder. A frozen one does not belong to the model's weights: it is neither trained nor
+sent, and a process keeps one copy.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _NARROW = re.compile(r"(.+)-x(0\.[0-9]{1,6})")
 
 
 def narrow_name(name: str, width: float) -> str:
-    """Return the name of a model with so large a share of its channels: cnn2-x0.5; `name` for 1."""
+    """Return the name of a model with a share `width` of its channels: cnn2-x0.5; `name` for 1."""
     return name if width == 1 else f"{name}-x{width:.6f}".rstrip("0")
 
 
@@ -84,7 +84,7 @@ def narrowed(info: ModelInfo, width: float) -> ModelInfo:
 
 @dataclass(frozen=True)
 class DrawnInfo:
-    """A name in a pool that stands for a model of each client's own."""
+    """A name in a pool for which each client draws a model."""
 
     name: str
     family: str

@@ -1,8 +1,8 @@
 """torchvision's networks with ImageNet's weights: `resnet18-pretrained`, `resnet18-frozen`.
 
 Images are prepared as the weights require: grey ones get three channels, small ones are enlarged,
-and all are normalised. A frozen network does not belong to the model's weights: it neither trains
-nor travels, and a process keeps one copy. The weights are read from torch's own cache of this
+and all are normalised. A frozen network does not belong to the model's weights: it is neither
+trained nor sent, and a process keeps one copy. The weights are read from torch's own cache on this
 machine; nothing is downloaded.
 """
 
@@ -36,10 +36,10 @@ NETWORKS: Mapping[str, str] = MappingProxyType(
         "efficientnet-b0": "efficientnet_b0",
     }
 )
-"""The networks that have weights, and torchvision's names of them."""
+"""The networks with pretrained weights, and their names in torchvision."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's channels, from 0 to 1, as torchvision's weights require them."""
+"""Statistics of ImageNet's channels, from 0 to 1, that torchvision's weights require."""
 
 
 def is_pretrained(name: str) -> bool:

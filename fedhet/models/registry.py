@@ -39,7 +39,7 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
-"""Names in a pool that stand for a model of each client's own."""
+"""Names in a pool for which each client draws a model."""
 MOST_COMPUTED = 2**16
 """Values of a sample up to which a model's width is found by computing."""
 _DRAWABLE = MappingProxyType({k: v for drawn in small.DRAWN for k, v in drawn.models.items()})
@@ -192,9 +192,9 @@ def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) ->
 def _native_width(name: str, shape: Shape) -> int:
     """Return D of a registered extractor, from a pass of two samples.
 
-    On the meta device large ones allocate nothing, as a client's claim must not, and networks with
-    pretrained weights do without them. For others it is the slower way, since PyTorch then imports
-    its compiler; and it cannot look at the lengths of texts.
+    The meta device is for large shapes, since a client's claim must not allocate memory, and for
+    pretrained networks, which it spares their weights. For others it is slower, since PyTorch then
+    imports its compiler. Models of texts need a device that computes, to see their lengths.
     """
     on_meta = prod(shape) > MOST_COMPUTED or is_pretrained(name)
     device = "meta" if on_meta and kind_of(shape).is_numeric else "cpu"

@@ -87,20 +87,12 @@ def _info(
 
 
 CNN2 = partial(cnn, widths=(16, 32))
+CNN3 = partial(cnn, widths=(32, 64, 64))
+DROPOUT = partial(CNN2, dropout=SIGNAL_DROPOUT)
 MODELS = (
     _info("signal-cnn2", "2 conv layers, 16-32, and a linear of 64", "ours", CNN2),
-    _info(
-        "signal-cnn3",
-        "3 conv layers, 32-64-64, and a linear of 64",
-        "ours",
-        partial(cnn, widths=(32, 64, 64)),
-    ),
-    _info(
-        "signal-cnn2-dropout",
-        f"signal-cnn2 with dropout {SIGNAL_DROPOUT}",
-        "ours",
-        partial(CNN2, dropout=SIGNAL_DROPOUT),
-    ),
+    _info("signal-cnn3", "3 conv layers, 32-64-64, and a linear of 64", "ours", CNN3),
+    _info("signal-cnn2-dropout", f"signal-cnn2 with dropout {SIGNAL_DROPOUT}", "ours", DROPOUT),
     _info("signal-gru", "a conv and a GRU of 32 in both directions", "ours", SignalGru, False),
     _info("signal-resnet", "3 blocks of 3 convs, 32-64-64", "Wang et al. 2017; small", resnet),
 )

@@ -136,7 +136,6 @@ COFED = (
     (48, 56, 96),
 )
 
-
 COFED_WIDTHS = (20, 24, 32, 40, 48, 56, 80, 96)
 """The widths from which the authors' generator of architectures draws."""
 

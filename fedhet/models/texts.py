@@ -155,18 +155,14 @@ def _info(name: str, line: str, source: str, build: Callable[..., nn.Module]) ->
     return ModelInfo(name, "text", line, source, None, build, name in NARROW, TEXT)
 
 
+CNN_DROPOUT = partial(TextCnn, dropout=TEXT_DROPOUT)
 CNN_LINE = f"convs over 3, 4 and 5 words, {WIDTH} of each"
 NARROW = ("text-bag", "text-cnn", "text-cnn-dropout")
-"""The models of which a leading part is a model; of an LSTM's gates it is not."""
+"""The models whose leading channels are a model, which those of an LSTM's gates are not."""
 MODELS = (
     _info("text-bag", f"mean of the words' vectors, and a linear of {WIDTH}", "ours", Bag),
     _info("text-cnn", CNN_LINE, "Kim 2014", TextCnn),
-    _info(
-        "text-cnn-dropout",
-        f"text-cnn with dropout {TEXT_DROPOUT}",
-        "Kim 2014",
-        partial(TextCnn, dropout=TEXT_DROPOUT),
-    ),
+    _info("text-cnn-dropout", f"text-cnn with dropout {TEXT_DROPOUT}", "Kim 2014", CNN_DROPOUT),
     _info("text-gru", f"a GRU of {WIDTH}", "Cho et al. 2014", partial(Recurrent, cell="gru")),
     _info(
         "text-lstm",

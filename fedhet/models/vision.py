@@ -86,13 +86,8 @@ def _info(name: str, family: str, line: str, extractor: Callable[[Shape], nn.Mod
 
 MODELS = (
     *(
-        _info(name, "vgg", f"{layers} conv layers with batch norm", partial(vgg, layout=layout))
-        for name, layers, layout in (
-            ("vgg11", 8, "A"),
-            ("vgg13", 10, "B"),
-            ("vgg16", 13, "D"),
-            ("vgg19", 16, "E"),
-        )
+        _info(f"vgg{n}", "vgg", f"{n - 3} conv layers with batch norm", partial(vgg, layout=layout))
+        for n, layout in ((11, "A"), (13, "B"), (16, "D"), (19, "E"))
     ),
     *(
         _info(name, name.split("-")[0], line, partial(build, name=theirs))
