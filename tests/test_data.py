@@ -144,7 +144,8 @@ def test_impossible_partitions_say_what_to_change() -> None:
     assert "raise data.alpha, or lower data.min-samples or clients" in message
     message = fault(DIGITS.but(clients=200))
     assert message == (
-        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438; lower either"
+        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438 samples; "
+        "lower either"
     )
     message = fault(DIGITS.but(partition="shards", shards=500))
     assert "need 4000 shards, digits has 1438 samples" in message

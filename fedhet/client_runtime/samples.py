@@ -11,14 +11,7 @@ from torch import Tensor, nn
 
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
-from fedhet.data import (
-    GENERATED,
-    UNUSED,
-    RunData,
-    Split,
-    labelled_parts,
-    refuse_overlap,
-)
+from fedhet.data import GENERATED, UNUSED, RunData, Split, labelled_parts, refuse_overlap
 from fedhet.data.spec import Stored
 from fedhet.devices import Compute
 from fedhet.models import Within

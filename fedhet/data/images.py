@@ -208,8 +208,6 @@ def _pixels(path: str, form: Form) -> Pixels:
 
 
 IMAGES = Files(
-    "images",
-    (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
-    decode,
+    "images", (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"), decode
 )
 """Files of images, by the endings that torchvision has."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.spec import DataSpec, Index, Split, refuse_more
+from fedhet.data.spec import DataSpec, Index, Split, numbered, refuse_more
 from fedhet.errors import DataError
 from fedhet.kinds import IMAGE, Kind
 
@@ -96,7 +96,7 @@ def read_owners(path: Path, name: str, spec: DataSpec) -> Index:
             f"{path}: {name} must be whole numbers or words [{samples}], is {owners.dtype} "
             f"{list(owners.shape)}"
         )
-    return np.unique(owners, return_inverse=True)[1].astype(np.int64)
+    return numbered(owners)
 
 
 def same_form(first: Split, other: Split, where: str, path: Path) -> None:

@@ -181,17 +181,16 @@ def _without_figures() -> Iterator[None]:
 
 
 def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
-    """Raise an error for conditions that no draw can satisfy."""
-    if spec.clients * spec.min_samples > rows:
-        raise DataError(
-            f"clients = {spec.clients} with data.min-samples = {spec.min_samples} need "
-            f"{spec.clients * spec.min_samples} samples, {spec.dataset} has {rows}; lower either"
-        )
-    if spec.partition == "shards" and spec.clients * spec.shards > rows:
-        raise DataError(
-            f"clients = {spec.clients} with data.shards = {spec.shards} need "
-            f"{spec.clients * spec.shards} shards, {spec.dataset} has {rows} samples; lower either"
-        )
+    """Raise DataError for conditions that no draw can satisfy."""
+    needed = {"data.min-samples": (spec.min_samples, "samples")}
+    if spec.partition == "shards":
+        needed["data.shards"] = (spec.shards, "shards")
+    for setting, (count, what) in needed.items():
+        if (total := spec.clients * count) > rows:
+            raise DataError(
+                f"clients = {spec.clients} with {setting} = {count} need {total} {what}, "
+                f"{spec.dataset} has {rows} samples; lower either"
+            )
     if spec.partition == "classes" and spec.classes_per_client > classes:
         raise DataError(
             f"data.classes-per-client = {spec.classes_per_client}: must be at most {classes}, the "
@@ -200,19 +199,17 @@ def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
 
 
 def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
-    least = "lower data.min-samples or clients"
-    own, change = {
-        "iid": ("", least),
-        "dirichlet": (f"data.alpha = {spec.alpha}, ", f"raise data.alpha, or {least}"),
-        "shards": (f"data.shards = {spec.shards}, ", f"lower data.shards, or {least}"),
-        "classes": (
-            f"data.classes-per-client = {spec.classes_per_client}, ",
-            f"raise data.classes-per-client, or {least}",
-        ),
+    setting, value, verb = {
+        "iid": ("", 0, ""),
+        "dirichlet": ("data.alpha", spec.alpha, "raise"),
+        "shards": ("data.shards", spec.shards, "lower"),
+        "classes": ("data.classes-per-client", spec.classes_per_client, "raise"),
     }[spec.partition]
+    own, change = (f"{setting} = {value}, ", f"{verb} {setting}, or ") if setting else ("", "")
     return (
         f"data.partition = {spec.partition!r} ({own}data.min-samples = {spec.min_samples}, "
-        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); {change}"
+        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
+        f"{change}lower data.min-samples or clients"
     )
 
 

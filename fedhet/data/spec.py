@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +202,11 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
         mine = np.flatnonzero(labels[rows] == label)
         place[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
     return np.sort(rows[np.argsort(place, kind="stable")[:size]])
+
+
+def numbered(names: Sequence[str] | npt.NDArray[Any]) -> Index:
+    """Return the place [N] of each name, or number, among the sorted ones."""
+    return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
 
 
 def held_out(labels: Index, share: float, use: str) -> tuple[Index, Index]:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedhet.data import shared_cache
 from fedhet.data.datasets import load
@@ -137,7 +136,9 @@ class RunData:
         """
         if classes is not None:
             refuse_unlabelled_public(self.spec)
-        found = self.once("public", self._public)
+        found = self.once(
+            "public", lambda: public_dataset(self.spec, lambda: self.dataset, lambda: self._source)
+        )
         check_public(found, shape, classes)
         return found.train
 
@@ -171,9 +172,6 @@ class RunData:
         assert spec is not None
         return self.once("source", lambda: self._read(spec, "1", least_classes=1))
 
-    def _public(self) -> Dataset:
-        return public_dataset(self.spec, lambda: self.dataset, lambda: self._source)
-
     def _read(self, spec: DataSpec, name: str, *, least_classes: int = 2) -> Dataset:
         if self._shared is None or not _is_copied(spec):
             return load(spec, least_classes=least_classes)
@@ -190,31 +188,23 @@ class RunData:
     def _drawn(self) -> tuple[Index, ...]:
         if self._shared is not None:
             return shared_cache.read_rows(self._shared)
-        return (
-            self._assignment.rows if self._has_label_spaces else partition(self.dataset, self.spec)
-        )
+        if self._has_label_spaces:
+            return self._assignment.rows
+        return partition(self.dataset, self.spec)
 
     def _samples(self, index: int) -> tuple[Split, Split]:
         """Return the training and the test samples of a client: copies, or mapped from a file."""
-        train, (own, tests) = self.dataset.train, self.split_rows(index)
-        if self._shared is None:
+        train, (own, tests), folder = self.dataset.train, self.split_rows(index), self._shared
+        if folder is None:
             return train.take(own), train.take(tests)
-        start = self._starts[index]
+        x = self.once("samples", lambda: shared_cache.map_samples(folder))
+        counts = map(len, self.partition())
+        start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
         middle = start + len(own)
-        x = self.once("samples", self._mapped)
         return (
             Split(x[start:middle], train.y[torch.from_numpy(own)]),
             Split(x[middle : middle + len(tests)], train.y[torch.from_numpy(tests)]),
         )
-
-    def _mapped(self) -> Tensor:
-        assert self._shared is not None
-        return shared_cache.map_samples(self._shared)
-
-    @property
-    def _starts(self) -> tuple[int, ...]:
-        """The place of each client's first sample in the file of all clients' samples."""
-        return self.once("starts", lambda: tuple(accumulate(map(len, self.partition()), initial=0)))
 
     def once(self, part: str, make: Callable[[], T]) -> T:
         """Return a part of the data, which `make` makes when it is first needed.

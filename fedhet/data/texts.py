@@ -10,7 +10,7 @@ import torch
 
 from fedhet.data.class_folders import Files
 from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
-from fedhet.data.spec import DataSpec, Index, Split, refuse_more
+from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.tokens import tokenized
 from fedhet.errors import DataError, nearest
 from fedhet.kinds import Shape
@@ -69,11 +69,6 @@ def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path)
             raise DataError(f"{path}: row {number} has the label {label!r}, not a class{close}")
     y = np.array([places[label] for label in rows.labels], np.int64)
     return Split(tokenized(rows.texts, spec, path), torch.from_numpy(y))
-
-
-def group_numbers(groups: Sequence[str]) -> Index:
-    """Return each group's place among the sorted names, [N]."""
-    return np.unique(np.array(groups), return_inverse=True)[1].astype(np.int64)
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:

@@ -97,12 +97,7 @@ def _save(program: Any, form: str, path: Path) -> None:
             torch.export.save(program, file)
         return
     made: Any = torch.onnx.export(
-        program,
-        (),
-        dynamo=True,
-        input_names=["x"],
-        output_names=["probabilities"],
-        verbose=False,
+        program, (), dynamo=True, input_names=["x"], output_names=["probabilities"], verbose=False
     )
     made.save(str(path), external_data=False)
 

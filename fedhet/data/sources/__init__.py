@@ -74,11 +74,10 @@ def paths_of(table: DataSettings) -> list[Path]:
     Data that comes with a package, from Python or from a cache of the Hub has none. Raises
     SettingsError or DataError if the tokenizer's encoder is not there.
     """
-    datasets = (table.dataset, table.public_dataset)
-    found = [path for path in (_path(each, table)[0] for each in datasets) if path is not None]
+    found = [_path(each, table)[0] for each in (table.dataset, table.public_dataset)]
     if table.tokenizer != WORDS:
         found.append(Path(encoder_folder(table.tokenizer)))
-    return [path.expanduser().resolve() for path in found]
+    return [path.expanduser().resolve() for path in found if path is not None]
 
 
 def absolute(dataset: str, table: DataSettings) -> str:
@@ -89,5 +88,9 @@ def absolute(dataset: str, table: DataSettings) -> str:
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
+    """Return the file or folder that a dataset is read from, if there is one, and what follows."""
     name, _, place = dataset.partition(":")
-    return SOURCES[name].path(place, table) if name in SOURCES else (None, "")
+    if name not in SOURCES:
+        return None, ""
+    path, sign, rest = place.partition(SOURCES[name].suffix or "\0")
+    return SOURCES[name].files(path, table), sign + rest

@@ -19,7 +19,7 @@ import torch
 
 from fedhet.data.rows import read_bounded
 from fedhet.data.sources.base import Source
-from fedhet.data.spec import Dataset, DataSpec, Split, held_out
+from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered
 from fedhet.errors import DataError
 from fedhet.kinds import TABLE
 
@@ -45,8 +45,8 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         train, test = (_read_rows(path, spec) for path in found if path is not None)
     elif spec.download:
         rows = _openml_rows(root)
-        labels = np.unique(rows[:, -1], return_inverse=True)[1]
-        train, test = (rows[part] for part in held_out(labels, _OPENML_TEST_FRACTION, "adult"))
+        parts = held_out(numbered(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
+        train, test = (rows[part] for part in parts)
     else:
         raise DataError(
             f"data.dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "

@@ -48,8 +48,3 @@ class Source:
     def form(self) -> str:
         """How `data.dataset` names it, such as `npz:DIR`."""
         return f"{self.name}:{self.place}" if self.place else self.name
-
-    def path(self, place: str, table: DataSettings) -> tuple[Path | None, str]:
-        """Return the file or folder that is read, if there is one, and what follows it."""
-        head, sign, rest = place.partition(self.suffix) if self.suffix else (place, "", "")
-        return self.files(head, table), sign + rest

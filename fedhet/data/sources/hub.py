@@ -173,11 +173,6 @@ def _folder(path: str, table: DataSettings) -> Path | None:
 
 SOURCES = (
     Source(
-        "hf",
-        "images or texts of the Hugging Face Hub",
-        read_hub,
-        "NAME",
-        files=_folder,
-        suffix="@",
+        "hf", "images or texts of the Hugging Face Hub", read_hub, "NAME", files=_folder, suffix="@"
     ),
 )

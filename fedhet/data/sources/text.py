@@ -12,8 +12,8 @@ from pathlib import Path
 from fedhet.data.class_folders import read_tree
 from fedhet.data.rows import read_rows
 from fedhet.data.sources.base import Source
-from fedhet.data.spec import Dataset, DataSpec
-from fedhet.data.texts import TEXTS, class_names, find_rows, group_numbers, labelled
+from fedhet.data.spec import Dataset, DataSpec, numbered
+from fedhet.data.texts import TEXTS, class_names, find_rows, labelled
 from fedhet.data.tokens import shape_of_texts
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TEXT
@@ -43,7 +43,7 @@ def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         labelled(read_rows(test, spec), classes, spec, test) if test else None,
         classes,
         shape=shape_of_texts(spec),
-        groups=group_numbers(rows.groups) if rows.groups is not None else None,
+        groups=numbered(rows.groups) if rows.groups is not None else None,
     )
 
 
