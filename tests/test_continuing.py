@@ -61,7 +61,7 @@ def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(StateError, match="holds a run with"):
         run(longer(config, tmp_path / "run", **change), tmp_path / "run")
-    with pytest.raises(StateError, match="complete; there is nothing to resume: --rounds"):
+    with pytest.raises(StateError, match="complete; there is nothing to resume: a larger --rounds"):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 

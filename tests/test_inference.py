@@ -147,9 +147,9 @@ def test_a_record_says_what_is_needed_and_is_private(trained):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "client.json is no record"),
+        ("{", "client.json is not a client's record"),
         ('{"run": 3}', "run: Input should be a valid string"),
-        ("[]", "client.json is no record"),
+        ("[]", "client.json is not a client's record"),
     ],
 )
 def test_a_damaged_record_is_one_line(trained, tmp_path, content, says):
