@@ -193,6 +193,3 @@ def test_nothing_but_class_logits_travels(tmp_path):
     sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", "logits"}
     assert not sent.scalars
-
-
-# Settings and runs

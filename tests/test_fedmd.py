@@ -23,6 +23,7 @@ from rounds import (
 )
 
 from fedhet.clients.fedmd import Consensus
+from fedhet.errors import SettingsError
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
@@ -347,4 +348,9 @@ def test_the_consensus_forgets_a_client(tmp_path, method):
     assert set(instruction_of(server.ask(2)[0]).tensors) == {"asked"}
 
 
-# Settings and runs
+# Settings
+
+
+def test_a_single_public_sample_cannot_be_trained_on():
+    with pytest.raises(SettingsError, match=r"'fedmd\.sample' = 1.*0 or at least 2"):
+        md("fedmd", own_sample=1)
