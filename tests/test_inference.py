@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
 import shutil
+import struct
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +271,82 @@ def test_npz_files(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images"):
         read_inputs([tmp_path / "empty"], record)
+
+
+def with_member(path, header, content=b"", size=None):
+    """An npz file whose x.npy has this header, and in the index this size."""
+    text = header.encode().ljust(118) + b"\n"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", 119) + text + content)
+    if size is not None:
+        packed = bytearray(path.read_bytes())
+        entry = packed.rindex(b"PK\x01\x02")
+        packed[entry + 24 : entry + 28] = struct.pack("<I", size)
+        path.write_bytes(packed)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ("{'descr': '|u1', 'fortran_order': False, 'shape': (9000, 1, 8, 8)}", "which is not what"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2**44, 8, 8)}", "not a readable"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 8, 8)}", "which is not what"),
+        ("{'descr': '<f4', 'shape'", "not a readable"),
+        ("[" * 100, "not a readable"),
+    ],
+)
+def test_a_header_that_lies_is_one_line(trained, tmp_path, header, says):
+    record = open_client(trained[0], MLP).record
+    with pytest.raises(DataError, match=says) as fault:
+        read_inputs([with_member(tmp_path / "x.npz", header, b"\0" * 64)], record)
+    assert "\n" not in str(fault.value)
+
+
+def test_an_index_that_agrees_with_a_huge_header_is_refused_before_it_is_unpacked(
+    trained, tmp_path
+):
+    record = open_client(trained[0], MLP).record
+    header = "{'descr': '|u1', 'fortran_order': False, 'shape': (60000000, 1, 8, 8)}"
+    path = with_member(tmp_path / "x.npz", header, size=129 + 60_000_000 * 64)
+    with pytest.raises(DataError, match="takes 15360000000 bytes once it is read"):
+        read_inputs([path], record)
+
+
+def test_what_is_read_is_bounded_whatever_the_run_says(trained, tmp_path):
+    record = open_client(trained[0], MLP).record
+    record.settings["data.max-bytes"] = 10**15
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x=np.zeros((100_000, 8, 8), np.uint8))
+    with pytest.raises(DataError, match=r"x.npz: takes 25600000 bytes .* allows 25599999"):
+        read_inputs([path], record, most=4 * 100_000 * 64 - 1)
+    assert len(read_inputs([path], record, most=4 * 100_000 * 64)[1]) == 100_000
+    images = tmp_path / "images"
+    images.mkdir()
+    for k in range(3):
+        PIL.Image.new("L", (8, 8)).save(images / f"{k}.png")
+    with pytest.raises(DataError, match="takes 768 bytes"):
+        read_inputs([images], record, most=767)
+    assert len(read_inputs([images], record, most=768)[1]) == 3
+
+
+def test_damaged_contents_pipes_and_deep_folders_are_one_line(trained, tmp_path):
+    record = open_client(trained[0], MLP).record
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).random((50, 8, 8)))
+    packed = bytearray(path.read_bytes())
+    packed[400:420] = b"\xff" * 20
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=r"not a readable \.npz file"):
+        read_inputs([path], record)
+    for name in ("x.png", "pipe.npz"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=f"{name}: not a regular file"):
+            read_inputs([tmp_path / name], record)
+    deep = tmp_path / "deep"
+    (deep / Path(*["a"] * 65)).mkdir(parents=True)
+    with pytest.raises(DataError, match="more than 64 folders deep"):
+        read_inputs([deep], record)
 
 
 def probabilities_of(form, path, x):

@@ -44,12 +44,18 @@ def predict_command(
     resize: Annotated[
         bool, typer.Option("--resize", help="Resize images to the size the model takes.")
     ] = False,
+    most: Annotated[
+        int,
+        typer.Option(
+            "--max-bytes", min=1, help="Bytes of samples at most, in place of data.max-bytes."
+        ),
+    ] = 2**29,
 ) -> None:
     """Predict samples with a client's model: their classes and probabilities."""
     from fedhet.inference import open_client, read_inputs
 
     trained = open_client(directory, client, best=best)
-    names, x = read_inputs(inputs, trained.record, resize=resize)
+    names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
     found = trained.predict(x, kind)
     if csv:
         frame = found.to_frame([printable(name) for name in names])

@@ -22,12 +22,19 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def read_arrays(
-    path: Path, names: Sequence[str], spec: DataSpec, *, hint: str = "", source: str = ""
+    path: Path,
+    names: Sequence[str],
+    spec: DataSpec,
+    *,
+    hint: str = "",
+    source: str = "",
+    scaled: bool = False,
 ) -> Arrays:
     """Return these arrays of a file as they are; pickled ones are refused, not loaded.
 
-    Raises DataError for any fault of the file, and if they take more than `data.max-bytes`. `hint`
-    is added to the message if an array is absent, `source` if the file is.
+    Raises DataError for any fault of the file, and if they take more than `data.max-bytes`; bytes
+    that will be `scaled` count as float32. `hint` is added to the message if an array is absent,
+    `source` if the file is.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -36,7 +43,9 @@ def read_arrays(
                 if name not in there:
                     others = ", ".join(there) or "none"
                     raise DataError(f"{path}: has no array {name!r}, only {others}{hint}")
-            refuse_more(sum(_array_bytes(archive, name, path) for name in names), spec, path)
+            refuse_more(
+                sum(_array_bytes(archive, name, path, scaled) for name in names), spec, path
+            )
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in names}
     except FileNotFoundError as error:
@@ -48,7 +57,7 @@ def read_arrays(
         raise DataError(f"{path}: not a readable .npz file ({fault})") from error
 
 
-def _array_bytes(archive: zipfile.ZipFile, name: str, path: Path) -> int:
+def _array_bytes(archive: zipfile.ZipFile, name: str, path: Path, scaled: bool) -> int:
     """Return the bytes that an array takes as it is, or as what it becomes if that is more.
 
     Nothing is unpacked but its header. Raises DataError for an array of objects, and for a header
@@ -66,7 +75,7 @@ def _array_bytes(archive: zipfile.ZipFile, name: str, path: Path) -> int:
         if file.tell() + size != archive.getinfo(member).file_size:
             claim = f"claims {dtype} {list(shape)}, which is not what it holds"
             raise DataError(f"{path}: {member} {claim}")
-    read = 1 if name == "x" and dtype == np.uint8 else _READ_AS.get(name, 8)
+    read = 1 if name == "x" and dtype == np.uint8 and not scaled else _READ_AS.get(name, 8)
     return max(size, read * math.prod(shape))
 
 

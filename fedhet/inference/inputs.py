@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fedhet.data import DataSpec
 from fedhet.data.class_folders import Files
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.npz import read_arrays
+from fedhet.data.spec import refuse_more
 from fedhet.data.texts import TEXTS
 from fedhet.data.tokens import tokenized
 from fedhet.devices import scaled
@@ -24,30 +27,39 @@ from fedhet.runs.units import natural
 
 ROUNDING = 1e-3
 """By how much a scaled pixel may be outside -1 to 1."""
+MOST_BYTES = 2**29
+"""Bytes of samples, as the model takes them, that are read at once."""
+DEEPEST = 64
+"""Folders within each other that are searched for files."""
+_AS_FLOAT = 4
 
 
 def read_inputs(
-    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False
+    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, most: int = MOST_BYTES
 ) -> tuple[list[str], Tensor]:
     """Return a name for each sample, and the samples [N, *shape], scaled as in training.
 
     `paths` are image files and folders of them, or one .npz file with an array `x`; of a client
     with texts, .txt files and folders of them. Images get the client's channels; those of another
     size are resized if `resize` is set, or if the client's own were (`data.image-size`). Raises
-    DataError, which names the file.
+    DataError, which names the file, also if the samples take more than `most` bytes. The settings
+    of the run may be somebody else's, so their `data.max-bytes` does not count.
     """
+    bounds = _spec(record).but(max_bytes=most)
     if _is_text(record):
         texts = _files_in(paths, TEXTS)
-        return texts, TEXTS.read(texts, _spec(record), None)
+        return texts, TEXTS.read(texts, bounds, None)
     arrays = [path for path in paths if path.suffix == ".npz"]
     if arrays and len(paths) > 1:
         raise DataError(f"{arrays[0]}: is one file of all samples; give it alone")
     if arrays:
-        found = read_arrays(arrays[0], ("x",), _spec(record))["x"]
+        _refuse_irregular(arrays[0])
+        found = read_arrays(arrays[0], ("x",), bounds, scaled=True)["x"]
         x = samples_for(record, found, str(arrays[0]))
         return [str(row) for row in range(len(x))], x
     files = _files_in(paths, IMAGES)
     form = _form(record, resize or bool(record.settings.get("data.image-size")), files[0])
+    refuse_more(_AS_FLOAT * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
     return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
 
 
@@ -100,12 +112,31 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
     """
     found: list[str] = []
     for path in paths:
-        inside = (file for file in path.rglob("*") if file.suffix.lower() in files.endings)
-        found += sorted(map(str, inside), key=natural) if path.is_dir() else [str(path)]
+        inside = _below(path, files.endings)
+        found += sorted(inside, key=natural) if path.is_dir() else [str(path)]
+    for file in found:
+        _refuse_irregular(Path(file))
     if not found:
         given = ", ".join(map(str, paths)) or "nothing given"
         raise DataError(f"{given}: holds no {files.noun}")
     return found
+
+
+def _below(folder: Path, endings: tuple[str, ...], depth: int = 1) -> Iterator[str]:
+    """Yield the files with these endings anywhere in a folder; links to folders are left alone."""
+    if depth > DEEPEST:
+        raise DataError(f"{folder}: more than {DEEPEST} folders deep")
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(Path(entry.path), endings, depth + 1)
+        elif entry.name.lower().endswith(endings):
+            yield entry.path
+
+
+def _refuse_irregular(path: Path) -> None:
+    """Raise DataError for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a regular file")
 
 
 def _form(record: ClientRecord, resize: bool, first: str) -> Form:
