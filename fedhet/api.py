@@ -40,6 +40,7 @@ def run(
     preset: str | None = None,
     config: str | Path | None = None,
     resume: str | Path | None = None,
+    trust: str = "",
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
     watchers: Iterable[Watcher] = (),
@@ -58,7 +59,8 @@ def run(
     workers import it; with "inline" it may be any object.
 
     `resume` is the directory of a run to continue after its last complete round, with its own
-    settings. The arguments may add rounds, and change where it runs.
+    settings. The arguments may add rounds, and change where it runs. Modules of your own that these
+    settings name are imported if `trust` names them, comma-separated.
 
     `progress` shows each round as it ends. `watchers` receive the run's events too; see
     `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is wrong, before any
@@ -69,21 +71,25 @@ def run(
         "seed": seed, BACKEND: backend, "out": out,
     }  # fmt: skip
     given = [(name, value) for name, value in keywords.items() if value is not None]
-    layers = Layers(preset, _path(config), _path(resume))
+    layers = Layers(preset, _path(config), _path(resume), trust)
     chosen = _resolved(method, [*given, *flatten(settings or {}).items()], layers)
     with display_on(Console()) if progress else contextlib.nullcontext(Watcher()) as display:
-        return Result(simulate(chosen, run_directory(chosen), [display, *watchers]))
+        return Result(simulate(chosen, run_directory(chosen), [display, *watchers]), trust="*")
 
 
-def load(directory: str | Path, *, objects: Mapping[str, Any] | None = None) -> Result:
+def load(
+    directory: str | Path, *, objects: Mapping[str, Any] | None = None, trust: str = ""
+) -> Result:
     """Return the result of a run from its directory; of an interrupted one, what it has recorded.
 
     `objects` has the Python objects that the run was given, by the names that it has for them, such
     as `{"tiny": tiny}` for a model "fedhet.objects:tiny". Another process than the run's needs them
-    to use the models. Raises StateError if it is not a run's directory.
+    to use the models. `trust` names the modules that the run's settings may import for that,
+    comma-separated ("mymodels"); by default none but fedhet's. Raises StateError if it is not a
+    run's directory.
     """
     hold(objects or {})
-    return Result(report.load_run(Path(directory)))
+    return Result(report.load_run(Path(directory)), trust=trust)
 
 
 def compare(

@@ -5,8 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from federation import Server, client_of, small
+from flwr.common import parameters_to_ndarrays
+from rounds import reply_of
 
 from fedhet.client_app import client_fn
+from fedhet.client_runtime.limits import SiteClient, within_limits
+from fedhet.client_runtime.node import NodeSettings
 from fedhet.client_runtime.permissions import permitted
 from fedhet.errors import FedhetError, SettingsError
 
@@ -107,9 +113,6 @@ def test_a_model_over_the_limit_is_refused_before_it_is_allocated():
 
 
 def test_a_round_that_takes_too_long_is_ended():
-    from fedhet.client_runtime.limits import SiteClient
-    from fedhet.client_runtime.node import NodeSettings
-
     class Endless:
         def fit(self, parameters, config):
             while True:
@@ -119,3 +122,56 @@ def test_a_round_that_takes_too_long_is_ended():
     with pytest.raises(FedhetError, match="'most-seconds', 1"):
         client.fit([], {})
     assert 0.9 < time.perf_counter() - started < 5
+
+
+def test_after_a_round_that_took_too_long_a_client_goes_on_as_if_it_had_not_been(tmp_path):
+    """Half of a round's steps were taken: neither the state in memory nor the random draws stay."""
+    config = small("local", clients=2)
+    server = Server(config, tmp_path)
+    proxy, ins = server.ask(1)[0]
+    client = client_of(proxy)
+    arrays, site = parameters_to_ndarrays(ins.parameters), SiteClient(client, NodeSettings())
+    whole, _, _ = site.fit(arrays, dict(ins.config))
+    trained, state = client.train, {k: v.clone() for k, v in client.network.state_dict().items()}
+    for path in tmp_path.rglob("round-*.safetensors"):
+        path.unlink()
+
+    def too_long(round, knowledge):
+        trained(round, knowledge)
+        time.sleep(30)
+
+    client.train = too_long
+    limited = SiteClient(client, NodeSettings(most_seconds=1))
+    _, samples, said = limited.fit(arrays, dict(ins.config))
+    assert samples == 0
+    assert "'most-seconds', 1" in said["error"]
+    assert not list(tmp_path.rglob("round-*.safetensors"))
+    client.train = trained
+    again, _, _ = limited.fit(arrays, dict(ins.config))
+    assert all((a == b).all() for a, b in zip(whole, again, strict=True))
+    assert all(torch.equal(state[k], v) for k, v in client.network.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["felo", "velo", "fedhe", "fedproto"])
+@pytest.mark.parametrize("by_site", [False, True])
+def test_means_of_few_samples_stay_at_the_site(tmp_path, method, by_site):
+    """Whatever the run asks for: the larger of its limit and the site's counts."""
+    least = 9
+    limits = (1, least) if by_site else (least, 1)
+    run = small(method, clients=2, alpha=0.3, rounds=1, least_per_class=limits[0])
+    site = NodeSettings(least_per_class=limits[1])
+    config = within_limits(run, site)
+    few = 0
+    for proxy, result in Server(config, tmp_path).play(1)[1]:
+        counts = np.bincount(client_of(proxy).y.numpy(), minlength=10)
+        sent = reply_of(result).tensors["classes"]
+        assert sent.tolist() == np.flatnonzero(counts >= least).tolist()
+        few += (counts > 0).sum() - len(sent)
+    assert few
+
+
+def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tmp_path):
+    server = Server(small("felo", clients=2, least_per_class=10_000), tmp_path)
+    server.play(1)
+    _, answers = server.play(2)
+    assert [len(reply_of(result).tensors["classes"]) for _, result in answers] == [0, 0]

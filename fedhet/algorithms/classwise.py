@@ -57,9 +57,9 @@ class ClassSums:
             self.logits += member @ logits.detach().float()
         self.counts += member.sum(1)
 
-    def means(self) -> ClassMeans:
-        """Return the means of the classes that were seen."""
-        seen = self.counts > 0
+    def means(self, least: int = 1) -> ClassMeans:
+        """Return the means of the classes of which `least` samples were seen."""
+        seen = self.counts >= least
         count = self.counts[seen].unsqueeze(1)
         return ClassMeans(
             classes=seen.nonzero().flatten().cpu().numpy(),

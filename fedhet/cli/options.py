@@ -41,6 +41,10 @@ FLAGS = {
     "out": ("out", "DIR"),
 }
 """Settings with a flag of their own: the setting, and the name of its value in the help."""
+TRUST = typer.Option(
+    metavar="MODULE[,MODULE]",
+    help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
+)
 SOURCES: dict[str, Any] = {
     "method": Annotated[
         str | None,
@@ -74,6 +78,7 @@ SOURCES: dict[str, Any] = {
         Path | None,
         typer.Option(metavar="DIR", help="Resume the run in DIR after its last complete round."),
     ],
+    "trust": Annotated[str | None, TRUST],
     **{flag: _of_setting(*where) for flag, where in FLAGS.items()},
 }
 """The options from which a command's settings are read."""
@@ -109,6 +114,7 @@ def gather(
     config: Path | None = None,
     set_: list[str] | None = None,
     resume: Path | None = None,
+    trust: str | None = None,
     **flags: str | None,
 ) -> dict[str, object]:
     """Return the settings of a preset, a file, `--set` and flags; later ones override earlier.
@@ -117,7 +123,9 @@ def gather(
     """
     given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *given]
-    return Layers(preset, config, resume).under(lambda name: parse_pairs(pairs, name), method)
+    return Layers(preset, config, resume, trust or "").under(
+        lambda name: parse_pairs(pairs, name), method
+    )
 
 
 def read_seeds(text: str) -> list[int]:

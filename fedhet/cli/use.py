@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fedhet.cli.listing import listing
-from fedhet.cli.options import console, say
+from fedhet.cli.options import TRUST, console, say
 from fedhet.runs.units import printable, score
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Client = Annotated[str, typer.Argument(help="The client, as the run's table name
 Best = Annotated[
     bool, typer.Option("--best", help="The models after the best round (keep-best), not the last.")
 ]
+Trust = Annotated[str, TRUST]
 Kind = Annotated[str, typer.Option(help="Kind of model: private, with some methods also proxy.")]
 
 
@@ -50,11 +51,12 @@ def predict_command(
             "--max-bytes", min=1, help="Bytes of samples at most, in place of data.max-bytes."
         ),
     ] = 2**29,
+    trust: Trust = "",
 ) -> None:
     """Predict samples with a client's model: their classes and probabilities."""
     from fedhet.inference import open_client, read_inputs
 
-    trained = open_client(directory, client, best=best)
+    trained = open_client(directory, client, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
     found = trained.predict(x, kind)
     if csv:
@@ -93,10 +95,12 @@ def export_command(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")],
     kind: Kind = "private",
     best: Best = False,
+    trust: Trust = "",
 ) -> None:
     """Export a client's model, with a model card of its inputs and accuracy."""
     from fedhet.inference import export, open_client
 
-    card = export(open_client(directory, client, best=best), form, out, kind)
+    trained = open_client(directory, client, best=best, trust=trust)
+    card = export(trained, form, out, kind)
     say(f"model: {out}")
     say(f"card: {card}")

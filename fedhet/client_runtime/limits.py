@@ -24,12 +24,15 @@ from fedhet.errors import FedhetError, KnowledgeError, SettingsError, StateError
 LOG = logging.getLogger("fedhet")
 _PATH = re.compile(r"(?<![\w/])[~.]*/[^\s'\",;:()\[\]]+")
 _HIDDEN = "(a path of this site)"
+AGAIN = 30.0
+"""Seconds after which what was not ended by its time limit is interrupted again."""
 
 
 def within_limits(config: Config, site: NodeSettings) -> Config:
-    """Return a run's settings as a site carries them out: data and downloads as far as it allows.
+    """Return a run's settings as a site carries them out.
 
-    Raises SettingsError for more epochs or classes than it allows.
+    Data, downloads and means of small classes are what both allow. Raises SettingsError for more
+    epochs or classes than it allows.
     """
     for name, value in config.flat().items():
         asked = value if isinstance(value, list) else [value]
@@ -43,7 +46,12 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
         "max_bytes": min(data.max_bytes, site.most_data_bytes),
         "download": data.download and site.allow_downloads,
     }
-    return config.replacing(data=data.model_copy(update=allowed))
+    engine = config.run.engine
+    least = max(engine.least_per_class, site.least_per_class)
+    return config.replacing(
+        data=data.model_copy(update=allowed),
+        engine=engine.model_copy(update={"least_per_class": least}),
+    )
 
 
 def _refused(rule: str, limit: int, setting: str, value: int) -> SettingsError:
@@ -52,7 +60,10 @@ def _refused(rule: str, limit: int, setting: str, value: int) -> SettingsError:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise StateError in the block after so many seconds; in the main thread alone."""
+    """Raise StateError in the block after so many seconds; in the main thread alone.
+
+    There Flower calls a site's client. Code that catches the error is interrupted again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,7 +72,7 @@ def time_limit(seconds: int) -> Iterator[None]:
         raise StateError(f"the round takes longer than this site's 'most-seconds', {seconds}")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
         yield
     finally:

@@ -45,6 +45,9 @@ class NodeSettings(Schema):
     )
     allow_paths: str = Field("", description="folders that a run may read here, besides 'data'")
     allow_downloads: bool = Field(False, description="whether a run may download data here")
+    least_per_class: Count = Field(
+        1, description="samples of a class below which its means are not sent, if the run has fewer"
+    )
     most_seconds: Count = Field(21_600, description="seconds of one round or evaluation")
     most_epochs: Count = Field(1000, description="epochs of a round")
     most_model_bytes: Bytes = Field(2 * 2**30, description="bytes of the client's models")

@@ -11,21 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.config.sources import from_flower, known_settings
+from fedhet.config.trust import DATASETS, code_named, is_named
 from fedhet.data.sources import SOURCES
 from fedhet.data.sources.base import Place
 from fedhet.errors import SettingsError
-from fedhet.methods.registry import method_names
-from fedhet.models.user_model import is_user_model
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import A_DATASET, A_MODEL, Scalar, build, names
+from fedhet.settings.schema import Scalar, build
 
 ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
-POOL, METHOD, DATA_DIR = "models.pool", "method", "data.data-dir"
+POOL, DATA_DIR = "models.pool", "data.data-dir"
 SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
 """Settings for simulations only, which a site ignores."""
-DATASETS = ("data.dataset", "data.public-dataset")
 
 
 def permitted(
@@ -39,42 +36,13 @@ def permitted(
     taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         taken[POOL] = site.model
-    _check_import(METHOD, _own_method(taken), site)  # before its settings are known
-    for setting, name in _imports(from_flower(taken)):
+    for setting, name in code_named(taken):
         _check_import(setting, name, site)
     for setting, place in _places(taken):
         if not (_may_read(place.path, site) if place.path else _may_fetch(place.hub, site)):
             deed = f"read {place.path or place.hub!r}"
             raise _refused("allow-paths", _allowed_paths(site), deed, setting)
     return taken
-
-
-def _own_method(settings: Mapping[str, object]) -> str:
-    """Return the run's method if it is not one of the installed ones, else ""."""
-    method = str(settings.get(METHOD, ""))
-    return "" if method in method_names() else method
-
-
-def _imports(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield every setting that names a dataset or a model to import, with what it names."""
-    known = known_settings(settings)
-    for setting, value in settings.items():
-        what = names(known[setting]) if setting in known else ""
-        if what == A_DATASET:
-            source, _, place = str(value).partition(":")
-            if source in SOURCES and SOURCES[source].imports:
-                yield setting, place
-        elif what in ("", A_MODEL):  # a setting that does not say may be used as a model's name
-            yield from ((setting, name) for name in _texts(value) if is_user_model(name))
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a setting's value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value:
-            yield from _texts(each)
 
 
 def _check_import(setting: str, name: str, site: NodeSettings) -> None:
@@ -96,8 +64,7 @@ def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Place]]:
 
 
 def _may_import(name: str, site: NodeSettings) -> bool:
-    allowed = [each.strip() for each in _allowed_models(site).split(",")]
-    return "*" in allowed or name in allowed or name.partition(":")[0] in allowed
+    return is_named(name, _allowed_models(site))
 
 
 def _may_fetch(name: str, site: NodeSettings) -> bool:

@@ -85,8 +85,12 @@ class ClientRecord(BaseModel):
         )
 
     def config(self) -> Config:
-        """Return the client's settings, in a precision that a CPU supports."""
-        config = resolve(self.settings)
+        """Return the client's settings, in a precision that a CPU supports.
+
+        The kind of samples is known, so that a dataset of the user's is not imported for it.
+        """
+        kind = kind_of(tuple(self.shape)).name
+        config = resolve({**self.settings, "data.sample-kind": kind})
         if config.run.engine.precision != "float16":
             return config
         return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))

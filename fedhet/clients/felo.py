@@ -81,7 +81,7 @@ class FeloClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator, before_epoch=before_epoch)
-        return sums.means()
+        return sums.means(self.run.engine.least_per_class)
 
     def _answer(self, means: ClassMeans) -> Knowledge:
         tensors = dict(vars(means))

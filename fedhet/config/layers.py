@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedhet.config.sources import of_method, read_preset, read_toml
+from fedhet.config.trust import check_trusted
 from fedhet.errors import SettingsError, StateError
 
 PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
@@ -25,11 +26,13 @@ class Layers:
     """A TOML file."""
     resume: Path | None = None
     """The directory of a resumed run, in place of the other two."""
+    trust: str = ""
+    """The modules that a resumed run's settings may import; see `check_trusted`."""
 
     def values(self, method: str | None = None) -> dict[str, object]:
         """Return the layers' settings as a run of `method` has them. Raises FedhetError."""
         if self.resume is not None:
-            found = _of_run(self.resume)
+            found = _of_run(self.resume, self.trust)
         else:
             found = read_preset(self.preset) if self.preset is not None else {}
             found |= read_toml(self.config) if self.config is not None else {}
@@ -54,11 +57,13 @@ class Layers:
         return _overlaid(values, chosen)
 
 
-def _of_run(directory: Path) -> dict[str, object]:
+def _of_run(directory: Path, trust: str) -> dict[str, object]:
     path = directory / "config.toml"
     if not path.exists():
         raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    return {**read_toml(path), "resume": True, "out": str(directory)}
+    found = read_toml(path)
+    check_trusted(found, trust, path)
+    return {**found, "resume": True, "out": str(directory)}
 
 
 def _overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.record import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_toml
+from fedhet.config.trust import DATASETS, check_trusted
 from fedhet.errors import DataError, ModelError, StateError, nearest, words_of
 from fedhet.inference.folders import best_round_of, find_store
 from fedhet.models import Refitted
@@ -74,6 +75,8 @@ class TrainedClient:
     """The number of rounds in which the client has trained."""
     _half: Any
     """The client half of the run's method."""
+    _trust: str = ""
+    """The modules that its settings may import."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -119,8 +122,10 @@ class TrainedClient:
     def accuracy(self, kind: str = "private") -> dict[str, float]:
         """Return the model's accuracy on the client's own test split and the common test set.
 
-        It is measured on the data that the run names. Raises DataError if that is not there.
+        It is measured on the data that the run names. Raises DataError if that is not there, and
+        SettingsError if it is a function of a module that is not trusted.
         """
+        check_trusted(self.record.settings, self._trust, Path(self.record.client))
         kept = self._half.node
         node = self.record.node(self.config, kept.state_dir, data=kept.data)
         tested = self._half.config.method.client(self.config, node)
@@ -133,25 +138,30 @@ class TrainedClient:
         }
 
 
-def open_client(directory: Path | str, client: str, *, best: bool = False) -> TrainedClient:
+def open_client(
+    directory: Path | str, client: str, *, best: bool = False, trust: str = ""
+) -> TrainedClient:
     """Restore a client's models from a run's directory, or from a site's state folder.
 
-    `best`: as they were after the best round, which takes a run's directory. A network takes no
-    data. A model without gradients is never stored: it is fitted again on what it was fitted on,
-    which must still be there. Raises StateError or DataError.
+    `best`: as they were after the best round, which takes a run's directory. `trust`: the modules
+    that the settings may import (`check_trusted`). A network takes no data. A model without
+    gradients is never stored: it is fitted again on what it was fitted on, which must still be
+    there. Raises StateError, DataError, or SettingsError for what is not trusted.
     """
     root = Path(directory)
     store = find_store(root, client)
-    record = read_record(store.folder) or _record_of(root, store)
+    record = read_record(store.folder) or _record_of(root, store, trust)
     if (record.run, record.client) != (store.run, store.client):
         raise StateError(f"{store.folder} holds the record of {record.client} of {record.run}")
+    check_trusted(_without_data(record.settings), trust, store.folder / FILE)
     config = record.config()
     node = record.node(config, store.root)
-    round = best_round_of(root) if best else MOST_ROUNDS
+    round = best_round_of(root, trust) if best else MOST_ROUNDS
     with _within_its_state(store):
         half = config.method.client(config, node, samples=record.without_data(config))
         half.state.restore(store.run, before=round + 1)
     if any(isinstance(model, Refitted) for model in half.models.values()):
+        check_trusted(record.settings, trust, store.folder / FILE)
         half = config.method.client(config, node)
         half.state.restore(store.run, before=round + 1)
     if best and not half.state.round:
@@ -159,7 +169,12 @@ def open_client(directory: Path | str, client: str, *, best: bool = False) -> Tr
             f"{store.folder} no longer has the models of round {round}, the best one: a run keeps "
             "them with --set keep-best=true"
         )
-    return TrainedClient(record, config, half.state.round, half.state.participations, half)
+    return TrainedClient(record, config, half.state.round, half.state.participations, half, trust)
+
+
+def _without_data(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings without the datasets, which a network does not need."""
+    return {name: value for name, value in settings.items() if name not in DATASETS}
 
 
 @contextlib.contextmanager
@@ -179,7 +194,7 @@ def _within_its_state(store: ClientStore) -> Iterator[None]:
         ) from None
 
 
-def _record_of(directory: Path, store: ClientStore) -> ClientRecord:
+def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
     """Return the record of a client of a run that left none, from the run's settings and data.
 
     Raises StateError outside a run's directory.
@@ -189,7 +204,9 @@ def _record_of(directory: Path, store: ClientStore) -> ClientRecord:
             f"{store.folder} has no record of the client, as runs of older versions: name the "
             "run's directory instead"
         )
-    config = resolve(read_toml(directory / "config.toml"))
+    settings = read_toml(directory / "config.toml")
+    check_trusted(settings, trust, directory / "config.toml")
+    config = resolve(settings)
     clients = config.run.clients
     names = [client_name(index, clients) for index in range(clients)]
     if store.client not in names:

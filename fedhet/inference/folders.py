@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
+from fedhet.config.trust import check_trusted
 from fedhet.errors import StateError, nearest
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.files import read_records
@@ -47,11 +48,16 @@ def clients_in(directory: Path) -> list[str]:
     return sorted({store.client for store in _stores(directory)}, key=natural)
 
 
-def best_round_of(directory: Path) -> int:
-    """Return the round with the best headline accuracy of a run. Raises StateError."""
+def best_round_of(directory: Path, trust: str = "") -> int:
+    """Return the round with the best headline accuracy of a run.
+
+    Raises StateError, and SettingsError if the method is in a module that `trust` does not name.
+    """
     if not (directory / "metrics.jsonl").exists():
         raise StateError(f"{directory} is not a run's directory, which names the best round")
-    config = resolve(read_toml(directory / "config.toml"))
+    settings = read_toml(directory / "config.toml")
+    check_trusted(settings, trust, directory / "config.toml")
+    config = resolve(settings)
     records, _ = read_records(directory / "metrics.jsonl")
     found = best_round(records, config.method.spec.headline)
     if not found:

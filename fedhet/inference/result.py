@@ -26,12 +26,12 @@ from fedhet.runs.units import score
 class Result:
     """A run on disk: its records as data frames, and its clients' models."""
 
-    def __init__(self, run: report.Run, *, best: bool = False) -> None:
+    def __init__(self, run: report.Run, *, best: bool = False, trust: str = "") -> None:
         """Take what was read of the run; models are read when they are asked for.
 
-        `best`: those after the best round, and not after the last.
+        `best`: those after the best round, and not after the last. `trust`: see `fedhet.load`.
         """
-        self._run, self._best = run, best
+        self._run, self._best, self._trust = run, best, trust
         self._open: dict[str, TrainedClient] = {}
 
     @property
@@ -130,7 +130,7 @@ class Result:
 
         The run must have kept them ('keep-best'); StateError is raised when one is missing.
         """
-        return Result(self._run, best=True)
+        return Result(self._run, best=True, trust=self._trust)
 
     def kinds(self, client: str) -> tuple[str, ...]:
         """Return the kinds of model that a client keeps. Raises as `model` does."""
@@ -168,7 +168,7 @@ class Result:
     def _client(self, name: str) -> TrainedClient:
         if name not in self._open:
             check_held(self.settings)
-            self._open[name] = open_client(self.directory, name, best=self._best)
+            self._open[name] = open_client(self.directory, name, best=self._best, trust=self._trust)
         return self._open[name]
 
     def __repr__(self) -> str:

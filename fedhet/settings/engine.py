@@ -77,6 +77,11 @@ class EngineSettings(ComputeSettings):
         description="maximum number of samples for which a client counts, in times of the median "
         "client's, whatever it claims to have; 0 = no limit",
     )
+    least_per_class: Count = Field(
+        1,
+        description="felo, velo, fedhe, fedproto: samples of a class below which a client does not "
+        "send the class's means; with 1, the mean of a single sample is sent, which is that sample",
+    )
     outlier_factor: NonNegative = Field(
         1000.0,
         description="a reply is refused if the root mean square of a field is more than this many "
