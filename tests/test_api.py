@@ -141,7 +141,7 @@ def test_a_run_goes_on(tmp_path):
     whole = quick(models=["mlp", "mlp3"], dataset=tabular, rounds=2, out=tmp_path / "whole")
     out = tmp_path / "run"
     quick(models=["mlp", "mlp3"], dataset=tabular, rounds=1, out=out)
-    options = {"clients": None, "settings": None}
+    options = {"clients": None, "settings": None, "trust": "test_api"}
     longer = quick(None, resume=out, rounds=2, **options)
     scores = longer.to_frame()
     pd.testing.assert_frame_equal(scores, whole.to_frame())
