@@ -5,8 +5,8 @@
 Each case is a copy of a small run in which one file is damaged, or replaced by a link, a pipe or a
 folder. `report`, `compare`, `run --resume`, `predict` or `export` must end within 30 s and 2 GB,
 without a traceback, and write nowhere but into the case's own folder; seconds are of the processor.
-FOLDER/done says how many
-cases were tried, and a further call goes on from there; FOLDER/found.jsonl has the findings.
+FOLDER/done says how many cases were tried, and a further call goes on from there;
+FOLDER/found.jsonl has the findings.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedhet import report
 from fedhet.cli import main as fedhet
@@ -60,10 +62,12 @@ BYTES = [
     b"a." * 1000,
     b"1e999",
 ]
+INPUT = "x.npz"
+"""What is to be predicted: it lies in the run's folder, to be damaged as the others are."""
 FILES = (
     "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json",
     "state/*/client-0/client.json", "state/*/client-0/round-000002.safetensors",
-    "checkpoints/round-000002.safetensors",
+    "checkpoints/round-000002.safetensors", INPUT,
 )  # fmt: skip
 
 
@@ -97,6 +101,7 @@ def tried(folder: Path, count: int, seed: int = 0) -> int:
             simulate(resolve(SETTINGS | {"rounds": 2}), folder / "finished")
             simulate(resolve(SETTINGS), whole, [_CutOff()])
         shutil.copy(folder / "finished" / "summary.json", whole)
+        np.savez_compressed(whole / INPUT, x=np.zeros((3, 8, 8), np.uint8))
     first = int(done.read_text()) if done.exists() else 0
     for start in range(first, count, CHUNK):
         _chunk(folder, range(start, min(start + CHUNK, count)), seed)
@@ -165,11 +170,13 @@ def case(folder: Path, number: int, seed: int) -> str:
 def _command(draw: random.Random, what: str, run: Path, out: Path) -> list[str]:
     """Return a command that reads the damaged file."""
     use = [
-        ["predict", str(run), "client-0", str(run / "none.npz")],
+        ["predict", str(run), "client-0", str(run / INPUT)],
         ["export", str(run), "client-0", "--format", "safetensors", "--out", str(out / "model")],
     ]
     show = [["report", str(run)], ["compare", str(run), "--out", str(out)]]
     resume = [["run", "--resume", str(run)]]
+    if what == INPUT:
+        return use[0]
     if what.startswith("state"):
         return draw.choice([*use, *use, *resume])
     if what.startswith("checkpoints"):
