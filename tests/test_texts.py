@@ -1,10 +1,12 @@
 """Texts: reading, tokens, clients by column, a site's own folder, and what is refused."""
 
+import contextlib
 import csv
 import gzip
 import hashlib
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.examples import OWNERS, TOPICS, write_example
+from fedhet.data.rows import read_rows
 from fedhet.data.tokens import tokenized, words
 from fedhet.errors import DataError, SettingsError
 from fedhet.seeding import numpy_rng
@@ -105,20 +108,46 @@ def test_a_column_says_who_is_a_client(tmp_path):
         load(DataSpec(by="who"))
 
 
+@pytest.mark.parametrize(("words", "count"), [(1, 40_000), (400, 1000)])
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "tsv", "jsonl"])
+def test_rows_take_no_more_memory_than_is_allowed(tmp_path, ending, words, count):
+    """Of a file that is small enough, and of one that is refused on the way."""
+    rows = [("word " * words, str(k % 3)) for k in range(count)]
+    path, most = write(tmp_path / f"all.{ending}", rows, ("text", "label")), 4_000_000
+    for allowed in (most, most // 8):
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(DataError):
+                read_rows(path, spec(path, max_bytes=allowed))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < allowed + 1_500_000  # a buffer takes the rest
+
+
+def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\n\n"one\ntwo",1\n\nthree\n')
+    with pytest.raises(DataError, match="line 6 has 1 columns"):
+        load(spec(path))
+    assert read_rows(write(tmp_path / "b.csv"), spec(path)).lines.tolist()[:3] == [2, 3, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        ("a.csv", "text,label\nx,1\ny\n", "row 2 has 1 columns, the first has 2"),
+        ("a.jsonl", '{"text": "' + "x" * 2**24 + '"}', "line 1 has more than 16,777,215 char"),
+        ("a.csv", "text,label\nx,1\ny\n", "line 3 has 1 columns, the first has 2"),
         ("a.csv", "txt,label\nx,1\n", "has no column 'text', only 'txt', 'label'; did you mean"),
-        ("a.csv", "text,label\nx,\n", "row 1 has no label in the column 'label'"),
+        ("a.csv", "text,label\nx,\n", "line 2 has no label in the column 'label'"),
         ("a.csv", "text,label\n", "holds no rows"),
         ("a.csv", "", "holds no rows"),
         ("a.csv", b"text,label\n\xff,1\n", "not a readable file of texts"),
         ("a.csv.gz", b"no archive", "not a readable file of texts"),
         ("a.jsonl", '{"text": "x", "label": "1"}\n{\n', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is not an object"),
-        ("a.jsonl", '{"text": null, "label": 1}', "row 1 has NoneType, not text, in the column"),
-        ("a.jsonl", '{"texts": "x", "label": 1}', "row 1 has no column 'text'; did you mean"),
+        ("a.jsonl", '{"text": null, "label": 1}', "line 1 has NoneType, not text, in the column"),
+        ("a.jsonl", '{"texts": "x", "label": 1}', "line 1 has no column 'text'; did you mean"),
         ("a.txt", "x", "must end in one of .csv, .csv.gz, .tsv"),
         ("a.csv", 'text,label\n"x\x07",\x07\n', "the label '.x07' is not printable"),
     ],
@@ -211,7 +240,7 @@ def test_a_sites_labels_are_the_runs(tmp_path):
     (tmp_path / "classes.txt").write_text("money\npets\n")
     assert site(vocabulary=99).train.y.tolist() == [1, 1]
     (tmp_path / "classes.txt").write_text("money\npet\n")
-    with pytest.raises(DataError, match="row 1 has the label 'pets', not a class; did you mean"):
+    with pytest.raises(DataError, match="line 2 has the label 'pets', not a class; did you mean"):
         site(vocabulary=98)
     (tmp_path / "classes.txt").unlink()
     write(tmp_path / "train.csv", [("x", "1", ""), ("y", "1", ""), ("z", "0", "")])

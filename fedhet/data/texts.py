@@ -63,10 +63,10 @@ def class_names(labels: Sequence[str], path: Path) -> tuple[str, ...]:
 def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
     """Return rows as samples, with the places of their labels in `classes`. Raises DataError."""
     places = {name: place for place, name in enumerate(classes)}
-    for number, label in enumerate(rows.labels, 1):
+    for line, label in zip(rows.lines, rows.labels, strict=True):
         if label not in places:
             close = nearest(label, classes)
-            raise DataError(f"{path}: row {number} has the label {label!r}, not a class{close}")
+            raise DataError(f"{path}: line {line} has the label {label!r}, not a class{close}")
     y = np.array([places[label] for label in rows.labels], np.int64)
     return Split(tokenized(rows.texts, spec, path), torch.from_numpy(y))
 

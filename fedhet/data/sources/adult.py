@@ -7,7 +7,6 @@ one-hot, numeric columns centred and scaled. `Dataset.columns` says which featur
 from __future__ import annotations
 
 import csv
-import io
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.data.rows import read_bounded
+from fedhet.data.rows import bytes_of, open_bounded
 from fedhet.data.sources.base import Source
-from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered
+from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered, refuse_more
 from fedhet.errors import DataError
 from fedhet.kinds import TABLE
 
@@ -27,6 +26,7 @@ _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
 _ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)  # of the 14 columns in adult.names
 _ADULT_COLUMNS = 15  # the last is the class
+_CHARACTER = 4  # bytes of one in numpy's arrays of text
 _MOST_CHARACTERS = 200  # in a field: numpy gives every field the room of the longest
 _MOST_NUMBER = 1e15  # squares of such numbers and their sums are finite
 
@@ -62,26 +62,36 @@ def _file(root: Path, name: str) -> Path | None:
 
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Return the rows of one file as text [N, 15]; '?' is treated as a category."""
+    rows, taken, longest = [], 0, 1
     try:
-        text = io.StringIO(read_bounded(path, spec).decode("utf-8"), newline="")
-        lines = list(csv.reader(text, skipinitialspace=True))
+        with open_bounded(path, spec) as text:
+            lines = csv.reader(text, skipinitialspace=True)
+            for row in lines:
+                # adult.test starts with a line of one field; both files end with an empty line.
+                if len(row) > 1:
+                    _check_row(row, path, lines.line_num)
+                    rows.append(row)
+                    longest = max(longest, *map(len, row))
+                    taken += bytes_of(row) + _CHARACTER * longest * len(row)
+                    refuse_more(taken, spec, path)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise DataError(f"{path}: not a readable table ({error})") from error
-    # adult.test starts with a line of one field; both files end with an empty line.
-    rows = [line for line in lines if len(line) > 1]
-    for number, row in enumerate(rows, 1):
-        if len(row) != _ADULT_COLUMNS:
-            raise DataError(f"{path}: row {number} has {len(row)} columns, Adult has 15")
-        if max(map(len, row)) > _MOST_CHARACTERS:
-            raise DataError(
-                f"{path}: row {number} has a field of {max(map(len, row))} characters, at most "
-                f"{_MOST_CHARACTERS} are allowed"
-            )
     if not rows:
         raise DataError(f"{path}: holds no rows")
     table: Rows = np.array(rows, dtype=np.str_)
     table[:, -1] = np.char.rstrip(table[:, -1], ".")
     return table
+
+
+def _check_row(row: Sequence[str], path: Path, line: int) -> None:
+    """Raise DataError for a row of another number of columns, or of a long field."""
+    if len(row) != _ADULT_COLUMNS:
+        raise DataError(f"{path}: line {line} has {len(row)} columns, Adult has 15")
+    if max(map(len, row)) > _MOST_CHARACTERS:
+        raise DataError(
+            f"{path}: line {line} has a field of {max(map(len, row))} characters, at most "
+            f"{_MOST_CHARACTERS} are allowed"
+        )
 
 
 def _openml_rows(root: Path) -> Rows:
