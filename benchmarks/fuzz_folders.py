@@ -192,7 +192,7 @@ def _damage(draw: random.Random, path: Path, mine: Path) -> str:
     if draw.random() < 0.06:
         path.unlink()
         return _replace(draw, path, mine)
-    if draw.random() < 0.5 and path.suffix != ".toml":
+    if draw.random() < 0.5 and path.suffix not in (".toml", ".npz"):
         path.write_bytes(_in_values(draw, path, content))
         return "a value"
     for _ in range(draw.choice([1, 1, 2, 8])):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedhet.algorithms.helpers import Key
 from fedhet.arrays import Array
-from fedhet.disk.bounded import refuse_odd
+from fedhet.disk.bounded import parsed, refuse_odd
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError
 from fedhet.wire.identity import is_name
@@ -292,7 +292,7 @@ def _opened(path: Path, device: str) -> Iterator[Any]:
 
 def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
     try:
-        facts = json.loads((file.metadata() or {})[_KEY])
+        facts = parsed((file.metadata() or {})[_KEY])
     except (KeyError, ValueError, RecursionError):
         raise StateError(f"{path} is not a state that fedhet saved") from None
     if not isinstance(facts, dict) or not all(map(_is_fact, facts.values())):

@@ -153,6 +153,7 @@ def test_a_record_says_what_is_needed_and_is_private(trained):
         ("{", "client.json is not a client's record"),
         ('{"run": 3}', "run: Input should be a valid string"),
         ("[]", "client.json is not a client's record"),
+        ('{"model": "\\ud800"}', "surrogates not allowed"),
     ],
 )
 def test_a_damaged_record_is_one_line(trained, tmp_path, content, says):

@@ -10,7 +10,6 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 import sys
 import zlib
 from array import array
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.disk.bounded import parsed
 from fedhet.errors import DataError, nearest
 
 _FORMATS = (".csv", ".tsv", ".jsonl")
@@ -143,7 +143,7 @@ def _objects(file: IO[str], path: Path) -> Numbered:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number} is not JSON ({error})") from error
         if not isinstance(row, dict):

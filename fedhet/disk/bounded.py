@@ -59,12 +59,23 @@ def refuse_parts(path: Path, content: bytes, more: int = 0) -> None:
         raise StateError(f"{path} has more parts than such a file can have: {MOST_PARTS:,}")
 
 
+def parsed(text: str) -> Any:
+    """Return what JSON holds. Raises ValueError or RecursionError, also for half a character.
+
+    JSON may escape the halves of a surrogate pair one by one; no file or hash takes half of one.
+    """
+    found = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """Return what a JSON file holds. Raises OSError, and StateError that names the file."""
     content = read_file(path, most)
     refuse_parts(path, content)
     try:
-        return json.loads(content.decode())
+        return parsed(content.decode())
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedhet.disk.bounded import read_file, read_json, refuse_parts
+from fedhet.disk.bounded import parsed, read_file, read_json, refuse_parts
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError
 from fedhet.runs.records import Partition, RoundRecord, Summary
@@ -75,7 +75,7 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     records: dict[int, RoundRecord] = {}
     for number, line in lines:
         try:
-            content = json.loads(line.decode())
+            content = parsed(line.decode())
         except (ValueError, RecursionError) as error:
             if number != lines[-1][0]:
                 raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
