@@ -1,12 +1,15 @@
 """Replies out of all proportion to the others of their round."""
 
+import sys
 import warnings
 
 import numpy as np
 import pytest
 from flwr.common import ndarrays_to_parameters
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedhet.server.magnitudes import magnitudes_of, medians, out_of_proportion
+from fedhet.server.magnitudes import excesses, magnitudes_of, medians, out_of_proportion
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -78,6 +81,37 @@ def test_who_is_out_of_proportion(sizes, usual, refused):
     for name, error in found.items():
         assert (error.sender, error.field) == (name, "features")
         assert "'engine.outlier-factor' = 1000" in error.fault
+
+
+@given(
+    st.lists(st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.5]), min_size=1, max_size=9),
+    st.floats(1, 50),
+)
+def test_each_is_compared_with_the_median_of_the_others(sizes, limit):
+    by_client = {str(k): {"features": size} for k, size in enumerate(sizes)}
+    wanted = {}
+    for k, size in enumerate(sizes):
+        others = np.delete(sizes, k)
+        if len(others) and size > (most := limit * max(np.median(others), 0.01)):
+            wanted[str(k)] = {"features": pytest.approx(size / most)}
+    assert excesses(by_client, limit) == wanted
+    assert out_of_proportion(by_client, {}, limit).keys() == wanted.keys()
+
+
+def test_ten_thousand_replies_are_compared_in_a_moment():
+    by_client = {str(k): {"features": 1.0 + k, "logits": 2.0} for k in range(10_000)}
+    calls = 0
+
+    def counted(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        assert not out_of_proportion(by_client, {}, 1000.0)
+    finally:
+        sys.setprofile(None)
+    assert calls < 300_000  # some ten a field; the square would be 10^8
 
 
 def test_each_field_is_compared_with_its_like():
