@@ -175,11 +175,27 @@ def test_a_ray_that_was_begun_is_waited_for_or_ended(monkeypatch):
         connection.start()
         assert done == ["started"]
     assert done == ["started"], "who waited for it ends it"
-    with pytest.raises(SettingsError), connection.starting():
+
+    def fails_when_it_has_started():
+        connection.BACKGROUND.submit(int).result()
         raise SettingsError("before anything waited for it")
+
+    with pytest.raises(SettingsError), connection.starting():
+        fails_when_it_has_started()
     assert done == ["started", "started", "ended"]
     connection.start()
     assert done[3:] == ["started"]
+
+
+def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
+    slow = "import ray, sys, time; ray.init = lambda **_: time.sleep(300); "
+    words = ["fedhet", "run", "local", "--dataset", f"imagefolder:{tmp_path}/nowhere"]
+    command = f"{slow}from fedhet.cli import main; sys.argv = {words!r}; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
 
 
 def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatch):

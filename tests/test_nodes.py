@@ -142,7 +142,7 @@ def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up
     manager.all = lambda: proxies
     del grid.online[1]
     assert members.present(manager) == {}
-    assert "node 1 does not say who it is: node 1 is not online any more" in notices[0]
+    assert "node 1 did not register: node 1 is not online any more" in notices[0]
 
 
 def test_a_node_of_a_simulation_has_no_registered_name():

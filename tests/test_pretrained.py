@@ -153,3 +153,12 @@ def test_without_timm_the_error_explains_what_to_install(monkeypatch):
 def test_a_site_need_not_allow_timms_names():
     asked = {"method": "felo", "models.pool": "timm:resnet18*2,mlp"}
     assert permitted({"partition-id": 0}, asked)["models.pool"] == asked["models.pool"]
+
+
+def test_a_run_without_the_weights_is_refused_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    config = small("local", models=["mlp", f"{BASE}-pretrained"])
+    with pytest.raises(ModelError, match="the weights are not on this machine"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

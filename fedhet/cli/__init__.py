@@ -13,6 +13,7 @@ import typer
 from fedhet.cli.commands import Command
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
 from fedhet.cli.example import example_command
+from fedhet.cli.interrupt import end_at_once
 from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
 from fedhet.cli.run import run_command, sweep_command, table_command
@@ -25,6 +26,7 @@ from fedhet.cli.show import (
     settings_command,
 )
 from fedhet.cli.use import export_command, predict_command
+from fedhet.engines.ray.connection import is_starting
 from fedhet.errors import FedhetError
 from fedhet.version import __version__
 
@@ -73,6 +75,8 @@ def main() -> None:
         for note in getattr(error, "__notes__", ()):
             errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
         errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        if is_starting():
+            end_at_once(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         errors.print("fedhet: interrupted", style="red")

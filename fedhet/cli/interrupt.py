@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from fedhet.cli.options import console, errors
+from fedhet.engines.ray.connection import abandon
 
 
 @contextlib.contextmanager
@@ -30,6 +31,12 @@ def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGINT, handler)
         sender.close()
+
+
+def end_at_once(status: int) -> None:
+    """End the process without waiting for a Ray that is starting."""
+    abandon()
+    os._exit(status)
 
 
 def _end_on_interrupt(heard: socket.socket, hint: Callable[[], str]) -> None:

@@ -18,6 +18,7 @@ from fedhet.config.layers import Layers
 from fedhet.config.sources import parse_pairs
 from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
+from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
 
@@ -28,6 +29,8 @@ errors = Console(stderr=True)
 def _of_setting(name: str, metavar: str = "TEXT") -> Any:
     """Return the option for a setting with its own flag; its help is the setting's description."""
     help_text = RunSettings.fields()[name].description
+    if not metavar:
+        return Annotated[bool | None, typer.Option(help=help_text)]
     return Annotated[str | None, typer.Option(help=help_text, metavar=metavar)]
 
 
@@ -38,9 +41,10 @@ FLAGS = {
     "rounds": ("rounds", "INT"),
     "seed": ("seed", "INT"),
     "backend": ("engine.backend", "TEXT"),
+    "strict": ("engine.strict", ""),
     "out": ("out", "DIR"),
 }
-"""Settings with a flag of their own: the setting, and the name of its value in the help."""
+"""Settings with a flag of their own: the setting, and the name of its value in the help, if any."""
 TRUST = typer.Option(
     metavar="MODULE[,MODULE]",
     help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
@@ -115,13 +119,15 @@ def gather(
     set_: list[str] | None = None,
     resume: Path | None = None,
     trust: str | None = None,
-    **flags: str | None,
+    **flags: str | bool | None,
 ) -> dict[str, object]:
     """Return the settings of a preset, a file, `--set` and flags; later ones override earlier.
 
     With `resume`, the settings of the run in that directory come first. Raises SettingsError.
     """
-    given = [f"{FLAGS[name][0]}={value}" for name, value in flags.items() if value is not None]
+    given = [
+        f"{FLAGS[name][0]}={as_text(value)}" for name, value in flags.items() if value is not None
+    ]
     pairs = [*(set_ or []), *given]
     return Layers(preset, config, resume, trust or "").under(
         lambda name: parse_pairs(pairs, name), method

@@ -19,7 +19,7 @@ from fedhet.errors import SettingsError
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 
 
-@with_settings("method", *GIVEN, "set_", "backend", "out", "resume", "trust")
+@with_settings("method", *GIVEN, "set_", "backend", "strict", "out", "resume", "trust")
 def run_command(
     values: dict[str, object],
     seed: Annotated[

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedhet.config.sources import from_flower, known_settings
-from fedhet.data.sources import SOURCES
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import method_names
-from fedhet.models.user_model import is_user_model
 from fedhet.settings.schema import A_DATASET, A_MODEL, names
 
 TRUST_VARIABLE = "FEDHET_TRUST"
@@ -31,6 +29,10 @@ def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
     A method in a module of its own comes first: the rest needs its settings, and imports it.
     """
+    # These import PyTorch, which a command that takes its settings from nowhere else does without.
+    from fedhet.data.sources import SOURCES
+    from fedhet.models.user_model import is_user_model
+
     if (method := str(values.get(METHOD, ""))) and method not in method_names():
         yield METHOD, method
     settings = from_flower(values)

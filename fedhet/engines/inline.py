@@ -13,6 +13,7 @@ from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
 from fedhet.server.direct_proxy import DirectProxy
+from fedhet.server.own_code import NOT_OF_CODE, ClientCodeError, CodeFault
 
 
 def run_inline(config: Config, data: RunData, state_dir: Path, parts: ServerAppComponents) -> None:
@@ -41,7 +42,12 @@ class InlineProxy(DirectProxy):
         self._node = node
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`, without a time limit."""
-        with self._one_at_a_time:
-            client = open_client(self._config, self._node).to_client()
-            return getattr(client, name)(instruction)
+        """Call the client's method `name`, without a time limit. Raises ClientCodeError."""
+        try:
+            with self._one_at_a_time:
+                client = open_client(self._config, self._node).to_client()
+                return getattr(client, name)(instruction)
+        except NOT_OF_CODE:
+            raise
+        except Exception as error:
+            raise ClientCodeError(CodeFault.of(error)) from error

@@ -123,9 +123,24 @@ def _network(base: str) -> nn.Module:
     return module
 
 
+def check_weights(name: str) -> None:
+    """Raise ModelError if the weights of a pretrained network are not in torch's cache."""
+    _file_of_weights(name.rsplit("-", 1)[0])
+
+
 @lru_cache(maxsize=4)
 def _weights(base: str) -> Mapping[str, Tensor]:
     """Return the weights from torch's cache. Raises ModelError if they are not there."""
+    path = _file_of_weights(base)
+    try:
+        found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle's, zipfile's and torch's own
+        raise ModelError(f"model '{base}': {path} cannot be read ({error})") from error
+    return found
+
+
+def _file_of_weights(base: str) -> Path:
+    """Return the file in torch's cache. Raises ModelError if it is not there."""
     from torchvision.models import get_model_weights
 
     theirs = NETWORKS[base]
@@ -137,8 +152,4 @@ def _weights(base: str) -> Mapping[str, Tensor]:
             f"python -c \"from torchvision import models as m; m.get_model('{theirs}', "
             "weights='DEFAULT')\" puts them there"
         )
-    try:
-        found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle's, zipfile's and torch's own
-        raise ModelError(f"model '{base}': {path} cannot be read ({error})") from error
-    return found
+    return path

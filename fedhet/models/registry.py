@@ -17,7 +17,7 @@ from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.encoder import assemble_encoder, check_encoder
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.info import DrawnInfo, ModelInfo, base_and_width, narrowed
-from fedhet.models.pretrained import is_pretrained, pretrained_info
+from fedhet.models.pretrained import check_weights, is_pretrained, pretrained_info
 from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.models.user_model import (
     assemble_user_model,
@@ -114,6 +114,8 @@ def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
         if name in WITHOUT_GRADIENTS and not kind.is_numeric:
             raise ModelError(f"model '{name}' takes numbers, not {kind.plural}")
         return
+    if is_pretrained(name):
+        check_weights(name)
     shapes(name, shape, classes)
 
 

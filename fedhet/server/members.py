@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -37,13 +37,17 @@ class Members:
         notice: Callable[[str], None],
         rules: Admission | None = None,
         samples_cap: float = 0.0,
+        failed: Callable[[Iterable[object]], None] | None = None,
     ) -> None:
         """`timeout`: seconds that a node has to describe itself.
 
         `pool`: the run's models, or None if the server need not know the clients' models.
 
         `samples_cap`: the most that a member counts, in medians of samples; 0: no limit.
+
+        `failed` is called with the errors of nodes that did not describe themselves.
         """
+        self._failed = failed or (lambda errors: None)
         self._timeout = timeout
         self._samples_cap = samples_cap
         self._counted: dict[str, int] = {}
@@ -211,10 +215,11 @@ class Members:
             return f"node {proxy.cid} is left out: {error}"
         except Exception as error:
             # Any error of the transport: the node may be available again by a later round.
+            self._failed([error])
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._asked)
             self._late = self._late or time.monotonic() - started >= self._timeout
-            return f"node {proxy.cid} does not say who it is: {words_of(error)[:300]}"
+            return f"node {proxy.cid} did not register: {words_of(error)[:300]}"
 
     def _name_fault(self, proxy: ClientProxy, name: str) -> str:
         """Return why a node may not have the name that it claims, or "".

@@ -48,6 +48,9 @@ class EngineSettings(ComputeSettings):
     track: Literal["none", "wandb", "mlflow"] = machine(
         "none", "where a run's metrics are sent, besides its own files (docs/trackers.md)"
     )
+    strict: bool = machine(
+        True, "in a simulation, whether an error of a client's own code ends the run"
+    )
     cpus_per_client: Positive = machine(1.0, "Ray: processors of a worker")
     gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
         0.25, "Ray: share of a GPU of a worker, where the device is a GPU"

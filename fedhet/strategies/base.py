@@ -31,6 +31,7 @@ from fedhet.server.dispatch import NOTHING, Dispatch
 from fedhet.server.evaluation import measured_on
 from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member, Members
+from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply
 from fedhet.server.reply_spool import ReplySpool
@@ -56,12 +57,14 @@ class HetStrategy(Strategy):
         self.members: dict[str, Member] = {}
         engine, spec, limit = self.run.engine, self.spec, int(self.run.engine.max_payload_mb * 1e6)
         carry_weights = spec.instructions.weights or spec.replies.weights
+        self._code_faults = CodeFaults(log.notice, strict=engine.strict)
         self._members = Members(
             engine.join_timeout,
             self.run.models.pool if carry_weights else None,
             log.notice,
             admission_of(config, self.data),
             engine.samples_cap,
+            self._code_faults.enter,
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
@@ -206,6 +209,7 @@ class HetStrategy(Strategy):
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """Let the replies pass their steps, and the method aggregate those that are accepted."""
         self.state.clock.replied()
+        self._code_faults.enter(failures)
         with self._spool.read():
             self.state.scores.outdate(self.state.selection.training)
             replies = self._exchange.decode_all(results, failures, self.members)
@@ -249,6 +253,7 @@ class HetStrategy(Strategy):
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Record the accuracies and close the round."""
         self.state.clock.replied()
+        self._code_faults.enter(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.not_evaluated(name, reason, "silent")
         answers = {name_of(proxy): result for proxy, result in results}

@@ -14,7 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fedhet.engines.ray.private import forget, inherited, private
+import psutil
+
+from fedhet.engines.ray.private import forget, inherited, private, remove_folder
 from fedhet.errors import FedhetError, words_of
 from fedhet.settings.address import AUTO, host_and_port
 
@@ -41,13 +43,36 @@ _starting: list[Future[None]] = []
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start a Ray cluster in the background; `start` waits for it, and it ends if nobody does."""
+    """Start a Ray cluster in the background; `start` waits for it, and it ends if nobody does.
+
+    If the block fails before, its error need not wait either: see `is_starting`.
+    """
     _starting.append(BACKGROUND.submit(_start))
     try:
         yield
-    finally:
-        if _starting and _starting.pop().exception() is None:
-            leave()
+    except FedhetError:
+        if not is_starting():
+            _end_unless_awaited()
+        raise
+    _end_unless_awaited()
+
+
+def is_starting() -> bool:
+    """Return whether a cluster has begun to start, and nobody has waited for it yet."""
+    return bool(_starting) and not _starting[-1].done()
+
+
+def abandon() -> None:
+    """Kill a cluster that is starting. This process must end then: Ray waits for it in a thread."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    remove_folder()
+
+
+def _end_unless_awaited() -> None:
+    if _starting and _starting.pop().exception() is None:
+        leave()
 
 
 def start() -> None:

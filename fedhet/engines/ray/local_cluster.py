@@ -45,6 +45,8 @@ class LocalCluster:
 
     def end(self) -> None:
         """End its workers, and Ray."""
+        if self._started.cancel():  # Ray has not started: nobody needs it any more
+            return
         with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
             self.workers().pool.close()
             leave()

@@ -45,8 +45,14 @@ def private() -> Iterator[str]:
 def forget() -> None:
     """Remove the folder of the cluster that has ended, and forget its token."""
     if _folders:
-        _folders.pop().cleanup()
+        remove_folder()
         _read_environment()
+
+
+def remove_folder() -> None:
+    """Remove the cluster's folder, if there is one."""
+    if _folders:
+        _folders.pop().cleanup()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fedhet.engines.ray.pool import LostError, WorkerPool
 from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.errors import FedhetError
 from fedhet.server.direct_proxy import DirectProxy
+from fedhet.server.own_code import ClientCodeError
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import client_name
 
@@ -79,7 +80,7 @@ class WorkerProxy(DirectProxy):
         self._partition, self._pool = partition, pool
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client on a worker. Raises ClientCallError, in the client's words."""
+        """Call the client on a worker. Raises ClientCallError or ClientCodeError."""
         try:
             result = self._pool.run(
                 self.cid,
@@ -88,6 +89,8 @@ class WorkerProxy(DirectProxy):
             )
         except (LostError, TimeoutError) as error:
             raise ClientCallError(str(error)) from error
+        if isinstance(result, Failed) and result.of_code is not None:
+            raise ClientCodeError(result.of_code)
         if isinstance(result, Failed):
             LOG.error("%s", result.trace)
             raise ClientCallError(result.reason)

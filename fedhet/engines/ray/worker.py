@@ -11,6 +11,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
+from fedhet.server.own_code import NOT_OF_CODE, CodeFault
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Failed:
 
     reason: str
     trace: str
+    of_code: CodeFault | None = None
+    """The fault of the client's code, if that is the cause."""
 
 
 class Worker:
@@ -39,8 +42,10 @@ class Worker:
             node = read_node(node_config, self._config.run, self._state_dir, self._data)
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
-        except Exception as error:
+        except NOT_OF_CODE as error:
             return Failed(str(error), traceback.format_exc())
+        except Exception as error:
+            return Failed(str(error), traceback.format_exc(), CodeFault.of(error))
 
     def is_ready(self) -> bool:
         """Return True: the process has started, and has imported what it needs."""

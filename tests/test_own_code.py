@@ -1,0 +1,59 @@
+"""Errors of a method or model of one's own: where they are said to be, and what they end."""
+
+import json
+
+import pytest
+from federation import records
+
+BROKEN = """
+from torch import nn
+
+class Tired(nn.Module):
+    def forward(self, x):
+        if self.training and len(x) > 2:  # a check of the model has two
+            raise TypeError("my own bug")
+        return x.flatten(1)
+
+def tired(shape, classes):
+    return nn.Sequential(Tired(), nn.LazyLinear(8)), nn.Linear(8, classes)
+"""
+LINE = BROKEN.splitlines().index('            raise TypeError("my own bug")') + 1
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my_broken_nets.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    return "my_broken_nets:tired"
+
+
+def words(own, tmp_path, backend, *more):
+    small = [f"--set={each}" for each in ("max-samples=200", "min-samples=20", "local-epochs=1")]
+    common = ["--rounds=2", "--clients=2", f"--models={own},mlp", f"--backend={backend}"]
+    return ["run", "local", *small, *common, f"--out={tmp_path / 'run'}", *more]
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_an_error_of_ones_own_code_ends_a_simulation_and_says_where(own, tmp_path, call, backend):
+    status, said, fault = call(*words(own, tmp_path, backend))
+    assert status == 2, said
+    one_line = " ".join(fault.split())
+    assert f"TypeError: my own bug (my_broken_nets.py, line {LINE})" in one_line
+    assert 'raise TypeError("my own bug")' in one_line
+    assert "fedhet/clients" not in fault  # not one's own
+    whole = (tmp_path / "run" / "flower.log").read_text()
+    assert "fedhet/clients/base.py" in whole
+    assert f'my_broken_nets.py", line {LINE}' in whole
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_without_strict_the_others_go_on_and_each_kind_is_shown_once(own, tmp_path, call):
+    status, said, _ = call(*words(own, tmp_path, "inline", "--no-strict"))
+    assert status == 0
+    assert said.count('raise TypeError("my own bug")') == 1
+    assert [sorted(record["failed"]) for record in records(tmp_path / "run")] == [["client-0"]] * 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy"]["common"]["private"]["per_client"].keys() == {"client-1"}
