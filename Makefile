@@ -86,6 +86,7 @@ bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.evaluation
+	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.round
 	$(BIN)/python -m benchmarks.conformal_step

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fedhet.cli import app
 from fedhet.engines.ray import connection
+from fedhet.environment import KEEPING_PAGES
 from fedhet.errors import DataError, FedhetError, SettingsError
 from fedhet.runs.log import Watcher
 
@@ -85,6 +86,9 @@ class Bystander(Watcher):
             "in a file": [p for p in folder.rglob("*") if p.is_file() and holds(p, token)],
             "folder": folder,
             "mode": folder.parent.stat().st_mode & 0o777,
+            "allocator": {
+                p.environ().get("GLIBC_TUNABLES") for p in rays if p.name().startswith("ray::")
+            },
         }
 
 
@@ -92,7 +96,8 @@ def holds(path: Path, text: str) -> bool:
     return text.encode() in path.read_bytes()
 
 
-def test_nobody_else_reaches_the_ray_of_a_run(tmp_path):
+def test_nobody_else_reaches_the_ray_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     bystander = Bystander()
     run(small("fedavg", backend="ray", clients=2, rounds=1), tmp_path / "run", [bystander])
     found = bystander.found
@@ -102,6 +107,7 @@ def test_nobody_else_reaches_the_ray_of_a_run(tmp_path):
     assert (found["on a command line"], found["in a file"]) == ([], [])
     assert found["mode"] == 0o700
     assert not found["folder"].parent.exists(), "its logs end with the run"
+    assert found["allocator"] == {KEEPING_PAGES}
 
 
 def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):

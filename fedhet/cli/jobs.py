@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate
+from fedhet.environment import for_training, inherited
 from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
 
@@ -25,7 +26,10 @@ def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iter
     `make` is called in processes that are started again: torch's threads do not survive a fork.
     """
     new = get_context("spawn")
-    with ProcessPoolExecutor(jobs, new, max_tasks_per_child=RUNS_A_PROCESS) as pool:
+    with (
+        inherited(for_training()),
+        ProcessPoolExecutor(jobs, new, max_tasks_per_child=RUNS_A_PROCESS) as pool,
+    ):
         started = {pool.submit(make, item): item for item in todo}
         for future in as_completed(started):
             yield started[future], future.result()

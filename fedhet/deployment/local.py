@@ -26,6 +26,7 @@ from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
+from fedhet.environment import for_training
 from fedhet.errors import FedhetError
 from fedhet.wire.identity import client_name
 
@@ -129,6 +130,7 @@ class LocalDeployment:
             # The run is the user's own, and so is this machine.
             ALLOW_MODELS_VARIABLE: "*",
             ALLOW_PATHS_VARIABLE: "/",
+            **for_training(),
         }
         self._start(site_name(index), "flower-supernode", *words, environment=environment)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from fedhet.engines.ray.private import forget, inherited, private, remove_folder
+from fedhet.engines.ray.private import forget, private, remove_folder
+from fedhet.environment import TUNABLES, for_training, inherited
 from fedhet.errors import FedhetError, words_of
 from fedhet.settings.address import AUTO, host_and_port
 
@@ -27,6 +28,7 @@ CARRIED = (
     "MKL_NUM_THREADS",
     "FLWR_TELEMETRY_ENABLED",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    TUNABLES,
 )
 """Environment variables that the workers inherit from this process, besides those of fedhet."""
 OURS = "FEDHET_"
@@ -86,7 +88,8 @@ def start() -> None:
 def _start() -> None:
     ray = _ray()
     try:
-        with private() as folder, inherited({"PYTHONPATH": os.pathsep.join(own_paths())}):
+        own = {"PYTHONPATH": os.pathsep.join(own_paths()), **for_training()}
+        with private() as folder, inherited(own):
             # Without an address Ray joins a cluster of this machine, or that of RAY_ADDRESS.
             ray.init(
                 address="local",
@@ -168,7 +171,11 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in CARRIED or name.startswith(OURS)
     }
-    return {**carried, "PYTHONPATH": os.pathsep.join([*own_paths(), "${PYTHONPATH}"])}
+    return {
+        **for_training(),
+        **carried,
+        "PYTHONPATH": os.pathsep.join([*own_paths(), "${PYTHONPATH}"]),
+    }
 
 
 def code_of(modules: Iterable[str]) -> list[str]:

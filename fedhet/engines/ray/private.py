@@ -11,8 +11,10 @@ import importlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+from fedhet.environment import inherited
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 """The folder of the cluster that runs; it is removed when this process ends, at the latest."""
@@ -53,21 +55,6 @@ def remove_folder() -> None:
     """Remove the cluster's folder, if there is one."""
     if _folders:
         _folders.pop().cleanup()
-
-
-@contextlib.contextmanager
-def inherited(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block: Ray's processes inherit them."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _read_environment() -> None:

@@ -1,0 +1,66 @@
+"""The environment of processes that train."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedhet.cli.jobs import side_by_side
+from fedhet.engines.ray.connection import environment
+from fedhet.environment import KEEPING_PAGES, for_training, inherited
+
+ROOT = Path(__file__).parent.parent
+FAULTS = """
+import resource
+def steps():
+    for _ in range(50):  # 48 MB a step, of which glibc by itself gives the pages back
+        freed = [bytearray(6_000_000) for _ in range(8)]
+        del freed
+steps()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+steps()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def tunables(_):
+    return os.environ.get("GLIBC_TUNABLES", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_pages_of_freed_memory_are_kept():
+    plain = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", FAULTS], env={**plain, **ours}))
+        for ours in ({}, {"GLIBC_TUNABLES": KEEPING_PAGES})
+    ]
+    assert faults[1] < 1000 < faults[0], faults
+
+
+def test_processes_that_train_get_it_and_a_users_own_stays(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert environment()["GLIBC_TUNABLES"] == KEEPING_PAGES
+    assert [found for _, found in side_by_side([1], 1, tunables)] == [KEEPING_PAGES]
+    assert "GLIBC_TUNABLES" not in os.environ
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+    assert for_training() == {}
+    assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=0"
+
+
+def test_the_compose_file_and_the_docs_say_the_same():
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    found = {name: s.get("environment", {}).get("GLIBC_TUNABLES") for name, s in services.items()}
+    assert {name for name, value in found.items() if value} == {"site-0", "site-1", "site-2"}
+    assert set(filter(None, found.values())) == {KEEPING_PAGES}
+    assert f"GLIBC_TUNABLES={KEEPING_PAGES}\n" in (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_what_is_inherited_is_as_before_afterwards(monkeypatch):
+    monkeypatch.setenv("FEDHET_A", "1")
+    with inherited({"FEDHET_A": "2", "FEDHET_B": "3"}):
+        assert (os.environ["FEDHET_A"], os.environ["FEDHET_B"]) == ("2", "3")
+    assert os.environ["FEDHET_A"] == "1"
+    assert "FEDHET_B" not in os.environ
