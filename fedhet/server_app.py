@@ -79,14 +79,15 @@ def components(
     begun: float | None = None,
     manager: ClientManager | None = None,
     data: RunData | None = None,
+    deployed: bool = False,
 ) -> ServerAppComponents:
     """Return the components of Flower's ServerApp.
 
-    `begun`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is the store of
-    the run's data in this process, None: a new one.
+    `begun`, `deployed`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is
+    the store of the run's data in this process, None: a new one.
     """
     every = [*watchers, *trackers_of(config)]
-    log = RunLog(config, directory, workers=workers, watchers=every, begun=begun)
+    log = RunLog(config, directory, workers=workers, watchers=every, begun=begun, deployed=deployed)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     server = FederationServer(config, log, manager or SimpleClientManager(), data)
     return ServerAppComponents(server=server, config=rounds)
@@ -112,7 +113,13 @@ def server_fn(context: Context) -> ServerAppComponents:
     config = resolve(from_flower(context.run_config))
     check_deployable(config)
     display = line_display(Console(width=160))
-    return components(config, run_directory(config), workers=config.run.clients, watchers=[display])
+    return components(
+        config,
+        run_directory(config),
+        workers=config.run.clients,
+        watchers=[display],
+        deployed=True,
+    )
 
 
 app = ServerApp(server_fn=server_fn)

@@ -333,7 +333,7 @@ def test_progress_in_a_notebook(monkeypatch):
     from federation import small
 
     display = notebook_display()
-    display.run_started(small("local"), Path("run"), {"client-0": "<b>mlp</b>"})
+    display.run_started(small("local"), Path("run"), {"client-0": "<b>mlp</b>"}, "digits")
     display.round_started(1, ["client-0"])
     record = RoundRecord(1, accuracy={"common": {"private": spread({"client-0": 0.5})}})
     display.round_finished(record)

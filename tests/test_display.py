@@ -51,6 +51,8 @@ def test_live_shows_every_client(tmp_path):
     seen = []
     with LiveDisplay(Console(width=120, height=50, force_terminal=True, file=StringIO())) as live:
         run(small(), tmp_path / "run", [live.progress, Recorder(live, seen)])
+    above = "".join(live.progress._show.__self__._console.file.getvalue().split())
+    assert f"run:{tmp_path}/run" in above  # however long
     begun, done = seen[0], seen[-1]
     # One worker trains one client at a time.
     assert (begun.count("training"), begun.count("waiting")) == (2, 3)  # also "1 training"
@@ -116,6 +118,7 @@ class Hundred:
             small(rounds=10),
             Path("/a/long/directory/of/runs/felo"),
             dict.fromkeys(self.names, "mlp"),
+            "digits",
         )
         self.live.progress._clock = lambda: self.now
 
@@ -190,13 +193,13 @@ def test_before_the_first_round_the_display_says_what_it_waits_for():
     assert "starting" in picture(live, 80, 24)
     live.progress.waiting("reading [b]digits[/b]\x1b[31m")
     assert "reading [b]digits[/b]" in picture(live, 80, 24)
-    live.progress.run_started(small(), Path("x"), {"client-0": "mlp"})
+    live.progress.run_started(small(), Path("x"), {"client-0": "mlp"}, "digits")
     assert "1 client" in picture(live, 80, 24)
 
 
 def test_no_name_or_notice_steers_the_terminal():
     live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
-    live.progress.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"})
+    live.progress.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"}, "digits")
     live.progress.notice("\x1b[2Jcleared")
     text = picture(live, 80, 24)
     assert "[bold]m[/bold]" in text
@@ -207,7 +210,7 @@ def test_no_name_or_notice_steers_the_terminal():
 def test_the_time_left_follows_the_clock():
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
-    progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"})
+    progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"}, "digits")
     assert math.isnan(progress.seconds_left)
     progress.round_started(1, ["a"])
     now[0] = 10.0
@@ -223,7 +226,7 @@ def test_the_time_left_follows_the_clock():
 def test_a_client_keeps_its_last_accuracy_and_time():
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
-    progress.run_started(small(rounds=9), Path("x"), {"a": "mlp", "b": "mlp"})
+    progress.run_started(small(rounds=9), Path("x"), {"a": "mlp", "b": "mlp"}, "digits")
     progress.round_started(1, ["a", "b"])
     progress.client_started("a")
     now[0] = 7.0

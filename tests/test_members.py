@@ -1,5 +1,6 @@
 """Who takes part: nodes come, go, come back, and are not always who or what they should be."""
 
+import json
 import resource
 
 import numpy as np
@@ -388,9 +389,12 @@ def test_an_error_at_a_node_comes_without_flowers_wrapping(members, notices):
     for said, noticed in [
         (
             "<class 'fedhet.errors.DataError'>:<'/srv: no 'train'>'\n>'>",
-            "is: /srv: no 'train'>' >",
+            "register: /srv: no 'train'>' >",
         ),
-        ("<class 'OSError'>:<'gone'>", "is: Message contains an Error (reason: <class 'OSError'>"),
+        (
+            "<class 'OSError'>:<'gone'>",
+            "register: Message contains an Error (reason: <class 'OSError'>",
+        ),
     ]:
         node.says = RuntimeError(told.format(said))
         members.present(Manager(node))
@@ -485,3 +489,44 @@ def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
     with pytest.raises(StateError, match="came too late"):
         late.state.save(1)
     assert {path: path.read_bytes() for path in late.state.folder.glob("round-*")} == states
+
+
+def test_a_client_that_leaves_and_returns_is_said_and_recorded(tmp_path):
+    config = small("local", rounds=3, fraction=1.0)
+    server = Server(config, tmp_path / "run")
+    said, strategy = [], server.strategy
+    strategy._members._notice = said.append
+    absent = []
+    for number in (1, 2, 3):
+        gone = server.manager.clients.pop("client-2", None) if number == 2 else None
+        server.play(number)
+        absent.append(strategy.state.record.absent)
+        server.close(number)
+        if gone is not None:
+            server.manager.register(gone)
+    assert absent == [[], ["client-2"], []]
+    assert said == ["client client-2 is no longer connected", "client client-2 is connected again"]
+    assert [record.get("absent") for record in records(tmp_path / "run")] == [
+        None, ["client-2"], None,
+    ]  # fmt: skip
+
+
+def test_a_client_says_that_its_data_is_its_own():
+    info = read_properties({**GOOD, "own_data": True}, "node a")
+    assert info.own_data
+    assert read_properties(info.properties(), "node a") == info
+    with pytest.raises(KnowledgeError, match=r"own_data: is 'yes', must be true or false"):
+        read_properties({**GOOD, "own_data": "yes"}, "node a")
+
+
+def test_a_run_of_sites_with_their_own_data_says_so(tmp_path):
+    config, rng = small("local", num_classes=3, clients=1, min_clients=1), np.random.default_rng(0)
+    for name in ("train", "test"):
+        x, y = rng.random((30, 1, 8, 8), np.float32), np.arange(30) % 3
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+    log, manager = RunLog(config, tmp_path / "run", workers=1), SimpleClientManager()
+    node = read_node({"name": "north", "data": str(tmp_path)}, config.run, str(tmp_path / "state"))
+    manager.register(InlineProxy(config, node))
+    config.method.strategy(config, log).initialize_parameters(manager)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["own_data"] is True
+    assert log.finish().dataset == "the sites' own data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from rich.console import Console
 from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
 
 from fedhet.errors import SettingsError, StateError
@@ -306,6 +308,67 @@ def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
         "felo": ["10.0 s", "—", "2.00 s"],
         "velo": ["13.0 s", "3.00 s", "2.00 s"],
     }
+
+
+def deployment(root: Path) -> Path:
+    """A deployment of three sites with data of their own: one leaves, and has no last score."""
+    path = make(root, names=("north", "south", "west"), rounds=4)
+    origin = {"run": "felo-1", "deployed": True, "own_data": True}
+    (path / "run.json").write_text(json.dumps(origin))
+    records = lines_of(path)
+    for gone in records[1:3]:
+        gone["absent"] = ["west"]
+    for place in (records[-1]["accuracy"], json.loads((path / "summary.json").read_text())):
+        kept = place.get("accuracy", place)["common"]["private"]["per_client"]
+        kept.pop("west")
+        if "history" in place:
+            (path / "summary.json").write_text(json.dumps(place))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def test_a_deployment_is_not_said_to_be_the_run_of_a_data_set(tmp_path: Path) -> None:
+    path = deployment(tmp_path / "run")
+    page = Page(write_report(path)).text
+    assert "felo on the sites' own data" in page
+    assert "digits" not in page.partition("Run it again")[0]
+    command = f"fedhet submit felo --server HOST:PORT --ca FILE --config {path}/config.toml"
+    assert command in page
+    assert "fedhet run" not in page
+
+
+def test_a_mean_says_how_many_clients_it_is_over_and_who_was_away(tmp_path: Path) -> None:
+    path = deployment(tmp_path / "run")
+    page, table = Page(write_report(path)).text, shown(final_table(load_run(path)))
+    assert "clients 2 of 3" in page
+    away = "west was not connected in rounds 2–3"
+    assert away in page
+    assert away in table
+    assert re.search(r"clients +2 of 3", table)
+    whole = make(tmp_path / "whole", clients=3)
+    assert re.search(r"clients +3 ?\n", shown(final_table(load_run(whole))))
+
+
+def test_a_table_is_legible_in_a_narrow_terminal(tmp_path: Path) -> None:
+    kinds, protocols = ("private", "proxy", "global"), ("personal", "common")
+    path = make(tmp_path / "run", kinds=kinds, protocols=protocols)
+    file = io.StringIO()
+    Console(width=60, file=file).print(final_table(load_run(path)))
+    text, last = file.getvalue(), lines_of(path)[-1]["accuracy"]
+    assert max(map(len, text.splitlines())) <= 60
+    for protocol in protocols:
+        for kind in kinds:
+            for value in last[protocol][kind]["per_client"].values():
+                assert f" {value:.4f}" in text, (protocol, kind)
+    assert "…" not in text
+
+
+def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", kinds=("private", "global"))
+    text = " ".join(shown(final_table(load_run(path))).split())
+    assert "common: on the test set that all clients share; private: a client's own model" in text
+    assert "global: the model that the server forms and all clients share; tail: mean" in text
+    assert "personal:" not in text
 
 
 def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:

@@ -151,7 +151,9 @@ class _Rounds(Watcher):
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
-    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
         """Start the bar."""
         seed = f", seed {config.run.seed}"
         label = self._progress.tasks[-1].description

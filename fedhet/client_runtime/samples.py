@@ -91,6 +91,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             data.shape,
             order,
             node.training.describe(),
+            bool(node.folder),
         ),
         _placed(own, compute),
         _placed(rest, compute),

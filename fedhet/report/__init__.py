@@ -8,7 +8,7 @@ from fedhet.report.figures import write_figures
 from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
-from fedhet.report.tables import comparison_table, final_table, metric_table, paired_table
+from fedhet.report.terminal import comparison_table, final_table, metric_table, paired_table
 
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",

@@ -15,7 +15,15 @@ from fedhet.report import canvas, figures
 from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
-from fedhet.report.tables import PAIRED, client_cells, comparison_cells, paired_cells, recall_cells
+from fedhet.report.tables import (
+    PAIRED,
+    away_lines,
+    client_cells,
+    comparison_cells,
+    legend,
+    paired_cells,
+    recall_cells,
+)
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -26,6 +34,7 @@ from fedhet.runs.units import (
     plural,
     printable,
     score,
+    shown_path,
     spans,
 )
 from fedhet.settings.text import as_text
@@ -58,6 +67,7 @@ def render_run(run: Run) -> str:
         run=run,
         title=f"{run.method} on {run.dataset}",
         hero=_hero(run),
+        legend=legend(run),
         accuracy=[figures.accuracy(run, [name]).chart() for name in run.protocols],
         metrics=[drawn.chart() for each in run.besides if (drawn := figures.metrics([each]))],
         plots={d.name: d.chart() for d in figures.drawings(run) if d.name != "accuracy"},
@@ -65,9 +75,8 @@ def render_run(run: Run) -> str:
         once=[_once(own[name]) for name in own if name not in over_rounds],
         clients=client_cells(run),
         recalls=recall_cells(run),
-        command=shlex.join(
-            ["fedhet", "run", run.method, "--config", str(run.path.resolve() / "config.toml")]
-        ),
+        away=away_lines(run),
+        command=_command(run),
     )  # fmt: skip
 
 
@@ -109,6 +118,15 @@ def _environment() -> Environment:
     return environment
 
 
+def _command(run: Run) -> str:
+    """Return the command that repeats a run, with a path from the working folder if it is in it."""
+    config = shown_path(run.path.resolve() / "config.toml")
+    if not run.origin.deployed:
+        return shlex.join(["fedhet", "run", run.method, "--config", config])
+    server = ["--server", "HOST:PORT", "--ca", "FILE"]
+    return shlex.join(["fedhet", "submit", run.method, *server, "--config", config])
+
+
 def _where(protocol: str) -> str:
     name = TEST_SETS.get(protocol, protocol)
     return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
@@ -125,6 +143,7 @@ def _hero(run: Run) -> dict[str, object] | None:
     return {
         "score": last,
         "what": f"mean accuracy of the {kind} models {_where(protocol)}, {when}",
+        "clients": run.counted(protocol, kind),
         "tail": run.tail(protocol, kind),
         "best": f"{score(means.max())} in round {means.idxmax()}" if len(means) else ABSENT,
     }

@@ -7,7 +7,7 @@ is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from fedhet.disk.bounded import read_tables
 from fedhet.errors import StateError
 from fedhet.metrics import ACCURACY, is_shown, metric_of
 from fedhet.report import frames
-from fedhet.runs.files import read_partition, read_records, read_summary, reading
+from fedhet.runs.files import read_origin, read_partition, read_records, read_summary, reading
 from fedhet.runs.records import (
     KINDS,
     NAN,
+    OWN_DATA,
+    Origin,
     Partition,
     Ratio,
     RoundRecord,
@@ -32,6 +34,16 @@ from fedhet.runs.units import natural, position
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Protocol -> the data on which a model is evaluated."""
+MEANING = {
+    "common": "on the test set that all clients share",
+    "personal": "on each client's own test split",
+    "private": "a client's own model",
+    "local": "a client's model after local training alone, before any exchange",
+    "proxy": "the model that a client exchanges in place of its own",
+    "global": "the model that the server forms and all clients share",
+    "server": "a model that the server alone has",
+}
+"""What the protocols are, and the kinds of model that several methods have."""
 STAGES = ("train", "evaluate", "server", "overhead")
 
 
@@ -45,6 +57,7 @@ class Run:
     records: tuple[RoundRecord, ...]
     summary: Summary | None
     partition: Partition | None
+    origin: Origin = field(default_factory=Origin)
     notes: tuple[str, ...] = ()
     metric: str = ACCURACY
     """The metric of `scores` and of all that is derived from them; see `measuring`."""
@@ -62,6 +75,8 @@ class Run:
     @property
     def dataset(self) -> str:
         """The dataset's name."""
+        if self.origin.own_data:
+            return OWN_DATA
         return self.summary.dataset if self.summary else _dataset(self.settings)
 
     @property
@@ -162,6 +177,22 @@ class Run:
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
+    def counted(self, protocol: str, kind: str) -> str:
+        """Return over how many clients a mean is: "2 of 3"; "" for a model of the server."""
+        found, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
+        if kind == "server":
+            return ""
+        return str(found) if found == all_clients else f"{found} of {all_clients}"
+
+    @cached_property
+    def away(self) -> Mapping[str, list[int]]:
+        """The rounds in which a client that had joined was not connected, by client."""
+        found: dict[str, list[int]] = {}
+        for record in self.records:
+            for name in record.absent:
+                found.setdefault(name, []).append(record.round)
+        return found
+
     @cached_property
     def _over_rounds(self) -> pd.DataFrame:
         return frames.scores(self.records, self.metric)
@@ -226,7 +257,8 @@ def load_run(path: Path | str) -> Run:
         notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl continues")
         summary = None
     partition = read_partition(root / "partition.json")
-    return Run(root, settings, tuple(records), summary, partition, tuple(notes))
+    origin = read_origin(root / "run.json")
+    return Run(root, settings, tuple(records), summary, partition, origin, tuple(notes))
 
 
 def lowest(values: Mapping[str, float]) -> str:

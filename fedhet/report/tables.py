@@ -1,4 +1,4 @@
-"""Tables for the terminal, and the cells that they share with the page and Markdown."""
+"""The cells of tables, which the terminal, the page and Markdown share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
 from fedhet.metrics import is_shown
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
-from fedhet.report.groups import Column, Spread
+from fedhet.report.groups import Spread
 from fedhet.report.paired import Difference, Pair
-from fedhet.report.run import Run, highest, lowest
+from fedhet.report.run import MEANING, Run, highest, lowest
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -26,11 +21,9 @@ from fedhet.runs.units import (
     plus_minus,
     printable,
     score,
+    spans,
 )
 
-WHOLE = 30
-"""Maximum number of clients listed in full; beyond, only the best and the worst."""
-ENDS = 5
 MARK = "†"
 TAIL_OF = "tail: mean of the last fifth of the rounds, of"
 PAIRED = (
@@ -101,6 +94,7 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
         for statistic in STATISTICS
     ]
     foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
+    foot.append(["clients", *blank, *(view.counted(*column) for view, column, _ in shown)])
     return Cells({**about, **values}, foot if scores else [], words)
 
 
@@ -121,14 +115,6 @@ def metric_cells(run: Run) -> Cells | None:
         name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS
     }
     return Cells({**words, **numbers, "tail": [_number(tail) for *_, tail in rows]}, words=2)
-
-
-def metric_table(run: Run) -> Table | None:
-    """Return the metrics besides accuracy for the terminal; None if none were measured."""
-    cells = metric_cells(run)
-    if cells is None:
-        return None
-    return _add(_table(cells, "metrics besides accuracy, over the clients"), cells.rows)
 
 
 def _number(value: float) -> Cell:
@@ -164,25 +150,19 @@ def _count(number: int | None) -> Cell:
     return Cell(ABSENT, 0) if number is None else Cell(f"{number:,}", number)
 
 
-def final_table(run: Run) -> Table:
-    """Return the last round's accuracy of every client, with mean, std and worst in the footer.
+def legend(run: Run) -> str:
+    """Return a line that says what the columns of a run's table are."""
+    names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
+    known = [f"{name}: {MEANING[name]}" for name in dict.fromkeys(names) if name in MEANING]
+    return "; ".join([*known, "tail: mean of the last fifth of the rounds"]) if known else ""
 
-    The footer ends in the tail: the mean over clients in the last fifth of the rounds.
-    For more than 30 clients, only the best and the worst five are shown.
-    """
-    cells = client_cells(run, besides=False)
-    last = run.last_evaluated.round if run.last_evaluated else run.done
-    state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
-    title = f"{run.method} on {run.dataset}: {state}"
-    table = _table(cells, printable(title), printable(relative_line(run)))
-    best, hidden, rest = _ends(cells, run.columns)
-    _add(table, best)
-    if hidden:
-        table.add_section()
-        table.add_row(Text(f"… {hidden} not shown", style="dim"))
-        table.add_section()
-        _add(table, rest)
-    return table
+
+def away_lines(run: Run) -> list[str]:
+    """Return a sentence on each client that was not connected in some rounds."""
+    return [
+        f"{name} was not connected in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
+        for name, rounds in run.away.items()
+    ]
 
 
 def relative_line(run: Run) -> str:
@@ -194,42 +174,6 @@ def relative_line(run: Run) -> str:
     worst = f"{score(ratio.worst)} ({lowest(ratio.per_client)})"
     mean = score(ratio.mean)
     return f"relative to training alone, {protocol}: mean {mean}, best {best}, worst {worst}"
-
-
-def _table(cells: Cells, title: str, caption: str = "") -> Table:
-    """Return an empty table: text columns may wrap, numbers do not and are right-aligned."""
-    table = Table(
-        title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
-        caption=Text(caption) if caption else None, caption_justify="left",
-        collapse_padding=True, pad_edge=False,
-    )  # fmt: skip
-    for number, (header, column) in enumerate(cells.columns.items()):
-        foot = Text("\n".join(row[number] for row in cells.foot))
-        if number < cells.words:
-            longest = max((len(cell.text) for cell in column), default=1)
-            table.add_column(Text(header), foot, overflow="fold", min_width=min(longest, 14))
-        else:
-            stacked = Text(header.replace(" ", "\n", 1), justify="right")
-            table.add_column(stacked, foot, justify="right", no_wrap=True)
-    return table
-
-
-def _add(table: Table, rows: Sequence[Row]) -> Table:
-    for row in rows:
-        table.add_row(*(Text(printable(cell.text).replace(" ± ", "\n± ")) for cell in row))
-    return table
-
-
-def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list[Row]]:
-    """Return the best rows by the first of the columns, the number left out, and the worst."""
-    rows = cells.rows
-    if len(rows) <= WHOLE or not columns:
-        return rows[:WHOLE], len(rows[WHOLE:]), []
-    headline = cells.columns[" ".join(columns[0])]
-    known = pd.Series([cell.value for cell in headline], dtype=float).dropna()
-    ranked = [rows[place] for place in known.sort_values(ascending=False, kind="stable").index]
-    best, worst = ranked[:ENDS], ranked[ENDS:][-ENDS:]
-    return best, len(rows) - len(best) - len(worst), worst
 
 
 def comparison_cells(comparison: Comparison) -> Cells:
@@ -272,14 +216,6 @@ def _sized(spread: Spread, runs: int = 0) -> Cell:
     return Cell(human_bytes(spread.mean) + some, spread.mean)
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Return a comparison for the terminal, with its notes below."""
-    cells, headline = comparison_cells(comparison), " ".join(comparison.headline)
-    title = f"last round{comparison.beside_accuracy}, mean ± std over seeds; ordered by {headline}"
-    notes = [f"{TAIL_OF} {headline}", *comparison.notes]
-    return _add(_table(cells, title, "\n".join(map(printable, notes))), cells.rows)
-
-
 def paired_cells(comparison: Comparison) -> Cells | None:
     """Return one row per pair, or None if no pair has two seeds."""
     pairs = comparison.pairs
@@ -307,15 +243,6 @@ def _difference(found: Difference, absent: str) -> Cell:
         return Cell(absent, NAN)
     text = f"{found.mean:+.4f} ± {found.se:.4f}"
     return Cell(f"{text} {MARK}" if found.clear else text, found.mean)
-
-
-def paired_table(comparison: Comparison) -> Table | None:
-    """Return the paired differences for the terminal, or None if no pair has two seeds."""
-    cells = paired_cells(comparison)
-    if cells is None:
-        return None
-    title = f"differences by seed: {' '.join(comparison.headline)}"
-    return _add(_table(cells, title, PAIRED), cells.rows)
 
 
 def markdown(cells: Cells) -> str:

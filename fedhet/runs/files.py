@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedhet.disk.bounded import parsed, read_file, read_json, refuse_parts
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError
-from fedhet.runs.records import Partition, RoundRecord, Summary
+from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
 
 T = TypeVar("T")
 PARTS_OF_A_RECORD = 20
@@ -25,11 +25,12 @@ PARTS_OF_A_RECORD = 20
 def record_line(record: RoundRecord) -> str:
     """Return a record as a line of metrics.jsonl, with null for what is not finite.
 
-    Without `metrics` if there are none.
+    Without `metrics` and `absent` if there are none.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    if not record.metrics:
-        del content["metrics"]
+    for name in ("metrics", "absent"):
+        if not content[name]:
+            del content[name]
     return json.dumps(content, allow_nan=False) + "\n"
 
 
@@ -93,6 +94,11 @@ def _in_order(records: dict[int, RoundRecord]) -> list[RoundRecord]:
 def read_summary(path: Path) -> Summary | None:
     """Return the summary of a run, or None if there is none yet. Raises StateError."""
     return _read_json(path, Summary) if path.exists() else None
+
+
+def read_origin(path: Path) -> Origin:
+    """Return how a run was started; simulated, if its file is not there. Raises StateError."""
+    return _read_json(path, Origin) if path.exists() else Origin()
 
 
 def read_partition(path: Path) -> Partition | None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.runs.progress import ClientProgress, Progress, State, accuracies_of
-from fedhet.runs.units import human_bytes, human_seconds, plural, printable
+from fedhet.runs.units import human_bytes, human_seconds, plural, printable, shown_path
 
 COLOURS = {
     State.FAILED: "bold red",
@@ -38,8 +38,10 @@ class LiveDisplay:
     """Draws the rounds, their cost, and every client's model, state and accuracy."""
 
     def __init__(self, console: Console, label: str = "") -> None:
-        self.progress = Progress(self._print_end)
+        self.progress = Progress(self._print_lasting)
         self._console, self._label = console, f"{label}: " if label else ""
+        self._printed = False
+        """Whether the run's directory has been printed."""
         self._bar = Bar(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -62,10 +64,15 @@ class LiveDisplay:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def _print_end(self, line: str) -> None:
-        """Print the run's duration above the table, when it has ended."""
-        if self.progress.summary:
-            self._console.print(f"{self._label}{line}", highlight=False, markup=False)
+    def _print_lasting(self, line: str) -> None:
+        """Print what stays in the terminal: first the run's directory, and last its duration."""
+        run = self.progress
+        if run.directory and not self._printed:
+            self._printed, line = True, f"run: {shown_path(run.directory)}"
+        elif not run.summary:
+            return
+        text = self._label + printable(line)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield as many clients and notices as fit; the other lines are always there."""
@@ -91,8 +98,8 @@ class LiveDisplay:
     def _summary(self, width: int) -> list[RenderableType]:
         """Return the lines about the whole run."""
         run = self.progress
-        heading = f"{self._label}{run.title} -> {run.directory}"
-        lines: list[RenderableType] = [_cut(heading, "bold"), self._bar, _cut(self._now())]
+        heading = _cut(self._label + run.title, "bold")
+        lines: list[RenderableType] = [heading, self._bar, _cut(self._now())]
         if run.last:
             lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
             lines.append(_cut(_trace(run.means, width), "cyan"))

@@ -6,10 +6,7 @@ checkpoints/ (the server's state after the last rounds, from which a run can be 
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import math
-import platform
 import secrets
 import threading
 import time
@@ -36,6 +33,8 @@ from fedhet.runs.directory import (
 from fedhet.runs.files import append, record_line, summary_text
 from fedhet.runs.measures import peak_memory_mb
 from fedhet.runs.records import (
+    OWN_DATA,
+    Origin,
     PastRound,
     RoundRecord,
     RunSeconds,
@@ -46,6 +45,7 @@ from fedhet.runs.statistics import best_round, final_scores
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
 from fedhet.storage import Checkpoint, Checkpoints, Facts
+from fedhet.version import versions
 from fedhet.wire.identity import ClientInfo
 
 
@@ -55,7 +55,9 @@ class Watcher:
     def waiting(self, what: str) -> None:
         """What the run waits for before its first round, such as "starting Ray"."""
 
-    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
         """The run has started; `models` maps client names to models."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
@@ -88,8 +90,12 @@ class RunLog:
         workers: int,
         watchers: Iterable[Watcher] = (),
         begun: float | None = None,
+        deployed: bool = False,
     ) -> None:
-        """`begun`: when the run began, by `time.perf_counter`; None: now."""
+        """`begun`: when the run began, by `time.perf_counter`; None: now.
+
+        `deployed`: its clients are reached over the network.
+        """
         self.config = config
         self.directory = directory
         self.watchers = tuple(watchers)
@@ -104,6 +110,7 @@ class RunLog:
         """The clients that were asked in this round and have not begun to train."""
         self._queue_lock = threading.Lock()
         """Clients answer in several threads."""
+        self._origin = Origin(deployed=deployed)
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -128,7 +135,7 @@ class RunLog:
     def _begin(self) -> None:
         # Of fixed length, so that it does not affect byte counts. No result depends on this draw.
         self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
-        write_text(self.directory / "run.json", json.dumps({"run": self.run_name}))
+        self._write_origin()
         self._write_config()
 
     @property
@@ -157,6 +164,10 @@ class RunLog:
                 f"the learning rate ({schedule}) followed {before} rounds up to here, and follows "
                 f"{self.config.run.rounds} from now on"
             )
+
+    def _write_origin(self) -> None:
+        origin = self._origin.model_copy(update={"run": self.run_name})
+        write_text(self.directory / "run.json", origin.model_dump_json())
 
     def _write_config(self) -> None:
         write_text(self.directory / "config.toml", self.config.to_toml())
@@ -193,9 +204,17 @@ class RunLog:
 
     def begin(self, clients: Iterable[ClientInfo]) -> None:
         """Record the clients that the run starts with."""
-        self.joined(clients)
+        found = list(clients)
+        self.joined(found)
+        self._origin.own_data = any(client.own_data for client in found)
+        self._write_origin()
         for watcher in self.watchers:
-            watcher.run_started(self.config, self.directory, self.models)
+            watcher.run_started(self.config, self.directory, self.models, self.dataset)
+
+    @property
+    def dataset(self) -> str:
+        """The data set, in words if the clients have their own."""
+        return OWN_DATA if self._origin.own_data else self.config.run.data.dataset
 
     def joined(self, clients: Iterable[ClientInfo]) -> None:
         """Record clients that have joined since."""
@@ -292,7 +311,7 @@ class RunLog:
         scores = final_scores(self._history)
         return Summary(
             method=self.config.method.name,
-            dataset=self.config.run.data.dataset,
+            dataset=self.dataset,
             seed=self.config.run.seed,
             rounds=len(self._history),
             clients=len(self.models),
@@ -320,14 +339,3 @@ class RunLog:
     def _write_events(self, record: RoundRecord) -> None:
         for name, value in scalars(record, self.config.method.name, clients=True):
             self._board.add_scalar(name, value, record.round)
-
-
-def versions() -> dict[str, str]:
-    """Return the package versions on which a run's results may depend."""
-    found = {"python": platform.python_version()}
-    for package in ("fedhet", "flwr", "torch", "torchvision", "numpy", "scikit-learn"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

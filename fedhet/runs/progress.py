@@ -108,9 +108,11 @@ class Progress(Watcher):
         self.phase = what
         self._show(what)
 
-    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
         """Begin a run with the clients of `models`."""
-        self.title, self.directory = title(config, models), directory
+        self.title, self.directory = title(config, models, dataset), directory
         self.method, self.rounds = config.method.name, config.run.rounds
         self.protocol, self.notices = config.method.spec.headline, []
         self.clients = {name: ClientProgress(name, model) for name, model in models.items()}
@@ -235,7 +237,7 @@ def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[s
     return shown, {kind: kinds[kind] for kind in order}
 
 
-def title(config: Config, models: Mapping[str, str]) -> str:
+def title(config: Config, models: Mapping[str, str], dataset: str) -> str:
     """Return a one-line title of a run."""
     counts = [
         plural(len(models), "client"),
@@ -243,7 +245,7 @@ def title(config: Config, models: Mapping[str, str]) -> str:
         plural(config.run.rounds, "round"),
         f"seed {config.run.seed}",
     ]
-    return f"{config.method.name} on {config.run.data.dataset}: {', '.join(counts)}"
+    return f"{config.method.name} on {dataset}: {', '.join(counts)}"
 
 
 def duration(summary: Summary) -> str:

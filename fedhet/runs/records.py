@@ -83,6 +83,8 @@ class FinalScore(Score):
 
     tail: Number = NAN
     """See `fedhet.runs.statistics.tail_of`."""
+    clients: Whole = 0
+    """The number of clients that the mean is over; 0 for a model of the server."""
 
 
 class Ratio(Score):
@@ -139,6 +141,8 @@ class RoundRecord:
     answered: list[Text] = field(default_factory=list)
     failed: dict[Text, Text] = field(default_factory=dict)
     """Client -> reason."""
+    absent: list[Text] = field(default_factory=list)
+    """The clients that had joined and were not connected when the round began."""
     accuracy: Scores = field(default_factory=dict)
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """By protocol."""
@@ -242,6 +246,22 @@ class Summary(BaseModel):
     def last_round(self) -> int:
         """The last round of the history."""
         return max((past.round for past in self.history), default=self.rounds)
+
+
+OWN_DATA = "the sites' own data"
+"""The data set of a run whose clients bring their own."""
+
+
+class Origin(BaseModel):
+    """run.json: the run's name, as clients know it, and how it was started."""
+
+    model_config = READING
+
+    run: Text = ""
+    deployed: bool = False
+    """Whether its clients were reached over the network; else it was simulated."""
+    own_data: bool = False
+    """Whether clients had data of their own, in place of parts of the run's data set."""
 
 
 class Partition(BaseModel):

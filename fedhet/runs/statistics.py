@@ -130,5 +130,7 @@ def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
         scores = found.setdefault(metric, {})
         for protocol, kind, score in records[-1].each(metric):
             tail = tail_of(records, protocol, kind, metric).mean
-            scores.setdefault(protocol, {})[kind] = FinalScore(**dict(score), tail=tail)
+            clients = 0 if kind == "server" else len(score.per_client)
+            final = FinalScore(**dict(score), tail=tail, clients=clients)
+            scores.setdefault(protocol, {})[kind] = final
     return found

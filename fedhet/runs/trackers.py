@@ -30,7 +30,9 @@ class Tracker(Watcher):
     def __init__(self, library: Any) -> None:
         self._library, self._method, self._off = library, "", False
 
-    def run_started(self, config: Config, directory: Path, models: Mapping[str, str]) -> None:
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
         """Open the run at the tracker, with its settings."""
         self._method = config.method.name
         self._try(lambda: self.open(config, directory))

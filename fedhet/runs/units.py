@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 ABSENT = "—"
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -85,6 +86,12 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def shown_path(path: Path | None) -> str:
+    """Return a path, from the working folder if it is in it."""
+    inside = path is not None and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd()) if path and inside else path)
 
 
 def plural(count: int, noun: str) -> str:

@@ -59,6 +59,8 @@ class Members:
         self._proxies: dict[str, ClientProxy] = {}
         self._names: dict[str, str] = {}
         """The name that each node has had as a member, also after it has left."""
+        self._left: set[str] = set()
+        """The names of members that are not connected now."""
         self._refused: set[str] = set()
         self._silent: dict[str, tuple[int, int]] = {}
         """How often a node has not described itself, and when it was last asked."""
@@ -122,8 +124,9 @@ class Members:
         """
         # A copy, since Flower's thread changes the original as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
-        for gone in self._infos.keys() - proxies.keys():
-            del self._infos[gone]
+        for gone in sorted(self._infos.keys() - proxies.keys()):
+            self._left.add(name := self._infos.pop(gone).name)
+            self._notice(f"client {name} is no longer connected")
         self._refused &= proxies.keys()
         self._silent = {node: pair for node, pair in self._silent.items() if node in proxies}
         self._asked += 1
@@ -174,6 +177,9 @@ class Members:
                 self._infos[proxy.cid] = info
                 self._proxies[proxy.cid] = asked_again(proxy)
                 self._names[proxy.cid] = info.name
+                if info.name in self._left:
+                    self._left.remove(info.name)
+                    self._notice(f"client {info.name} is connected again")
                 self._order = self._order or info.order
         for answer in answers:
             if isinstance(answer, str):

@@ -91,6 +91,10 @@ class RoundState:
             else:
                 self.record.bytes_evaluation += size
 
+    def missing(self, names: Collection[str]) -> None:
+        """Record the clients that have joined before and are not connected."""
+        self.record.absent = sorted(names)
+
     def received(self, size: int) -> None:
         """Count the bytes of a message from a client."""
         with self._lock:

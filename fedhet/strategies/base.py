@@ -190,6 +190,7 @@ class HetStrategy(Strategy):
         self.run = self.log.ending(self.run)
         self.members = self._members.present(client_manager) or self.members
         self.log.joined(member.info for member in self.members.values())
+        self.state.missing(self.log.models.keys() - self.members.keys())
         eligible = self.state.health.eligible(server_round, self.members)
         selection = self.select(server_round, [self.members[name].info for name in eligible])
         self.state.ask(selection)

@@ -41,8 +41,10 @@ class ClientInfo:
     """A digest of the class names in their order (`order_of`)."""
     training: str = ""
     """Its optimiser, rate, epochs and batch size, as text for the run's records."""
+    own_data: bool = False
+    """Whether its samples are its own, and not a part of the run's data set."""
 
-    def properties(self) -> dict[str, int | str]:
+    def properties(self) -> dict[str, int | str | bool]:
         """Return the description as flat properties; `read_properties` is the inverse."""
         return {**vars(self), "shape": ",".join(map(str, self.shape))}
 
@@ -84,7 +86,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     order = _text(name, "order", properties.get("order", ""), _ORDER, rule)
     rule = "at most 200 letters, digits and ' ,.+-'"
     training = _text(name, "training", properties.get("training", ""), _WORDS, rule)
-    return ClientInfo(name, model, samples, classes, shape, order, training)
+    own_data = properties.get("own_data", False)
+    if not isinstance(own_data, bool):
+        raise KnowledgeError(name, "own_data", f"is {shown(own_data)}, must be true or false")
+    return ClientInfo(name, model, samples, classes, shape, order, training, own_data)
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:
