@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml
 
 install: $(STAMP) ## create the virtual environment, with what the tests need
 
-demo: install    ## train ten clients with five architectures; ends with a table and a report
-	$(BIN)/fedhet run felo --preset demo
+demo: install    ## train ten clients with five architectures, and each alone; ends with a table and a report
+	$(BIN)/fedhet run felo --preset demo --against local
 
 test: install lint types proto-check ## run all that CI runs
 	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from fedhet.cli import completion
 from fedhet.cli.options import loading, read_seeds, with_settings
 from fedhet.cli.sweep import check_names, read_grid
-from fedhet.config.sources import parse_pairs
+from fedhet.config.sources import of_method, parse_pairs
 from fedhet.config.values import validated
 from fedhet.engines.ray.connection import starting
 from fedhet.errors import SettingsError
@@ -30,6 +31,14 @@ def run_command(
         str | None,
         typer.Option(metavar="INT,INT…", help="One run for each seed; they are compared."),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="A baseline that is trained besides, and shown with the run, such as local.",
+            autocompletion=completion.methods,
+        ),
+    ] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
     if "method" not in values:
@@ -42,15 +51,24 @@ def run_command(
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
     engine = validated(values).run.engine
+    if against is not None:
+        _check_baseline(values, against)
     on_own_ray = engine.backend == "ray" and not engine.ray_address
     with starting() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
             from fedhet.cli import training
 
         if several is None:
-            training.train_one(values)
+            training.train_one(values, against)
         else:
-            training.train_seeds(values, several)
+            training.train_seeds(values, several, against)
+
+
+def _check_baseline(values: dict[str, object], against: str) -> None:
+    """Raise SettingsError unless `against` is another method, which takes the run's settings."""
+    if against == values["method"]:
+        raise SettingsError(f"--against {against} is the run's own method: name another one")
+    validated(of_method(values, against))
 
 
 @with_settings("method", *GIVEN, "set_", "backend")

@@ -19,9 +19,10 @@ from fedhet.cli.jobs import fault_of, jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import of_method
 from fedhet.engines.simulate import settled_for, simulate
 from fedhet.errors import FedhetError, StateError
-from fedhet.runs.directory import is_complete
+from fedhet.runs.directory import BASELINE, is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
@@ -31,17 +32,24 @@ if TYPE_CHECKING:
     from fedhet import report
 
 
-def train_one(values: Mapping[str, object]) -> None:
-    """Make one run, and show it."""
+def train_one(values: Mapping[str, object], against: str | None = None) -> None:
+    """Make one run, and a run of the method `against` beside it; show it."""
     config = resolve(values)
-    run = _run(config, run_directory(config), begun=_process_begun())
+    directory = run_directory(config)
+    beside = _beside(config, directory, against)
+    run = _run(config, directory, begun=_process_begun())
+    from fedhet import report
     from fedhet.cli.shown import show_run
 
-    show_run(run)
+    for baseline in _to_be_made(beside):
+        _run(baseline.config, baseline.directory, baseline.label)
+    show_run(report.write(directory) if beside else run)
 
 
-def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
-    """Make a run for each seed, and compare them."""
+def train_seeds(
+    values: Mapping[str, object], seeds: Sequence[int], against: str | None = None
+) -> None:
+    """Make a run for each seed, each with one of the method `against` beside it; compare them."""
     parent = run_directory(resolve({**values, "seed": seeds[0]}))
     if (parent / "config.toml").exists():
         raise StateError(f"{parent} holds a run already; give another directory with --out")
@@ -49,14 +57,28 @@ def train_seeds(values: Mapping[str, object], seeds: Sequence[int]) -> None:
         _one_of_several(f"seed {seed}", parent / f"seed-{seed}", {**values, "seed": seed})
         for seed in seeds
     ]
+    every = [each for run in runs for each in (run, *_beside(run.config, run.directory, against))]
     begun: float | None = _process_begun()
-    for run in _to_be_made(runs):
+    for run in _to_be_made(every):
         _run(run.config, run.directory, begun=begun)
         begun = None  # the next begins when this one has ended
     from fedhet import report
     from fedhet.cli.shown import show_comparison
 
-    show_comparison(report.compare([run.directory for run in runs]), parent)
+    for run in runs if against else ():
+        report.write(run.directory)
+    show_comparison(report.compare([run.directory for run in every]), parent)
+
+
+def _beside(config: Config, directory: Path, against: str | None) -> list[OneOfSeveral]:
+    """Return the baseline of a run: the same experiment with the method `against`, if there is one.
+
+    Raises SettingsError if that method cannot be run so.
+    """
+    if against is None:
+        return []
+    label = f"baseline {against}, seed {config.run.seed}"
+    return [_one_of_several(label, directory / BASELINE, of_method(config.flat(), against))]
 
 
 @dataclass(frozen=True)

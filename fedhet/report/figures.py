@@ -96,11 +96,23 @@ def _accuracy(figure: Figure, run: Run, protocols: Sequence[str]) -> None:
     for ax, protocol in zip(grid[0], protocols, strict=True):
         for kind in run.kinds(protocol):
             _curve(ax, run.curve(protocol, kind), kind)
+        _baseline(ax, run, protocol)
         note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
         style.over_rounds(ax, run.costs.index, note=note)
         _accuracy_limits(ax)
         whose = "each client's" if protocol == "personal" else "the"
         style.head(ax, f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}")
+
+
+def _baseline(ax: Axes, run: Run, protocol: str) -> None:
+    """Draw the means of the run that this one is compared with, if it has that protocol."""
+    if run.baseline is None or run.against is None:
+        return
+    mean = run.baseline.curve(protocol, run.against[1])["mean"]
+    if not mean.empty:
+        name, look = run.baseline.method, {"size": 2, **style.DOTTED}
+        label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
+        style.line(ax, mean, style.OTHER_COLOUR, series=name, label=label, **look)
 
 
 def _curve(ax: Axes, curve: pd.DataFrame, kind: str, highest: float = 1.0) -> None:

@@ -18,6 +18,7 @@ from fedhet.report.style import Drawing
 from fedhet.report.tables import (
     PAIRED,
     away_lines,
+    baseline_line,
     client_cells,
     comparison_cells,
     legend,
@@ -144,6 +145,7 @@ def _hero(run: Run) -> dict[str, object] | None:
         "score": last,
         "what": f"mean accuracy of the {kind} models {_where(protocol)}, {when}",
         "clients": run.counted(protocol, kind),
+        "against": baseline_line(run).partition(": "),
         "tail": run.tail(protocol, kind),
         "best": f"{score(means.max())} in round {means.idxmax()}" if len(means) else ABSENT,
     }

@@ -6,6 +6,7 @@ is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` ma
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from fedhet.disk.bounded import read_tables
 from fedhet.errors import StateError
 from fedhet.metrics import ACCURACY, is_shown, metric_of
 from fedhet.report import frames
+from fedhet.runs.directory import BASELINE
 from fedhet.runs.files import read_origin, read_partition, read_records, read_summary, reading
 from fedhet.runs.records import (
     KINDS,
@@ -59,6 +61,8 @@ class Run:
     partition: Partition | None
     origin: Origin = field(default_factory=Origin)
     notes: tuple[str, ...] = ()
+    baseline: Run | None = None
+    """A run of another method that was trained beside this one, to compare it with."""
     metric: str = ACCURACY
     """The metric of `scores` and of all that is derived from them; see `measuring`."""
 
@@ -177,6 +181,16 @@ class Run:
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
+    @property
+    def against(self) -> tuple[str, str] | None:
+        """The protocol and kind of the baseline's models that the headline is compared with."""
+        if self.baseline is None or not self.columns:
+            return None
+        (protocol, kind), found = self.columns[0], self.baseline.columns
+        return next(
+            (each for each in ((protocol, kind), (protocol, "private")) if each in found), None
+        )
+
     def counted(self, protocol: str, kind: str) -> str:
         """Return over how many clients a mean is: "2 of 3"; "" for a model of the server."""
         found, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
@@ -240,8 +254,8 @@ class Run:
         return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
 
 
-def load_run(path: Path | str) -> Run:
-    """Read a run's directory.
+def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
+    """Read a run's directory, and that of its baseline if there is one.
 
     Raises StateError, which names the file, if one is absent, truncated or malformed.
     """
@@ -258,7 +272,15 @@ def load_run(path: Path | str) -> Run:
         summary = None
     partition = read_partition(root / "partition.json")
     origin = read_origin(root / "run.json")
-    return Run(root, settings, tuple(records), summary, partition, origin, tuple(notes))
+    baseline = _baseline(root / BASELINE) if with_baseline else None
+    return Run(root, settings, tuple(records), summary, partition, origin, tuple(notes), baseline)
+
+
+def _baseline(path: Path) -> Run | None:
+    """Return a baseline that has recorded a round, or None."""
+    with contextlib.suppress(StateError):
+        return load_run(path, with_baseline=False)
+    return None
 
 
 def lowest(values: Mapping[str, float]) -> str:

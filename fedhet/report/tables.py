@@ -18,6 +18,7 @@ from fedhet.runs.units import (
     ABSENT,
     human_bytes,
     human_seconds,
+    plural,
     plus_minus,
     printable,
     score,
@@ -83,6 +84,9 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
     shown = [(run, column, " ".join(column)) for column in run.columns]
     for title, view in run.besides if besides else ():
         shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
+    if run.baseline and run.against:
+        title = f"{run.baseline.method} {' '.join(run.against)}"
+        shown.append((run.baseline, run.against, title))
     scores = {title: view.last(*column) for view, column, title in shown}
     values = {
         title: [_number(each.per_client.get(name, NAN)) for name in run.clients]
@@ -163,6 +167,19 @@ def away_lines(run: Run) -> list[str]:
         f"{name} was not connected in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
         for name, rounds in run.away.items()
     ]
+
+
+def baseline_line(run: Run) -> str:
+    """Return a sentence that compares a run with its baseline; "" without one."""
+    if run.baseline is None or run.against is None:
+        return ""
+    own, other = run.last(*run.columns[0]), run.baseline.last(*run.against)
+    both = own.per_client.keys() & other.per_client.keys()
+    better = sum(own.per_client[name] > other.per_client[name] for name in both)
+    return (
+        f"against {run.baseline.method}: {own.mean - other.mean:+.4f} ({score(own.mean)}, "
+        f"{score(other.mean)}), {better} of {plural(len(both), 'client')} better"
+    )
 
 
 def relative_line(run: Run) -> str:

@@ -20,6 +20,7 @@ from fedhet.report.tables import (
     Cells,
     Row,
     away_lines,
+    baseline_line,
     client_cells,
     comparison_cells,
     legend,
@@ -108,7 +109,7 @@ def final_table(run: Run) -> Blocks:
     last = run.last_evaluated.round if run.last_evaluated else run.done
     state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
     best, hidden, rest = _ends(cells, run.columns)
-    lines = filter(None, [relative_line(run), *away_lines(run), legend(run)])
+    lines = filter(None, [baseline_line(run), relative_line(run), *away_lines(run), legend(run)])
     return Blocks(
         cells,
         printable(f"{run.method} on {run.dataset}: {state}"),

@@ -60,7 +60,7 @@ class Members:
         self._names: dict[str, str] = {}
         """The name that each node has had as a member, also after it has left."""
         self._left: set[str] = set()
-        """The names of members that are not connected now."""
+        """The names of members that have ever been disconnected."""
         self._refused: set[str] = set()
         self._silent: dict[str, tuple[int, int]] = {}
         """How often a node has not described itself, and when it was last asked."""
@@ -178,7 +178,6 @@ class Members:
                 self._proxies[proxy.cid] = asked_again(proxy)
                 self._names[proxy.cid] = info.name
                 if info.name in self._left:
-                    self._left.remove(info.name)
                     self._notice(f"client {info.name} is connected again")
                 self._order = self._order or info.order
         for answer in answers:
