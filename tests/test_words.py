@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import click
 import pytest
 import typer
 from rich.console import Console
@@ -127,6 +128,33 @@ def test_a_module_that_imports_another_that_is_absent_does_not(tmp_path, monkeyp
 def test_every_argument_and_option_is_described(name):
     for parameter in COMMANDS[name].params:
         assert parameter.help, f"{name}: {parameter.name}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_shows_its_default(name):
+    for option in COMMANDS[name].params:
+        if isinstance(option, click.Option) and not (option.is_flag or option.required):
+            shown = option.show_default
+            said = isinstance(shown, str) or option.default not in (None, "", [], ())
+            assert said, f"{name}: {option.name}"
+            assert shown, f"{name}: {option.name}"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "choices", "default"),
+    [
+        ("run", "backend", "ray|inline", "ray"),
+        ("run", "rounds", "INT", "10"),
+        ("run", "dataset", "NAME[:PLACE]", "digits"),
+        ("compare", "protocol", "personal|common", "the methods' own"),
+        ("export", "form", "safetensors|pt2|onnx", None),
+    ],
+)
+def test_an_option_names_its_choices_and_its_default(command, option, choices, default):
+    found = next(each for each in COMMANDS[command].params if each.name == option)
+    assert found.metavar == choices
+    assert default is None or found.show_default == default
+    assert choices in said_by(command, "--help")[1]
 
 
 def test_an_arguments_help_is_shown():

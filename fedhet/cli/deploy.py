@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhet.cli.options import say, with_settings
+from fedhet.cli.options import NONE, say, with_settings
 from fedhet.config.values import validated
 from fedhet.errors import SettingsError
 
@@ -27,7 +27,11 @@ def deploy_local_command(
     values: dict[str, object],
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep keys, logs and the sites' state in DIR."),
+        typer.Option(
+            metavar="DIR",
+            show_default="a temporary folder",
+            help="Keep keys, logs and the sites' state in DIR.",
+        ),
     ] = None,
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
@@ -49,7 +53,7 @@ def register_command(
     server: Server,
     ca: Authority,
     name: Annotated[
-        str, typer.Option(metavar="NAME", help="The client's name; default: the file's.")
+        str, typer.Option(metavar="NAME", show_default="the file's", help="The client's name.")
     ] = "",
 ) -> None:
     """Register nodes at a deployed server; a file's name is the client's.
@@ -70,7 +74,12 @@ def submit_command(
     values: dict[str, object],
     server: Server,
     ca: Authority,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="A folder at the server.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", show_default="a new one in runs/", help="A folder at the server."
+        ),
+    ] = None,
 ) -> None:
     """Run a federation on a deployed server and its nodes; follow it to its end."""
     if out is not None:
@@ -98,9 +107,16 @@ def certs_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address of the server, as nodes reach it; repeatable."),
+        typer.Option(
+            metavar="HOST",
+            show_default="localhost",
+            help="A name or address of the server, as nodes reach it. Repeatable.",
+        ),
     ] = None,
-    node: Annotated[list[str] | None, typer.Option(help="A node's name; repeatable.")] = None,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", show_default=NONE, help="A node's name. Repeatable."),
+    ] = None,
     nodes: Annotated[int, typer.Option(min=0, help="Number of nodes: site-0, site-1, …")] = 0,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until they expire.")] = 365,
 ) -> None:

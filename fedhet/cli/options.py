@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -26,27 +26,35 @@ console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 errors = Console(stderr=True)
 
 
-def _of_setting(name: str, metavar: str = "TEXT") -> Any:
-    """Return the option for a setting with its own flag; its help is the setting's description."""
-    help_text = RunSettings.fields()[name].description
-    if not metavar:
-        return Annotated[bool | None, typer.Option(help=help_text)]
-    return Annotated[str | None, typer.Option(help=help_text, metavar=metavar)]
+def _of_setting(name: str, metavar: str) -> Any:
+    """Return the option for a setting with its own flag: its description, default and choices."""
+    info = RunSettings.fields()[name]
+    shown: dict[str, Any] = {
+        "help": info.description,
+        "show_default": as_text(info.default) or NONE,
+    }
+    if info.annotation is bool:
+        return Annotated[bool | None, typer.Option(**shown)]
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    return Annotated[str | None, typer.Option(metavar="|".join(choices) or metavar, **shown)]
 
 
 FLAGS = {
-    "dataset": ("data.dataset", "TEXT"),
+    "dataset": ("data.dataset", "NAME[:PLACE]"),
     "clients": ("clients", "INT"),
-    "models": ("models.pool", "TEXT"),
+    "models": ("models.pool", "NAME[,NAME]"),
     "rounds": ("rounds", "INT"),
     "seed": ("seed", "INT"),
-    "backend": ("engine.backend", "TEXT"),
-    "strict": ("engine.strict", ""),
+    "backend": ("engine.backend", "NAME"),
+    "strict": ("engine.strict", "BOOL"),
     "out": ("out", "DIR"),
 }
-"""Settings with a flag of their own: the setting, and the name of its value in the help, if any."""
+"""Settings with a flag of their own: the setting, and the name of its value in the help."""
+NONE = "none"
+"""The default of an option that gives nothing unless it is used, as the help shows it."""
 TRUST = typer.Option(
     metavar="MODULE[,MODULE]",
+    show_default=NONE,
     help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
 )
 SOURCES: dict[str, Any] = {
@@ -60,13 +68,19 @@ SOURCES: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
+            show_default=NONE,
             autocompletion=completion.presets,
             help="Named settings; later names override earlier ones. `fedhet presets` lists them.",
         ),
     ],
     "config": Annotated[
         Path | None,
-        typer.Option("--config", help="A TOML file of settings, such as a run's config.toml."),
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            show_default=NONE,
+            help="A TOML file of settings, such as a run's config.toml.",
+        ),
     ],
     "set_": Annotated[
         list[str] | None,
@@ -74,13 +88,18 @@ SOURCES: dict[str, Any] = {
             "--set",
             "-s",
             metavar="KEY=VALUE",
-            help="Any setting; `fedhet settings` lists them.",
+            show_default=NONE,
+            help="Any setting; `fedhet settings` lists them. Repeatable.",
             autocompletion=completion.settings,
         ),
     ],
     "resume": Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Resume the run in DIR after its last complete round."),
+        typer.Option(
+            metavar="DIR",
+            show_default=NONE,
+            help="Resume the run in DIR after its last complete round.",
+        ),
     ],
     "trust": Annotated[str | None, TRUST],
     **{flag: _of_setting(*where) for flag, where in FLAGS.items()},

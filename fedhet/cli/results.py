@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fedhet.cli.options import NONE
+from fedhet.metrics import METRICS
+from fedhet.runs.records import KINDS, PROTOCOLS
+
 
 def compare_command(
     directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
@@ -14,29 +18,52 @@ def compare_command(
         "runs/compare"
     ),
     target: Annotated[
-        float | None, typer.Option(help="Accuracy whose cost in bytes is shown, e.g. 0.7.")
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            show_default="what all reach",
+            help="Accuracy whose cost in bytes is shown, e.g. 0.7.",
+        ),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option(help="Kind of model to order and count by: private, proxy, global, server."),
+        typer.Option(
+            metavar="|".join(KINDS),
+            show_default="private, if there are any",
+            help="Kind of model to order and count by, or one that a method names.",
+        ),
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(help="Test set to order and count by: common, or personal (each client's)."),
+        typer.Option(
+            metavar="|".join(PROTOCOLS),
+            show_default="the methods' own",
+            help="Test set to order and count by: one for all, or each client's own.",
+        ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[:KIND]",
-            help="Baseline of the differences by seed: a method, or a run as the table calls it; "
-            "local, or else the first. With :KIND, its models of another kind.",
+            show_default="local, or else the first",
+            help="Baseline of the differences by seed: a method, or a run as the table calls it. "
+            "With :KIND, its models of another kind.",
         ),
     ] = None,
     metric: Annotated[
-        str, typer.Option(help="What is compared, of what the runs' 'metrics' have measured.")
+        str,
+        typer.Option(
+            metavar="|".join(METRICS),
+            help="What is compared, of what the runs' 'metrics' have measured.",
+        ),
     ] = "accuracy",
     figures: Annotated[
-        str, typer.Option(help="The methods' own figures to draw too, e.g. pseudo_error.")
+        str,
+        typer.Option(
+            metavar="NAME[,NAME]",
+            show_default=NONE,
+            help="The methods' own figures to draw too, e.g. pseudo_error.",
+        ),
     ] = "",
 ) -> None:
     """Lay runs side by side: a table, a figure and a page; mean and spread over seeds.

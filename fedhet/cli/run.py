@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedhet.cli import completion
-from fedhet.cli.options import loading, read_seeds, with_settings
+from fedhet.cli.options import NONE, loading, read_seeds, with_settings
 from fedhet.cli.sweep import check_names, read_grid
 from fedhet.config.sources import of_method, parse_pairs
 from fedhet.config.values import validated
@@ -25,16 +25,21 @@ def run_command(
     values: dict[str, object],
     seed: Annotated[
         int | None,
-        typer.Option(metavar="INT", help="The seed of every random draw."),
+        typer.Option(metavar="INT", show_default="0", help="The seed of every random draw."),
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(metavar="INT,INT…", help="One run for each seed; they are compared."),
+        typer.Option(
+            metavar="INT,INT…",
+            show_default=NONE,
+            help="One run for each seed; they are compared.",
+        ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="METHOD",
+            show_default=NONE,
             help="A baseline that is trained besides, and shown with the run, such as local.",
             autocompletion=completion.methods,
         ),
@@ -87,7 +92,9 @@ def sweep_command(
     figures: Annotated[
         str,
         typer.Option(
-            help="The method's metrics to draw besides the accuracy; by default its first."
+            metavar="NAME[,NAME]",
+            show_default="the first",
+            help="The method's metrics to draw besides the accuracy.",
         ),
     ] = "",
     out: Annotated[
@@ -138,7 +145,8 @@ Pairs = Annotated[
         "--set",
         "-s",
         metavar="KEY=VALUE",
-        help="A setting of all runs, such as data.data-dir or engine.backend.",
+        show_default=NONE,
+        help="A setting of all runs, such as data.data-dir or engine.backend. Repeatable.",
     ),
 ]
 KeepModels = Annotated[

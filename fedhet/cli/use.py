@@ -29,7 +29,9 @@ Best = Annotated[
     bool, typer.Option("--best", help="The models after the best round (keep-best), not the last.")
 ]
 Trust = Annotated[str, TRUST]
-Kind = Annotated[str, typer.Option(help="Kind of model: private, with some methods also proxy.")]
+Kind = Annotated[
+    str, typer.Option(metavar="private|proxy", help="Kind of model; proxy with some methods.")
+]
 
 
 def predict_command(
@@ -88,7 +90,7 @@ def export_command(
         str,
         typer.Option(
             "--format",
-            metavar="FORMAT",
+            metavar="safetensors|pt2|onnx",
             help="safetensors: weights alone; pt2: torch.export's program; onnx.",
         ),
     ],
