@@ -12,6 +12,7 @@ import psutil
 import pytest
 from federation import run, small, without_times
 from interruption import until
+from test_tables import many, write
 
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
@@ -153,20 +154,45 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
+    """Each site has rows and the schema of all; simulated, a column says whose a row is."""
+    everyone = write(tmp_path / "all.csv", many(150))
+    table = {"dataset": f"table:{everyone}", "target": "died", "by": "ward", "max_samples": 0}
+    common = {"clients": 3, "rounds": 3, "models": ["mlp", "mlp2", "mlp3"]}
+    simulated = small("felo", **common, **table)
+    folders = site_folders(everyone, simulated, tmp_path / "sites")
+    schema = RunData.of(simulated.run).dataset.schema.to_toml()
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
+        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
+        for k, folder in enumerate(folders):
+            (folder / "schema.toml").write_text(schema)
+            (folder / "classes.txt").unlink()
+            node = {"data": folder, "name": f"client-{k}", "model": common["models"][k]}
+            words = " ".join(f'{key}="{value}"' for key, value in node.items())
+            deployment.start_node(k, **{"node-config": words})
+        there = {"models.num-classes": 2, "data.sample-kind": "table", "join_timeout": 300.0}
+        summary, said = to_the_end(deployment, small("felo", **common, **there), tmp_path / "run")
+    assert not any("left out" in line for line in said)
+    assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
+
+
 def site_folders(everyone, config, root):
-    """Write each client's texts of the simulation as a site has them; return the folders."""
-    rows = list(csv.reader(everyone.open(encoding="utf-8", newline="")))[1:]
+    """Write each client's rows of the simulation as a site has them; return the folders."""
+    head, *rows = csv.reader(everyone.open(encoding="utf-8", newline=""))
+    kept = head[:2] if head[1] == "label" else head
     found = []
     for k in range(config.run.clients):
         folder = root / f"{k}"
         folder.mkdir(parents=True)
-        (folder / "classes.txt").write_text("\n".join(sorted({label for _, label, _ in rows})))
+        (folder / "classes.txt").write_text("\n".join(sorted({row[1] for row in rows})))
         own = RunData.of(config.run).split_rows(k)
         for part, places in zip(("train", "test"), own, strict=True):
             with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
                 written = csv.writer(file)
-                written.writerow(("text", "label"))
-                written.writerows(rows[place][:2] for place in places)
+                written.writerow(kept)
+                written.writerows(rows[place][: len(kept)] for place in places)
         found.append(folder)
     return found
 

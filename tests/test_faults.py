@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -269,3 +271,47 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tmp_path, monke
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
     resumed = run(placed(config, tmp_path / "run", resume=True), tmp_path / "run")
     assert without_times(resumed) == without_times(run(config, tmp_path / "whole"))
+
+
+def is_alive(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
+    """All of its processes stop, as those of a machine that sleeps; then they go on."""
+    going = Run(deployment, tmp_path / "run", rounds=4)
+    going.wait_for_round(2)
+    training(deployment, 1)
+    node = deployment.processes[site_name(1)]
+    asleep = [node, *psutil.Process(node.pid).children(recursive=True)]
+    for process in asleep:
+        process.suspend()
+    time.sleep(90)
+    for process in asleep:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+    found = going.end()
+    assert len(found) == 4
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
+    assert all(failed(record) <= {"client-1"} for record in found)
+    assert "client-1" in found[-1]["answered"]
+
+
+def test_a_million_epochs_are_refused_by_the_sites_and_end_with_the_run(deployment, tmp_path):
+    said: list[str] = []
+    config = placed(small("felo", clients=3, local_epochs=10**6, join_timeout=20.0), tmp_path / "r")
+    with pytest.raises(FedhetError):
+        submit(config, deployment.connection, said.append)
+    assert "this site's limit 'most-epochs' is 1000" in " ".join(said)
+    at_work = [
+        process
+        for name in map(site_name, range(3))
+        for process in psutil.Process(deployment.processes[name].pid).children(recursive=True)
+        if "clientapp" in process.name()
+    ]
+    until(lambda: not any(is_alive(process) for process in at_work))
+    shutil.rmtree(tmp_path / "r", ignore_errors=True)
+    submit(placed(small("felo", clients=3), tmp_path / "next"), deployment.connection, said.append)
+    assert len(records(tmp_path / "next")) == 2

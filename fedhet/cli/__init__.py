@@ -17,6 +17,7 @@ from fedhet.cli.interrupt import end_at_once
 from fedhet.cli.options import console, errors
 from fedhet.cli.results import compare_command, report_command
 from fedhet.cli.run import run_command, sweep_command, table_command
+from fedhet.cli.schema import schema_command
 from fedhet.cli.show import (
     datasets_command,
     methods_command,
@@ -54,6 +55,7 @@ app.command("datasets", cls=Command)(datasets_command)
 app.command("presets", cls=Command)(presets_command)
 app.command("settings", cls=Command)(settings_command)
 app.command("partition", cls=Command)(partition_command)
+app.command("schema", cls=Command)(schema_command)
 app.command("example-data", cls=Command)(example_command)
 
 

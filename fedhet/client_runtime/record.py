@@ -18,6 +18,7 @@ from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data import RunData, Split
 from fedhet.data.spec import Stored
+from fedhet.data.tables import TableSchema
 from fedhet.disk.bounded import read_json
 from fedhet.disk.folder import write_text
 from fedhet.errors import StateError
@@ -52,6 +53,8 @@ class ClientRecord(BaseModel):
     stored: Stored
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     """The number of training samples."""
+    table: TableSchema | None = Field(None, strict=False)
+    """What the columns of a table of its owner's became."""
 
     @model_validator(mode="after")
     def _space_is_of_the_classes(self) -> ClientRecord:
@@ -82,6 +85,7 @@ class ClientRecord(BaseModel):
             shape=list(samples.info.shape),
             stored=samples.stored,
             samples=samples.info.samples,
+            table=samples.schema,
         )
 
     def config(self) -> Config:

@@ -13,6 +13,7 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
 from fedhet.data import GENERATED, UNUSED, RunData, Split, labelled_parts, refuse_overlap
 from fedhet.data.spec import Stored
+from fedhet.data.tables import TableSchema
 from fedhet.devices import Compute
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
@@ -41,6 +42,8 @@ class ClientSamples:
     """The names of all classes of the run, in order."""
     stored: Stored = "given"
     """How the samples are stored, which says how new ones are scaled."""
+    schema: TableSchema | None = None
+    """Of a table of its owner's: what its columns became."""
 
     def within_space(self, model: nn.Module) -> nn.Module:
         """Return `model` with its predictions restricted to the client's own classes."""
@@ -80,6 +83,8 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, node.load_data(config)
     own, rest = labelled_parts(data, run.data, run.seed, node.name)
     count, order = len(own) + len(rest), order_of(data.classes)
+    if data.schema is not None:  # the same features, besides the same classes
+        order = order_of([*data.classes, data.schema.digest])
     tests = {"personal": data.test} if len(data.test) else {}
     tests |= {} if data.common is None else {"common": data.common}
     return ClientSamples(
@@ -100,6 +105,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.left_aside,
         data.classes,
         data.stored,
+        data.schema,
     )
 
 

@@ -1,4 +1,4 @@
-"""Small example data to try a run with: texts and signals, made from a seed.
+"""Small example data to try a run with: texts, signals and tables, made from a seed.
 
 The texts are sentences of words that go with a topic, the signals waves of several forms. They are
 not a benchmark.
@@ -63,9 +63,21 @@ def write_signals(folder: Path) -> None:
         np.savez_compressed(folder / f"{part}.npz", x=x.astype(np.float32), y=y, site=site)
 
 
+def write_tables(folder: Path) -> None:
+    """Write train.csv and test.csv of patients, with gaps: the class is in the column outcome."""
+    for part, count in (("train", TRAIN), ("test", TEST)):
+        rng = numpy_rng(0, "example", "table", part)
+        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(("age", "sex", "admitted", "pressure", "ward", BY, "outcome"))
+            rows.writerows(_patient(rng) for _ in range(count))
+
+
 WRITERS: Mapping[str, Callable[[Path], None]] = MappingProxyType(
-    {"text": write_texts, "signal": write_signals}
+    {"text": write_texts, "signal": write_signals, "table": write_tables}
 )
+SETTINGS = {"table": " --set target=outcome"}
+"""What a run on an example needs besides its place."""
 
 
 def write_example(kind: str, folder: Path) -> None:
@@ -85,6 +97,20 @@ def _text(rng: np.random.Generator) -> tuple[str, str, str]:
         topic = own if chance < 0.25 else int(rng.integers(len(TOPICS)))
         words.append(str(rng.choice(TOPICS[topics[topic]].split() if chance < 0.35 else COMMON)))
     return " ".join(words), topics[own], f"site-{int(rng.integers(OWNERS))}"
+
+
+def _patient(rng: np.random.Generator) -> tuple[str, ...]:
+    """Return a row: the older a patient and the higher the pressure, the worse the outcome is."""
+    site, age = int(rng.integers(OWNERS)), int(rng.integers(20, 90))
+    ward = str(rng.choice(["cardiology", "surgery", "emergency"]))
+    pressure = rng.normal(110 + age / 3 + site, 10)
+    risk = (age - 60) / 10 + (pressure - 135) / 15 + (ward == "emergency")
+    outcome = "readmitted" if rng.random() < 1 / (1 + np.exp(-risk)) else "well"
+    day = np.datetime64("2024-01-01") + int(rng.integers(365))
+    row = [str(age), str(rng.choice(["f", "m"])), str(day), f"{pressure:.0f}", ward]
+    gone = rng.random(len(row)) < 0.05
+    values = ["" if absent else value for value, absent in zip(row, gone, strict=True)]
+    return (*values, f"site-{site}", outcome)
 
 
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:

@@ -121,6 +121,11 @@ def _unpacked(path: Path) -> IO[bytes]:
     return file  # type: ignore[no-any-return]
 
 
+def read_cells(path: Path, spec: DataSpec) -> Numbered:
+    """Yield each row of a CSV or TSV file by the names of its columns. Raises DataError."""
+    return _rows(path, spec, ())
+
+
 def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
     """Yield each row's fields by the names of the columns, or by their numbers from 1."""
     kind = path.name.lower().removesuffix(".gz")
@@ -131,7 +136,7 @@ def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
         with open_bounded(path, spec, newline="\n" if as_json else "") as file:
             yield from _objects(file, path) if as_json else _cells(file, path, wanted)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable file of texts ({error})") from error
+        raise DataError(f"{path}: not a readable file of rows ({error})") from error
 
 
 def _objects(file: IO[str], path: Path) -> Numbered:
@@ -157,7 +162,7 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         lines = csv.reader(file, strict=True)
-    numbered = all(name.isascii() and name.isdecimal() for name in wanted)
+    numbered = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
     header: list[str] = []
     line = 1
     for row in lines:
@@ -167,6 +172,7 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
         if not header:
             header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
             _refuse_absent(path, header, wanted)
+            _refuse_doubled(path, header)
             if not numbered:
                 continue
         if len(row) != len(header):
@@ -174,6 +180,12 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
                 f"{path}: line {begins} has {len(row)} columns, the first has {len(header)}"
             )
         yield begins, dict(zip(header, row, strict=True))
+
+
+def _refuse_doubled(path: Path, header: Sequence[str]) -> None:
+    for place, name in enumerate(header):
+        if name and name in header[:place]:
+            raise DataError(f"{path}: has two columns {name!r}")
 
 
 def _refuse_absent(path: Path, header: Sequence[str], wanted: Sequence[str]) -> None:

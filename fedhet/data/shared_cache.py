@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedhet.data.spec import Dataset, Index, Split
+from fedhet.data.tables import TableSchema
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError
 
@@ -33,6 +34,7 @@ _FACTS = TypeAdapter(
         tuple[int, ...],
         tuple[int, ...],
         bool,
+        TableSchema | None,
     ]
 )
 
@@ -62,7 +64,7 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
             tensors[name] = torch.from_numpy(rows).contiguous()
     facts = (
         dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.shape,
-        dataset.scaled_images,
+        dataset.scaled_images, dataset.schema,
     )  # fmt: skip
     save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
 
@@ -83,10 +85,10 @@ def read_dataset(path: Path) -> Dataset:
     subclasses, groups = (
         tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
     )
-    name, classes, parts, columns, shape, scaled_images = facts
+    name, classes, parts, columns, shape, scaled_images, schema = facts
     return Dataset(
         name, train, test, classes, parts, public, columns, subclasses, shape, groups,
-        scaled_images,
+        scaled_images, schema,
     )  # fmt: skip
 
 

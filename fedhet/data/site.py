@@ -27,10 +27,14 @@ from fedhet.data.spec import (
     no_test,
     stored_as,
 )
+from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
 from fedhet.errors import DataError
 from fedhet.kinds import TEXT, Shape
+
+SCHEMA = "schema.toml"
+"""The file that says what the columns of a site's table become; the same at all sites."""
 
 
 @global_random_kept()
@@ -40,7 +44,8 @@ def site_data(
     """Return the data of a site, from its own folder.
 
     FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images; for texts
-    FOLDER/train.csv and test.csv (as `fedhet.data.texts` reads them), or .txt files by class.
+    FOLDER/train.csv and test.csv (as `fedhet.data.texts` reads them), or .txt files by class. With
+    FOLDER/schema.toml, train.csv (or .parquet) and test.csv are a table.
     Without a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name
     per line) lists the run's classes in order; it is needed only if a site lacks some of them.
     Samples without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
@@ -54,7 +59,7 @@ def site_data(
             f"'models.num-classes' is {classes}"
         )
     names = _classes_file(root, classes)
-    rows, tree = find_rows(root, "train"), root / "train"
+    rows, tree = find_table(root, "train") or find_rows(root, "train"), root / "train"
     if sum([(root / "train.npz").exists(), tree.is_dir(), rows is not None]) != 1:
         raise DataError(
             f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
@@ -63,7 +68,10 @@ def site_data(
     refuse_unlabelled(root, f"it lies next to the class folders, in {tree}")
     rest, left_aside = None, 0
     shape: Shape = ()
-    if rows is not None:
+    schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
+    if schema is not None:
+        train, test, names = site_table(root, schema, classes, spec)
+    elif rows is not None:
         train, test, names = site_rows(rows, names, classes, spec)
         shape = shape_of_texts(spec)
     elif tree.is_dir():
@@ -80,8 +88,26 @@ def site_data(
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     return ClientData(
         name, train, test, None, names, space, shape or _form(train), rest, left_aside,
-        stored_as(train.x),
+        stored_as(train.x), schema,
     )  # fmt: skip
+
+
+def site_table(
+    root: Path, schema: TableSchema, classes: int, spec: DataSpec
+) -> tuple[Split, Split | None, tuple[str, ...]]:
+    """Return a site's training rows, its test rows if there are any, and the schema's classes.
+
+    Raises DataError for a file that does not fit the schema, which names the column.
+    """
+    train, test = find_table(root, "train"), find_table(root, "test")
+    if train is None:
+        raise DataError(f"{root}: holds {SCHEMA}, but no table train.csv, .tsv or .parquet")
+    if len(schema.classes) != classes:
+        raise DataError(
+            f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
+        )
+    rows = schema.labelled(read_table(train, spec))
+    return rows, schema.labelled(read_table(test, spec)) if test else None, schema.classes
 
 
 def _with_test(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from fedhet.seeding import numpy_rng
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
+
+if TYPE_CHECKING:
+    from fedhet.data.tables import TableSchema
 
 Index = npt.NDArray[np.int64]
 
@@ -92,6 +95,8 @@ class Dataset:
     numbers are in the order of the names."""
     scaled_images: bool = False
     """Whether `x` holds images as float32 that are in [-1, 1] already, as bytes become."""
+    schema: TableSchema | None = None
+    """Of a table of the user's own: what its columns became."""
 
     def __post_init__(self) -> None:
         """Take the shape of the samples from `train`, unless it is given."""
@@ -135,6 +140,8 @@ class ClientData:
     """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
     stored: Stored = "given"
     """How its samples are stored, which says how new ones are scaled."""
+    schema: TableSchema | None = None
+    """Of a table of its owner's: what its columns became."""
 
 
 class DataSpec(DataSettings):

@@ -110,7 +110,7 @@ class RunData:
             raise no_test(name, self.spec)
         return ClientData(
             name, train, test, common, dataset.classes, space, dataset.shape,
-            stored=dataset.stored,
+            stored=dataset.stored, schema=dataset.schema,
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:

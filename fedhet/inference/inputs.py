@@ -18,6 +18,7 @@ from fedhet.data.class_folders import Files
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.npz import read_arrays
 from fedhet.data.spec import refuse_more
+from fedhet.data.tables import TableSchema, read_table
 from fedhet.data.texts import TEXTS
 from fedhet.data.tokens import tokenized
 from fedhet.devices import scaled
@@ -49,6 +50,8 @@ def read_inputs(
     if _is_text(record):
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)
+    if record.table is not None and not any(path.suffix == ".npz" for path in paths):
+        return _table_rows(paths, record.table, bounds)
     arrays = [path for path in paths if path.suffix == ".npz"]
     if arrays and len(paths) > 1:
         raise DataError(f"{arrays[0]}: is one file of all samples; give it alone")
@@ -94,6 +97,17 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
             "(uint8), or floats already scaled to -1 to 1"
         )
     return scaled(torch.from_numpy(values))
+
+
+def _table_rows(
+    paths: Sequence[Path], schema: TableSchema, bounds: DataSpec
+) -> tuple[list[str], Tensor]:
+    """Return the lines of a table's file as names, and its rows as features."""
+    if len(paths) > 1:
+        raise DataError(f"{paths[1]}: give one table alone")
+    _refuse_irregular(paths[0])
+    cells = read_table(paths[0], bounds)
+    return [f"line {line}" for line in cells.lines], schema.encode(cells)
 
 
 def _is_text(record: ClientRecord) -> bool:

@@ -51,9 +51,9 @@ class DataSettings(Schema):
     )
     by: str = Field(
         "",
-        description="text:FILE, or signal:DIR with train.npz: the column (array) that says to whom "
-        "a sample belongs; each client is one person or site, those with the most samples first; "
-        "empty = partitioned by 'partition'",
+        description="text:FILE, table:FILE, or signal:DIR with train.npz: the column (array) that "
+        "says to whom a sample belongs; each client is one person or site, those with the most "
+        "samples first; empty = partitioned by 'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; a smaller one is more skewed"
@@ -92,6 +92,11 @@ class DataSettings(Schema):
     )
     label_column: str = Field(
         "label", description="the column of the class; a number where the file has no header"
+    )
+    target: str = Field("", description="table:PATH: the column of the class")
+    columns: Names = Field(
+        (),
+        description="table:PATH: the columns that are features; none = all but target and by",
     )
     tokenizer: str = Field(
         "words",

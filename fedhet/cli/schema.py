@@ -1,0 +1,39 @@
+"""The command that writes the schema of a table: `schema`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedhet.cli.options import say
+
+
+def schema_command(
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV, TSV or Parquet file.")],
+    target: Annotated[str, typer.Option(help="The column of the class.")],
+    columns: Annotated[
+        str, typer.Option(help="The columns that are features, comma-separated; by default all.")
+    ] = "",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
+        "schema.toml"
+    ),
+) -> None:
+    """Write what a table's columns become: the sites of a deployment need the same file."""
+    from fedhet.data import DataSpec
+    from fedhet.data.tables import found_schema, read_table
+    from fedhet.disk.folder import write_text
+
+    named = tuple(name.strip() for name in columns.split(",") if name.strip())
+    spec = DataSpec(target=target, columns=named)
+    schema = found_schema(read_table(table, spec), spec)
+    write_text(out, schema.to_toml())
+    for column in schema.columns:
+        words = ", ".join(column.categories) or f"mean {column.mean:.4g} ± {column.deviation:.4g}"
+        say(f"{column.name}: {column.kind}, {words}{', may be missing' * column.missing}")
+    say(
+        f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
+        f"{', '.join(schema.classes)}"
+    )
+    say(f"schema: {out}")

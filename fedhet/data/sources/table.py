@@ -1,0 +1,77 @@
+"""A table of the user's own: `table:PATH`, with `data.target` as the column of the class.
+
+PATH may be one file, which has no common test set; a folder with train.csv and, if there is one,
+test.csv; or a folder with a file for each site, whose rows are one client's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedhet.data.sources.base import Source
+from fedhet.data.spec import Dataset, DataSpec, Index, numbered, refuse_more
+from fedhet.data.tables import ENDINGS, Cells, find_table, found_schema, owners, read_table
+from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import TABLE
+
+
+def read_own_table(place: str, spec: DataSpec) -> Dataset:
+    """Read PATH. `Dataset.groups` is set if a column or a file says whose a row is.
+
+    Raises DataError for any fault of the files.
+    """
+    path = Path(place).expanduser()
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    first = path if path.is_file() else find_table(path, "train")
+    if first is None:
+        return _read_sites(path, spec)
+    cells = read_table(first, spec)
+    test = None if path.is_file() else find_table(path, "test")
+    groups = numbered(owners(cells, spec.by.strip())) if spec.by else None
+    return _dataset(cells, read_table(test, spec) if test else None, groups, spec)
+
+
+def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
+    """Read a folder with a file for each site. Raises DataError if one has other columns."""
+    if spec.by:
+        raise SettingsError(f"data.by = {spec.by!r}: {folder} holds a file for each client")
+    files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(ENDINGS))
+    if not files:
+        raise DataError(f"{folder}: holds no table; a name ends in one of {', '.join(ENDINGS)}")
+    tables = [read_table(file, spec) for file in files]
+    refuse_more(sum(file.stat().st_size for file in files), spec, folder)
+    names = tables[0].columns.keys()
+    for table in tables[1:]:
+        for name in [*(names - table.columns.keys()), *(table.columns.keys() - names)]:
+            has, lacks = (tables[0], table) if name in names else (table, tables[0])
+            raise DataError(f"{lacks.path}: has no column {name!r}, which {has.path.name} has")
+    joined = {name: [v for table in tables for v in table.columns[name]] for name in names}
+    lines = [line for table in tables for line in table.lines]
+    groups = numbered([f"{k:06d}" for k, table in enumerate(tables) for _ in table.lines])
+    return _dataset(Cells(folder, joined, lines), None, groups, spec)
+
+
+def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataSpec) -> Dataset:
+    schema = found_schema(train, spec)
+    return Dataset(
+        spec.dataset,
+        schema.labelled(train),
+        schema.labelled(test) if test else None,
+        schema.classes,
+        columns=schema.widths,
+        groups=groups,
+        schema=schema,
+    )
+
+
+SOURCES = (
+    Source(
+        "table",
+        "a table: CSV, TSV or Parquet, or a folder with a file for each site",
+        read_own_table,
+        "PATH",
+        TABLE,
+        owners="a table:FILE",
+    ),
+)
