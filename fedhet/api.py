@@ -127,7 +127,7 @@ def _resolved(method: Any, given: Sequence[tuple[str, Any]], layers: Layers) -> 
 
     values = layers.under(named, None if method is None else method_name(method, inline=inline))
     if "method" not in values:
-        raise SettingsError("which method? fedhet.run('felo', ...); `fedhet methods` lists them")
+        raise SettingsError("METHOD is missing, as in fedhet.run('felo', ...)")
     return resolve(values)
 
 

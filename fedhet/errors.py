@@ -88,6 +88,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean '{close}'?" if close else ""
 
 
+def unknown_name(what: str, name: str, names: Iterable[str], listing: str) -> str:
+    """Return "unknown method 'fello'; did you mean 'felo'?", or where the names are listed."""
+    hint = nearest(name, names)
+    return f"unknown {what} '{one_line(name)}'{hint or f'; {listing}'}"
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """Return the existing name closest to `name`, or ""."""
     close = difflib.get_close_matches(name[:200], list(names), n=1, cutoff=0.5)

@@ -151,9 +151,9 @@ def test_a_run_goes_on(tmp_path):
         quick(None, resume=out, rounds=2, **options)
     elsewhere = {"out": str(tmp_path / "b")}
     for other in (elsewhere, {"settings": elsewhere}, {"preset": "demo"}, {"config": "c.toml"}):
-        with pytest.raises(SettingsError, match="preset, config and out do not go with it"):
+        with pytest.raises(SettingsError, match="cannot be combined with preset, config or out"):
             quick(None, resume=out, rounds=3, **{**options, **other})
-    with pytest.raises(StateError, match="holds a run with 'seed' = 0, not 1"):
+    with pytest.raises(StateError, match="contains a run with 'seed' = 0, not 1"):
         quick(None, resume=out, rounds=3, seed=1, **options)
     with pytest.raises(StateError, match="holds no run to resume"):
         quick(None, resume=tmp_path, rounds=3, **options)
@@ -270,7 +270,7 @@ def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
         ({"method": (OwnStrategy, OwnClient)}, "method: 'own' cannot be used on Ray"),
         ({"models": [nn.Linear(2, 2)]}, "models: Linear is not a model"),
         ({"method": 3}, "method: int is not a method"),
-        ({"method": None}, "which method"),
+        ({"method": None}, "METHOD is missing"),
         ({"method": "fello"}, "did you mean 'felo'"),
         ({"settings": {"rounds": 3}}, "'rounds' is given twice"),
         ({"settings": {"training": {"lr": -1.0}}}, "'training.lr' = -1.0"),

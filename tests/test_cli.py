@@ -52,13 +52,13 @@ def test_seeds_that_are_complete_are_not_run_again(runs, call):
     (parent / "compare.html").unlink()
     status, out, _ = call("run", "felo", *OPTIONS, "--seeds", "0,1", "--out", parent)
     assert status == 0
-    assert "seed 0: complete, and kept" in out
+    assert "seed 0: complete, not run again" in out
     assert "±" in out
     assert (parent / "compare.html").exists()
     assert (parent / "seed-0" / "metrics.jsonl").read_bytes() == before
     status, _, err = call("run", "local", *OPTIONS, "--seeds", "0,1", "--out", parent)
     assert status == 2
-    assert "holds a run with 'method' = 'felo', not 'local'" in err
+    assert "contains a run with 'method' = 'felo', not 'local'" in err
 
 
 def test_compare(runs, call, tmp_path):

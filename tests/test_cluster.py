@@ -517,7 +517,7 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
 
 def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(StateError, match="holds a run already"), _shared(tmp_path, go_on=False):
+    with pytest.raises(StateError, match="already contains a run"), _shared(tmp_path, go_on=False):
         raise AssertionError("not reached")
     with pytest.raises(FedhetError, match="no"), _shared(tmp_path, go_on=True):
         raise FedhetError("no")

@@ -57,9 +57,12 @@ def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change)
     config = small("local", rounds=2, clients=2)
     run(config, tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    with pytest.raises(StateError, match="holds a run with"):
+    with pytest.raises(StateError, match="contains a run with"):
         run(longer(config, tmp_path / "run", **change), tmp_path / "run")
-    with pytest.raises(StateError, match="complete; there is nothing to resume: a larger --rounds"):
+    with pytest.raises(
+        StateError,
+        match=r"is complete; .* can be resumed with more --rounds",
+    ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
@@ -69,7 +72,7 @@ def test_a_changed_schedule_is_noted(tmp_path):
     run(config, tmp_path / "run")
     notices = Notices()
     run(longer(config, tmp_path / "run", rounds=2), tmp_path / "run", [notices])
-    assert "the learning rate (cosine) followed 1 rounds up to here, and follows 2 from now on" in (
+    assert "the learning rate (cosine) was scheduled for 1 rounds, and is from now on for 2" in (
         notices.texts
     )
 

@@ -157,7 +157,7 @@ def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
         f"accuracy (common) {sum(hundred.values.values()) / 100:.4f}",
         "mean by round",
         # 2 x 40 MB; eight rounds of 50 s, of which what the third has taken is gone.
-        f"80.0 MB sent · 50.0 s a round · about {left(8 * 50 - 3 - sum(range(50)) / 100)} left",
+        f"80.0 MB sent · 50.0 s per round · about {left(8 * 50 - 3 - sum(range(50)) / 100)} left",
         "client-37",
     ):
         assert part in text, part

@@ -250,7 +250,7 @@ def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path
             bring_back(deployment, k)
     said: list[str] = []
     submit(placed(going.config, tmp_path / "run", resume=True), deployment.connection, said.append)
-    assert any("continues after round 1 of 3" in line for line in said)
+    assert any("resuming after round 1 of 3" in line for line in said)
     resumed = json.loads((tmp_path / "run" / "summary.json").read_text())
     whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
     assert without_times(resumed) == without_times(whole)

@@ -419,7 +419,7 @@ def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method,
 
 def test_too_few_clients_do_not_start(tmp_path):
     config = small(join_timeout=0.5)
-    with pytest.raises(FedhetError, match=r"0 of 4 clients are there after 0\.5 s"):
+    with pytest.raises(FedhetError, match=r"0 of 4 clients are connected after 0\.5 s"):
         _start(config, tmp_path / "run", clients=0)
 
 

@@ -164,7 +164,7 @@ def test_a_series_is_switched_off_and_on(opened: Opened) -> None:
 
 def test_every_clients_curve_is_found_by_pointing(opened: Opened, report: Path) -> None:
     """Each client's last point leads to its name; names that are markup stay text."""
-    figure = opened.figure("A curve a client: private model, common test set")
+    figure = opened.figure("Accuracy per client: private model, common test set")
     figure.scroll_into_view_if_needed()
     box = figure.locator("svg").bounding_box()
     chart = json.loads(figure.locator("svg").get_attribute("data-chart"))[0]

@@ -279,7 +279,7 @@ def test_a_later_preset_overrides_an_earlier_one():
 
 @pytest.mark.parametrize("names", ["demo,", ",demo", "demo,,demo", "demo alpha-1", "demo,alpha-2"])
 def test_every_name_of_a_list_must_exist(names):
-    with pytest.raises(SettingsError, match="does not exist; `fedhet presets` lists all"):
+    with pytest.raises(SettingsError, match="unknown preset"):
         read_preset(names)
 
 

@@ -294,16 +294,16 @@ def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
     summary = json.loads((new / "summary.json").read_text())
     summary["seconds"] |= {"total": 13.0, "start": 3.0}
     (new / "summary.json").write_text(json.dumps(summary))
-    assert "wall time 13.0 s 3.00 s to start, 2.00 s a round" in Page(write_report(new)).text
+    assert "wall time 13.0 s 3.00 s to start, 2.00 s per round" in Page(write_report(new)).text
     page = Page(write_report(old)).text
-    assert "wall time 10.0 s 2.00 s a round" in page
+    assert "wall time 10.0 s 2.00 s per round" in page
     assert "to start" not in page
     groups = {group.method: group for group in compare([old, new]).groups}
     assert groups["velo"].total("start").mean == pytest.approx(3.0)
     assert math.isnan(groups["felo"].total("start").mean)
     found = comparison_cells(compare([old, new]))
     rows = {row[0].text: [cell.text for cell in row] for row in found.rows}
-    assert list(found.headers[-3:]) == ["time", "start", "a round"]
+    assert list(found.headers[-3:]) == ["time", "start", "per round"]
     assert {name: row[-3:] for name, row in rows.items()} == {
         "felo": ["10.0 s", "—", "2.00 s"],
         "velo": ["13.0 s", "3.00 s", "2.00 s"],

@@ -140,7 +140,7 @@ def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [notices])
     same_but_for_the_name(whole[1], tmp_path / "cut")
     assert any("round-000003" in text and "before it is tried" in text for text in notices.texts)
-    assert "continues after round 2 of 4" in notices.texts
+    assert "resuming after round 2 of 4" in notices.texts
     assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
 
 
@@ -172,7 +172,7 @@ def test_half_a_record_of_a_round_with_a_checkpoint_costs_that_round(whole, tmp_
     notices = Notices()
     run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [notices])
     same_but_for_the_name(whole[1], tmp_path / "cut")
-    assert f"continues after round {after - 1} of 4" in notices.texts
+    assert f"resuming after round {after - 1} of 4" in notices.texts
 
 
 def test_a_record_is_on_the_disk_before_its_checkpoint(tmp_path, monkeypatch):
@@ -198,9 +198,9 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "local"}, "holds a run with 'method' = '(felo|fedtype)', not 'local'"),
-        ({"training.lr": 0.5}, r"holds a run with 'training\.lr' = 0.001, not 0.5"),
-        ({"rounds": 3}, "holds a run with 'rounds' = 4, not 3: it may be resumed with more"),
+        ({"method": "local"}, "contains a run with 'method' = '(felo|fedtype)', not 'local'"),
+        ({"training.lr": 0.5}, r"contains a run with 'training\.lr' = 0.001, not 0.5"),
+        ({"rounds": 3}, "contains a run with 'rounds' = 4, not 3: a run can be resumed with more"),
     ],
 )
 def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, message):
@@ -316,7 +316,7 @@ def test_a_run_that_is_going_on_is_not_resumed(tmp_path):
         second = command("--resume", str(tmp_path / "run"))
         output, _ = second.communicate(timeout=120)
         assert second.returncode == 2
-        assert "still going on in another process" in output
+        assert "still running in another process" in output
     finally:
         going.kill()
         going.communicate()
@@ -331,4 +331,4 @@ def test_the_command_refuses_what_contradicts_resume(tmp_path):
     both = command("felo", "--resume", str(tmp_path), "--out", "x")
     output, _ = both.communicate(timeout=120)
     assert both.returncode == 2
-    assert "do not go with it" in output
+    assert "cannot be combined with" in output

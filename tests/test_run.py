@@ -54,7 +54,11 @@ def test_the_last_round_is_the_headline(felo):
     for protocol, kinds in records(directory)[-1]["accuracy"].items():
         for kind, last in kinds.items():
             # Of two rounds the last fifth is the last one.
-            assert summary["accuracy"][protocol][kind] == {**last, "tail": last["mean"]}
+            assert summary["accuracy"][protocol][kind] == {
+                **last,
+                "tail": last["mean"],
+                "clients": len(last["per_client"]),
+            }
 
 
 def test_bytes_are_those_of_the_payloads(tmp_path):
@@ -252,7 +256,7 @@ def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
 def test_a_directory_that_holds_a_run_is_not_overwritten(felo):
     directory, _ = felo
     before = (directory / "metrics.jsonl").read_bytes()
-    with pytest.raises(StateError, match="holds a run already"):
+    with pytest.raises(StateError, match="already contains a run"):
         simulation.simulate(small(), directory)
     assert (directory / "metrics.jsonl").read_bytes() == before
 

@@ -422,22 +422,21 @@ def test_a_setting_like_none_that_exists(name):
 @pytest.mark.parametrize("name", ["two\nlines", "\x1b[31m", "a\rb"])
 def test_a_strange_name_stays_on_one_line(name):
     refusal(lambda: resolve({name: 1}))
-    refusal(lambda: resolve({"method": name}), "'method'")
+    refusal(lambda: resolve({"method": name}), "unknown method")
     refusal(lambda: resolve({"data.dataset": name}), "'data.dataset'")
     refusal(lambda: resolve({"models.pool": name}), "'models.pool'")
     refusal(lambda: read_preset(name), "preset")
 
 
 def test_a_method_that_does_not_exist():
-    message = refusal(lambda: resolve({"method": "fello"}), "'method'", "'fello'", "felo, ")
+    message = refusal(lambda: resolve({"method": "fello"}), "unknown method 'fello'")
     assert "did you mean 'felo'?" in message
-    for name in method_names():
-        assert name in message
+    refusal(lambda: resolve({"method": "qqq"}), "unknown method 'qqq'; `fedhet methods` lists all")
 
 
 @pytest.mark.parametrize("name", ["base", "roster", "node", "open", "../felo", "felo.felo", ""])
 def test_a_module_that_is_no_method(name):
-    refusal(lambda: resolve({"method": name}), "'method'", f"'{name}'")
+    refusal(lambda: resolve({"method": name}), f"'{name}'")
 
 
 def test_a_setting_of_another_method():
@@ -464,9 +463,8 @@ def test_models_that_do_not_exist():
 def test_datasets_that_do_not_exist():
     message = refusal(lambda: resolve({"data.dataset": "cifar-10"}), "'data.dataset'", "'cifar-10'")
     assert "did you mean 'cifar10'?" in message
-    assert "digits" in message
     refusal(lambda: resolve({"data.dataset": ""}), "'data.dataset'", "digits")
-    refusal(lambda: resolve({"data.dataset": "npy:/data"}), "'npy:/data'", "npz")
+    refusal(lambda: resolve({"data.dataset": "npy:/data"}), "'npy'", "'npz'")
 
 
 def test_presets_that_do_not_exist():
@@ -526,7 +524,7 @@ def test_a_pair_is_read(pair, expected):
 def test_of_one_setting_there_is_one_pair():
     with pytest.raises(SettingsError, match="'rounds' is given twice"):
         parse_pairs(["rounds=1", "seed=2", "rounds=3"])
-    with pytest.raises(SettingsError, match=r"'training\.lr' is given twice, .*'0.2'"):
+    with pytest.raises(SettingsError, match=r"'training\.lr' is given twice; .*'0.2'"):
         parse_pairs(["training.lr=0.1", "lr=0.2"])
 
 
@@ -554,7 +552,7 @@ def test_the_last_part_may_be_of_the_methods_own():
     ],
 )
 def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names):
-    said = refusal(lambda: parse_pairs([f"{key}=1"], method), f"'{key}'", ", ".join(names))
+    said = refusal(lambda: parse_pairs([f"{key}=1"], method), f"'{key}'", " or ".join(names))
     assert said.count(key) == 1 + len(names)
     for name in names:
         assert parse_pairs([f"{name}=1"], method) == {name: 1}

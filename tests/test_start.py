@@ -118,7 +118,7 @@ def test_the_first_check_sorts_the_values():
         ({"method": 1}, "'method' = 1 is not allowed"),
         ({"method": "felo", "felo.alpha": "much"}, "'felo.alpha' = 'much'"),
         ({"method": "felo", "felo.weighting": "votes"}, "one of clients, samples"),
-        ({"method": "felo", "cofed.iterations": 7}, "is not of this run's method, which is felo"),
+        ({"method": "felo", "cofed.iterations": 7}, "is not one of felo, the run's method"),
         ({"method": "felo", "nope": 1}, "unknown setting 'nope'"),
     ],
 )

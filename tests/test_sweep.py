@@ -38,19 +38,19 @@ def test_a_setting_may_be_named_by_its_last_part():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("alpha=1,2", "'alpha' is the end of several settings: data.alpha, felo.alpha"),
+        ("alpha=1,2", "'alpha' is ambiguous: data.alpha or felo.alpha"),
         ("attack=paf,lie", "'attack' is a table of settings: attack.kind, attack.attackers"),
-        ("cofed.threshold=0,1", "'cofed.threshold' is not of this run's method, which is felo"),
+        ("cofed.threshold=0,1", "'cofed.threshold' is not one of felo, the run's method"),
         ("threshold=0,1", "unknown setting 'threshold': it is 'cofed.threshold'"),
-        ("rounds", "write KEY="),
-        ("rounds=", "write KEY="),
+        ("rounds", "expected KEY="),
+        ("rounds=", "expected KEY="),
         ("round=1,2", "unknown setting 'round'.*did you mean 'rounds'"),
         ("rounds=1:2", "three numbers"),
         ("rounds=1:x:1", "three numbers"),
-        ("rounds=3:1:1", "steps upward"),
-        ("data.alpha=0:1:0", "steps upward"),
-        ("data.alpha=0:1:0.0001", "steps upward"),
-        ("rounds=2,2", "given twice"),
+        ("rounds=3:1:1", "must ascend, by 1 to 1000 values"),
+        ("data.alpha=0:1:0", "must ascend, by 1 to 1000 values"),
+        ("data.alpha=0:1:0.0001", "must ascend, by 1 to 1000 values"),
+        ("rounds=2,2", "gives a value twice"),
     ],
 )
 def test_what_is_no_sweep_is_said(text, fault):
@@ -107,14 +107,14 @@ def test_a_sweep_is_gone_on_with(tmp_path):
     command += ["--models", "mlp", "--backend", "inline"]
     first = CliRunner().invoke(app, command)
     assert first.exit_code == 0, first.output
-    assert "complete, and kept" not in first.output
+    assert "complete, not run again" not in first.output
     summaries = [out / value / "seed-0" / "summary.json" for value in ("0.1", "0.01")]
     before = [path.read_bytes() for path in summaries]
     summaries[1].unlink()  # as of a run that was cut off at its end
     (out / "sweep.html").unlink()
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0, again.output
-    assert "training.lr=0.1: complete, and kept" in again.output
+    assert "training.lr=0.1: complete, not run again" in again.output
     assert "training.lr=0.01: complete" not in again.output
     assert summaries[0].read_bytes() == before[0]
     scores = [json.loads(text)["accuracy"] for text in (before[1], summaries[1].read_bytes())]
@@ -136,9 +136,9 @@ def test_several_settings_make_a_grid():
 @pytest.mark.parametrize(
     ("texts", "fault"),
     [
-        (["lr=0.1,1", "training.lr=2,3"], "'training.lr' is swept already"),
-        (["rounds=1:100:1", "clients=2:100:1"], "at most 1000 points, these are 9900"),
-        (["data.by=a b,a-b"], "the same name as a folder"),
+        (["lr=0.1,1", "training.lr=2,3"], "gives 'training.lr' a second time"),
+        (["rounds=1:100:1", "clients=2:100:1"], "at most 1000 points; this one has 9900"),
+        (["data.by=a b,a-b"], "would have the same folder"),
     ],
 )
 def test_what_is_no_grid_is_said(texts, fault):

@@ -234,7 +234,7 @@ def test_the_duration_tells_the_start_from_the_rounds():
     assert duration(summary) == "2 rounds in 0.0 s"
     seconds = RunSeconds(total=11.0, start=7.0)
     summary = summary.model_copy(update={"seconds": seconds})
-    assert duration(summary) == "2 rounds in 11.0 s: 7.0 s to start, 2.0 s a round"
+    assert duration(summary) == "2 rounds in 11.0 s: 7.0 s to start, 2.0 s per round"
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path):
@@ -248,5 +248,5 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     )
     (run / "metrics.jsonl").write_text("{}\n")
     said = _how_to_go_on(run)
-    assert f"`fedhet run --resume {run}` continues it" in said
+    assert f"`fedhet run --resume {run}` resumes it" in said
     assert f"`fedhet report {run}` shows what it has recorded" in said

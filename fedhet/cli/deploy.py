@@ -129,4 +129,4 @@ def certs_command(
     for path in written:
         say(f"wrote {path}")
     if not written:
-        say(f"{directory} has all of them already")
+        say(f"nothing to write: {directory} has all keys and certificates")

@@ -47,11 +47,11 @@ def run_command(
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
     if "method" not in values:
-        raise SettingsError("which method? `fedhet run METHOD`; `fedhet methods` lists them")
+        raise SettingsError("METHOD is missing: `fedhet methods` lists the methods")
     if seeds is not None and seed is not None:
-        raise SettingsError("--seed and --seeds are both given: give one of them")
+        raise SettingsError("--seed cannot be combined with --seeds")
     if seeds is not None and values.get("resume"):
-        raise SettingsError("--seeds does not go with --resume, which continues one run")
+        raise SettingsError("--seeds cannot be combined with --resume, which resumes one run")
     if seed is not None:
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)

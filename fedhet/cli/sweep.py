@@ -24,14 +24,14 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     name, sign, spelled = text.partition("=")
     known = RunSettings.fields() | find_method(method).settings()
     if not sign or not spelled:
-        raise SettingsError(f"'{text}' is not a sweep: write KEY=START:STOP:STEP, or KEY=a,b,c")
+        raise SettingsError(f"expected KEY=START:STOP:STEP or KEY=a,b,c, got '{text}'")
     name = full_name(name.strip(), known)
     if name not in known:
-        raise SettingsError(f"setting '{name}' is not of this run's method, which is {method}")
+        raise SettingsError(f"setting '{name}' is not one of {method}, the run's method")
     parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
     values = [_one(read_text(name, known[name], part.strip())) for part in parts]
     if len(set(map(str, values))) != len(values):
-        raise SettingsError(f"'{text}' is not a sweep: a value is given twice")
+        raise SettingsError(f"sweep '{text}' gives a value twice")
     return name, values
 
 
@@ -45,10 +45,10 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
     for text in texts:
         name, values = read_sweep(text, method)
         if name in grid:
-            raise SettingsError(f"'{text}' is not a sweep: '{name}' is swept already")
+            raise SettingsError(f"sweep '{text}' gives '{name}' a second time")
         grid[name] = values
     if (points := prod(map(len, grid.values()))) > MOST_VALUES:
-        raise SettingsError(f"a sweep takes at most {MOST_VALUES} points, these are {points}")
+        raise SettingsError(f"a sweep has at most {MOST_VALUES} points; this one has {points}")
     return grid
 
 
@@ -56,7 +56,7 @@ def check_names(grid: Mapping[str, Sequence[object]]) -> None:
     """Raise SettingsError if two points of a sweep have the same name as a folder."""
     points = list(product(*grid.values()))
     if len(set(map(point_name, points))) < len(points):
-        raise SettingsError("two values of the sweep have the same name as a folder")
+        raise SettingsError("two values of the sweep would have the same folder")
 
 
 def point_name(point: Sequence[object]) -> str:
@@ -81,7 +81,7 @@ def _steps(text: str, ends: list[str]) -> list[str]:
     try:
         start, stop, step = (Decimal(end.strip()) for end in ends)
     except (ValueError, InvalidOperation):
-        raise SettingsError(f"'{text}' is not a sweep: START:STOP:STEP are three numbers") from None
+        raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
     if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
-        raise SettingsError(f"'{text}' is not a sweep: it takes 1 to {MOST_VALUES} steps upward")
+        raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MOST_VALUES} values")
     return [str(start + n * step) for n in range(int((stop - start) / step) + 1)]

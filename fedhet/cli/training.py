@@ -52,7 +52,7 @@ def train_seeds(
     """Make a run for each seed, each with one of the method `against` beside it; compare them."""
     parent = run_directory(resolve({**values, "seed": seeds[0]}))
     if (parent / "config.toml").exists():
-        raise StateError(f"{parent} holds a run already; give another directory with --out")
+        raise StateError(f"{parent} already contains a run: give another directory with --out")
     runs = [
         _one_of_several(f"seed {seed}", parent / f"seed-{seed}", {**values, "seed": seed})
         for seed in seeds
@@ -105,7 +105,7 @@ def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
         run for run in runs if is_complete(settled_for(run.config, run.directory), run.directory)
     ]
     for run in complete:
-        say(f"{run.label}: complete, and kept")
+        say(f"{run.label}: complete, not run again")
     return [run for run in runs if run not in complete]
 
 
@@ -191,7 +191,7 @@ def _how_to_go_on(directory: Path) -> str:
     resume = f"`fedhet run --resume {directory}`"
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        return f"{resume} continues it; `fedhet report {directory}` shows what it has recorded"
+        return f"{resume} resumes it; `fedhet report {directory}` shows what it has recorded"
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
         return f"no round was finished; {resume} starts with the first"
     return "nothing was trained yet"

@@ -51,8 +51,8 @@ class Layers:
         chosen = given(str(values["method"]) if "method" in values else None)
         if self.resume is not None and (self.preset or self.config or "out" in chosen):
             raise SettingsError(
-                "resume takes the settings from the run's directory: preset, config and out do not "
-                "go with it"
+                "resume takes its settings from the run's directory, and cannot be combined with "
+                "preset, config or out"
             )
         return _overlaid(values, chosen)
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedhet.disk.bounded import read_tables
-from fedhet.errors import SettingsError, StateError, nearest
+from fedhet.errors import SettingsError, StateError, unknown_name
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
@@ -67,7 +67,7 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
     texts = [pair.partition("=") for pair in pairs]
     for key, sign, _ in texts:
         if not sign:
-            raise SettingsError(f"'{key}' is not a setting: write KEY=VALUE")
+            raise SettingsError(f"expected KEY=VALUE, got '{key}'")
     given = by_full_name(((key.strip(), text.strip()) for key, _, text in texts), method)
     known = all_settings() | (find_method(method).settings() if method else {})
     return {name: read_text(name, known.get(name), str(text)) for name, text in given.items()}
@@ -84,7 +84,7 @@ def by_full_name(given: Iterable[tuple[str, object]], method: str | None) -> dic
     for key, value in given:
         name = full_name(key, known)
         if name in values:
-            raise SettingsError(f"setting '{name}' is given twice, the second time as {value!r}")
+            raise SettingsError(f"setting '{name}' is given twice; the second value is {value!r}")
         values[name] = value
     return values
 
@@ -100,7 +100,7 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
         raise SettingsError(f"'{key}' is a table of settings: {', '.join(inside)}")
     ending = [name for name in known if name.endswith(f".{key}")]
     if len(ending) > 1:
-        raise SettingsError(f"'{key}' is the end of several settings: {', '.join(ending)}")
+        raise SettingsError(f"'{key}' is ambiguous: {' or '.join(ending)}")
     if not ending and key not in all_settings():
         raise unknown(key, {**known, **all_settings()})
     return ending[0] if ending else key
@@ -134,10 +134,8 @@ def read_preset(names: str) -> dict[str, object]:
     values: dict[str, object] = {}
     for name in names.split(","):
         if name not in preset_names():
-            raise SettingsError(
-                f"preset '{name}' does not exist; `fedhet presets` lists all"
-                f"{nearest(name, preset_names())}"
-            )
+            listing = "`fedhet presets` lists all"
+            raise SettingsError(unknown_name("preset", name, preset_names(), listing))
         text = (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
         values |= flatten(tomllib.loads(text))
     return values

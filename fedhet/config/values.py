@@ -53,7 +53,7 @@ def _refuse_unless_default(name: str, value: object, method: Method) -> None:
     is_bool = known[name].annotation is bool
     if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
         raise SettingsError(
-            f"setting '{name}' = {value!r} is not of this run's method, which is {method.name}"
+            f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, nearest, where_looked
+from fedhet.errors import SettingsError, unknown_name, where_looked
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
@@ -104,11 +104,8 @@ def find_method(name: str) -> Method:
         return Method(name, importlib.import_module(declared).SPEC, (halves[0], halves[1]))
     if name in _installed() or "." in name:
         return _external(name, _installed().get(name, name))
-    known = ", ".join(method_names())
-    raise SettingsError(
-        f"setting 'method' = '{name}' does not exist: it takes one of {known}, or a module's "
-        f"name, package.module{nearest(name, method_names())}"
-    )
+    listing = "`fedhet methods` lists all, and package.module names one of your own"
+    raise SettingsError(unknown_name("method", name, method_names(), listing))
 
 
 def table_of_method(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, unknown_name
 from fedhet.runs.records import PROTOCOLS
 
 FILES = resources.files("fedhet") / "papers"
@@ -156,9 +156,7 @@ def tables_of(word: str) -> list[str]:
     known = table_names()
     found = [name for name in known if word == "all" or f"{name}-".startswith(f"{word}-")]
     if not found:
-        raise SettingsError(
-            f"table '{word}' does not exist; `fedhet table` lists all{nearest(word, known)}"
-        )
+        raise SettingsError(unknown_name("table", word, known, "`fedhet table` lists all"))
     return found
 
 

@@ -96,7 +96,7 @@ def curves(run: Run) -> Drawing | None:
     each = frames.by_client(run.records, protocol, kind).dropna(axis="columns", how="all")
     if min(each.shape) < 2:
         return None
-    title = f"A curve a client: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    title = f"Accuracy per client: {kind} model, {TEST_SETS.get(protocol, protocol)}"
     models = {name: run.models.get(name, "model unknown") for name in each}
     draw = partial(_curves, each=each, models=models, title=title)
     return Drawing("client-curves", draw, "accuracy of every client over rounds")

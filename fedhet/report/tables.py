@@ -214,7 +214,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
         ],
         "time": [_timed(group.total("seconds")) for group in groups],
         "start": [_timed(group.total("start")) for group in groups],
-        "a round": [_timed(group.seconds_a_round()) for group in groups],
+        "per round": [_timed(group.seconds_a_round()) for group in groups],
     }
     return Cells(columns, words=2)
 

@@ -33,8 +33,8 @@ def make_empty(directory: Path) -> None:
     """Create the directory of a new run. Raises StateError if it is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
-            f"{directory} holds a run already; give another directory with --out, or continue "
-            "the run with --resume (on a deployment: --set resume=true)"
+            f"{directory} already contains a run: give another directory with --out, or resume "
+            "the run with --resume (in a deployment: --set resume=true)"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def claimed(directory: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise StateError(f"the run in {directory} is still going on in another process") from None
+        raise StateError(f"the run in {directory} is still running in another process") from None
     return file
 
 
@@ -74,9 +74,9 @@ def check_same(config: Config, directory: Path) -> None:
     if is_complete(config, directory):
         stopped = len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds
         advice = (
-            "it was stopped early, and continues with --set early-stopping=0"
+            "it was stopped early, and can be resumed with --set early-stopping=0"
             if stopped
-            else "a larger --rounds continues it"
+            else "it can be resumed with more --rounds"
         )
         raise StateError(
             f"the run in {directory} is complete; there is nothing to resume: {advice}"
@@ -103,15 +103,15 @@ def _check_experiment(config: Config, directory: Path) -> None:
     for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
         if here.get(name) != there.get(name) and name not in where_it_ran() | ENDS:
             raise StateError(
-                f"{directory} holds a run with '{name}' = {there.get(name)!r}, not "
-                f"{here.get(name)!r}: it is resumed with its own settings, or another run begun "
-                "in another directory"
+                f"{directory} contains a run with '{name}' = {there.get(name)!r}, not "
+                f"{here.get(name)!r}: resume it with its own settings, or start another run in "
+                "another directory"
             )
     rounds, planned = config.run.rounds, there.get("rounds")
     if isinstance(planned, int) and rounds < planned:
         raise StateError(
-            f"{directory} holds a run with 'rounds' = {planned}, not {rounds}: it may be resumed "
-            "with more rounds, not with fewer"
+            f"{directory} contains a run with 'rounds' = {planned}, not {rounds}: a run can be "
+            "resumed with more rounds, not with fewer"
         )
 
 

@@ -106,7 +106,7 @@ class LiveDisplay:
         if not math.isnan(run.seconds_a_round):
             cost = [
                 f"{human_bytes(run.bytes_moved)} sent",
-                f"{human_seconds(run.seconds_a_round)} a round",
+                f"{human_seconds(run.seconds_a_round)} per round",
             ]
             if run.seconds_left > 0:
                 cost.append(f"about {human_seconds(run.seconds_left)} left")

@@ -157,12 +157,12 @@ class RunLog:
         before = read_toml(self.directory / "config.toml").get("rounds")
         self._write_config()
         Folder(self.directory).remove(["summary.json"])
-        self.notice(f"continues after round {self.done} of {self.config.run.rounds}")
+        self.notice(f"resuming after round {self.done} of {self.config.run.rounds}")
         schedule = self.config.run.training.follows_rounds
         if schedule and before != self.config.run.rounds:
             self.notice(
-                f"the learning rate ({schedule}) followed {before} rounds up to here, and follows "
-                f"{self.config.run.rounds} from now on"
+                f"the learning rate ({schedule}) was scheduled for {before} rounds, and is from "
+                f"now on for {self.config.run.rounds}"
             )
 
     def _write_origin(self) -> None:

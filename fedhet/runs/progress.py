@@ -255,7 +255,7 @@ def duration(summary: Summary) -> str:
     rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
     if math.isnan(seconds.start) or not rounds:
         return text
-    return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s a round"
+    return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s per round"
 
 
 def round_line(record: RoundRecord, protocol: str) -> str:

@@ -47,8 +47,9 @@ class ClientHealth:
         left = [name for name in names if not self._is_aside(name)]
         if not left:
             raise FedhetError(
-                f"round {round} has nobody to ask: the replies of all {len(names)} clients were "
-                f"refused in {self._most_refused} consecutive rounds ('engine.refusals')"
+                f"no client is left to be asked in round {round}: the replies of all "
+                f"{len(names)} clients were refused in {self._most_refused} consecutive rounds "
+                "('engine.refusals')"
             )
         return [name for name in left if not self._rests(round, name)] or left
 

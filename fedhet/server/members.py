@@ -86,9 +86,7 @@ class Members:
         end = time.monotonic() + engine.round_timeout
         members, least = self.present(manager), engine.min_clients or wanted
         while len(members) < least and self._late and time.monotonic() < end:
-            self._notice(
-                f"{len(members)} of {least} clients have described themselves: asking again"
-            )
+            self._notice(f"{len(members)} of {least} clients have registered; asking again")
             self._silent.clear()
             members = self.present(manager)
         if len(members) < least:
@@ -102,11 +100,11 @@ class Members:
         """Wait until `wanted` clients have joined. Raises FedhetError if too few join in time."""
         if manager.num_available() >= wanted:
             return
-        self._notice(f"waiting for {wanted} clients, {manager.num_available()} are there")
+        self._notice(f"waiting for {wanted} clients; {manager.num_available()} are connected")
         if manager.wait_for(wanted, int(engine.join_timeout)):
             return
         count, seconds = manager.num_available(), engine.join_timeout
-        there = f"{count} of {wanted} clients are there after {seconds:g} s"
+        there = f"{count} of {wanted} clients are connected after {seconds:g} s"
         if count < (engine.min_clients or wanted):
             raise FedhetError(
                 f"{there}: start the others, or change 'clients', 'engine.join-timeout' or "

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from fedhet.data.encoders import encoder_folder
 from fedhet.data.sources.base import Source
 from fedhet.data.tokens import WORDS
-from fedhet.errors import SettingsError, nearest
+from fedhet.errors import SettingsError, unknown_name
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import refused
@@ -47,10 +47,8 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
     """
     name, _, place = dataset.partition(":")
     if name not in SOURCES or (place and not SOURCES[name].place):
-        raise SettingsError(
-            f"setting '{setting}' = {dataset!r} does not exist: it takes one of "
-            f"{', '.join(dataset_names())}{nearest(name, SOURCES)}"
-        )
+        known = f"it is one of {', '.join(dataset_names())}"
+        raise SettingsError(f"'{setting}': {unknown_name('dataset', name, SOURCES, known)}")
     source = SOURCES[name]
     if source.place and not place:
         raise refused(setting, dataset, source.form)
