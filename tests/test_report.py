@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
 
@@ -28,6 +29,7 @@ from fedhet.report import (
     write_figures,
     write_report,
 )
+from fedhet.report.figures import drawings
 from fedhet.report.tables import comparison_cells
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
@@ -278,7 +280,7 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
         "peak memory 512 MB",
         "replies lost 2 of 20 asked for",
         "client-1 2 2–3 timed out",
-        "classes_covered 5",
+        "classes covered 5",
         "felo.alpha 1",
         f"fedhet run felo --config {path}/config.toml",
         "flwr 1.39.0",
@@ -308,6 +310,32 @@ def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
         "felo": ["10.0 s", "—", "2.00 s"],
         "velo": ["13.0 s", "3.00 s", "2.00 s"],
     }
+
+
+def test_the_page_says_what_the_method_is_and_when_it_ran(tmp_path: Path) -> None:
+    path = make(tmp_path / "first-run")
+    (path / "run.json").write_text(json.dumps({"run": "felo-1", "started": "2026-11-23 18:40"}))
+    page = Page(write_report(path))
+    assert "seed 0 2026-11-23 18:40 UTC first-run" in page.text
+    assert "Chan and Ngai, Exploiting Features and Logits" in page.text
+    assert "private: a client's own model" in page.text
+    labels = " ".join(value for name, value in page.attributes if name == "aria-label")
+    last = lines_of(path)[-1]["accuracy"]["common"]["private"]["mean"]
+    assert f"accuracy over 5 rounds, at the end: common private {last:.3f}" in labels
+    assert page.tags.count("caption") == page.tags.count("table") - 1  # not of the settings
+    heads = page.tags.count("th")
+    assert page.attributes.count(("scope", "col")) == heads
+    other = make(tmp_path / "other", method="not_installed.anything")
+    assert "Chan" not in Page(write_report(other)).text
+
+
+def test_bytes_have_a_linear_axis_from_zero(tmp_path: Path) -> None:
+    every = {each.name: each for each in drawings(load_run(make(tmp_path / "run")))}
+    figure = Figure()
+    every["bytes"].draw(figure)
+    ax = figure.axes[0]
+    assert ax.get_yscale() == "linear"
+    assert ax.get_ylim()[0] == 0
 
 
 def deployment(root: Path) -> Path:

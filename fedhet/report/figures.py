@@ -20,7 +20,7 @@ from fedhet.report import canvas, clients, frames, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
-from fedhet.runs.units import human_bytes, human_seconds
+from fedhet.runs.units import human_bytes, human_seconds, plural
 
 BARS = 50
 """Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
@@ -42,7 +42,7 @@ def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
     found = [
         accuracy(run, run.protocols) if run.protocols else None,
-        Drawing("bytes", partial(_traffic, run=run), "bytes sent over rounds"),
+        Drawing("bytes", partial(_traffic, run=run), _traffic_in_words(run)),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
         *(loss(run), metrics(run.besides)),
         *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
@@ -54,7 +54,13 @@ def drawings(run: Run) -> list[Drawing]:
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     """Draw accuracy over rounds: one panel per protocol, one curve per kind of model."""
     draw = partial(_accuracy, run=run, protocols=protocols)
-    return Drawing("accuracy", draw, "accuracy over rounds", width=WIDTH * len(protocols))
+    last = [
+        f"{' '.join(column)} {run.last(*column).mean:.3f}"
+        for column in run.columns
+        if column[0] in protocols
+    ]
+    alt = f"accuracy over {plural(len(run.records), 'round')}, at the end: {', '.join(last)}"
+    return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
@@ -140,6 +146,11 @@ def _accuracy_limits(ax: Axes) -> None:
     style.ticks(ax)
 
 
+def _traffic_in_words(run: Run) -> str:
+    up, down = (human_bytes(run.costs[f"bytes_{way}"].sum()) for way in ("up", "down"))
+    return f"bytes sent over {plural(len(run.records), 'round')}, in total {up} up and {down} down"
+
+
 def _traffic(figure: Figure, run: Run) -> None:
     """Draw the cumulative payload bytes up and down over rounds."""
     ax = figure.subplots()
@@ -147,9 +158,10 @@ def _traffic(figure: Figure, run: Run) -> None:
         total = run.costs[f"bytes_{name}"].cumsum()
         label = f"{name}{GAP}{human_bytes(float(total.iloc[-1]))}"
         look: Any = {"label": label, "linestyle": style.DASHES[number]}
-        style.line(ax, total.clip(lower=1), style.SERIES[number], series=name, **look)
+        style.line(ax, total, style.SERIES[number], series=name, **look)
     canvas.panel(ax, unit="bytes")
-    style.log_bytes(ax)
+    ax.set_ylim(bottom=0)
+    style.ticks(ax, style.in_bytes)
     style.over_rounds(ax, run.costs.index)
     style.head(ax, "Bytes sent, cumulated")
 

@@ -11,6 +11,7 @@ import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from fedhet.disk.folder import write_text
+from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import canvas, figures
 from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
@@ -67,6 +68,8 @@ def render_run(run: Run) -> str:
         "run.html",
         run=run,
         title=f"{run.method} on {run.dataset}",
+        about=_about(run.method),
+        name=run.path.resolve().name,
         hero=_hero(run),
         legend=legend(run),
         accuracy=[figures.accuracy(run, [name]).chart() for name in run.protocols],
@@ -119,6 +122,19 @@ def _environment() -> Environment:
     return environment
 
 
+def _about(method: str) -> str:
+    """Return the title and the paper of a method of this package; "" for another."""
+    if method not in shipped_names():  # a method of one's own would be imported
+        return ""
+    spec = find_method(method).spec
+    return f"{method}: {spec.title}. {spec.paper}"
+
+
+def _in_words(name: str) -> str:
+    """Return the name of a method's own metric as words: classes_covered is "classes covered"."""
+    return name.replace("_", " ").replace(".", ", ")
+
+
 def _command(run: Run) -> str:
     """Return the command that repeats a run, with a path from the working folder if it is in it."""
     config = shown_path(run.path.resolve() / "config.toml")
@@ -163,7 +179,7 @@ def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[st
     pens = pd.Series("L", values.index).where(values.shift().notna(), "M")
     low, high = known.min(), known.max()
     return {
-        "name": str(values.name),
+        "name": _in_words(str(values.name)),
         "last": human_number(known.iloc[-1]),
         "span": f"{human_number(low)} to {human_number(high)}",
         "path": "".join((pens + places)[known.index]),
@@ -176,7 +192,7 @@ def _once(values: pd.Series) -> dict[str, str]:
     """Return a metric that never changed: its value, and the rounds that have it."""
     known = values.dropna()
     text = human_number(known.iloc[-1]) if len(known) else ABSENT
-    return {"name": str(values.name), "value": text, "rounds": spans(known.index)}
+    return {"name": _in_words(str(values.name)), "value": text, "rounds": spans(known.index)}
 
 
 def _unit(values: pd.Series) -> pd.Series:

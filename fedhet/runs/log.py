@@ -30,7 +30,7 @@ from fedhet.runs.directory import (
     read_run_name,
     whole_rounds,
 )
-from fedhet.runs.files import append, record_line, summary_text
+from fedhet.runs.files import append, read_origin, record_line, summary_text
 from fedhet.runs.measures import peak_memory_mb
 from fedhet.runs.records import (
     OWN_DATA,
@@ -135,6 +135,7 @@ class RunLog:
     def _begin(self) -> None:
         # Of fixed length, so that it does not affect byte counts. No result depends on this draw.
         self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
+        self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         self._write_origin()
         self._write_config()
 
@@ -146,6 +147,7 @@ class RunLog:
     def _go_on(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
         self.run_name = read_run_name(self.directory)
+        self._origin.started = read_origin(self.directory / "run.json").started
         recorded = whole_rounds(self._metrics)
         self.resumed = self._checkpoints.newest(self.notice, len(recorded))
         self._checkpoints.forget_after(self.done)
@@ -166,8 +168,8 @@ class RunLog:
             )
 
     def _write_origin(self) -> None:
-        origin = self._origin.model_copy(update={"run": self.run_name})
-        write_text(self.directory / "run.json", origin.model_dump_json())
+        self._origin.run = self.run_name
+        write_text(self.directory / "run.json", self._origin.model_dump_json())
 
     def _write_config(self) -> None:
         write_text(self.directory / "config.toml", self.config.to_toml())

@@ -260,6 +260,8 @@ class Origin(BaseModel):
     run: Text = ""
     deployed: bool = False
     """Whether its clients were reached over the network; else it was simulated."""
+    started: Text = ""
+    """When it was started first, in UTC: 2026-11-23 18:40."""
     own_data: bool = False
     """Whether clients had data of their own, in place of parts of the run's data set."""
 
