@@ -131,7 +131,7 @@ def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
     with pytest.raises(
-        StateError, match="stopped early, and continues with --set early-stopping=0"
+        StateError, match="stopped early, and can be resumed with --set early-stopping=0"
     ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     summary = run(longer(config, tmp_path / "run", early_stopping=0), tmp_path / "run")

@@ -565,7 +565,10 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     cost = sum(line["bytes_up"] + line["bytes_down"] for line in lines[:4])
     assert found.groups[0].bytes_to(found.headline, found.target).mean == cost
     assert found.groups[1].bytes_to(found.headline, found.target).n == 0
-    assert any("not evaluated under common server, so last: felo" in note for note in found.notes)
+    assert any(
+        "Not evaluated under common server, and therefore last: felo" in note
+        for note in found.notes
+    )
     assert compare(runs).headline == ("common", "private")
     with pytest.raises(SettingsError, match=r"'kind' = 'sever'.*these runs have private.*server"):
         compare(runs, kind="sever")
@@ -598,9 +601,9 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     found = compare([tmp_path], out=tmp_path / "out")
     notes = "\n".join(found.notes)
     for words in (
-        "different data sets do not compare: digits, mnist",
-        "differ in their rounds: 3, 5",
-        "not evaluated under common private, so last: fedtype",
+        "different data sets cannot be compared: digits, mnist.",
+        "The runs have different numbers of rounds: 3, 5.",
+        "Not evaluated under common private, and therefore last: fedtype.",
         "d: unfinished, 5 of 9 rounds; its last round so far is shown",
         "e: unfinished, 5 of 5 rounds; left out",
         f"left out: {tmp_path / 'f' / 'metrics.jsonl'}: absent",
@@ -636,6 +639,17 @@ def test_a_comparison_is_written(tmp_path: Path) -> None:
     means = [[each["accuracy"]["common"]["private"]["mean"] for each in run] for run in runs]
     assert curve["mean"] == pytest.approx(np.mean(means, axis=0))
     assert curve["std"] == pytest.approx(np.std(means, axis=0, ddof=1))
+
+
+def test_a_setting_that_a_method_cannot_have_is_no_difference(tmp_path: Path) -> None:
+    felo = make(tmp_path / "felo", table={"alpha": 1.0})
+    local = make(tmp_path / "local", method="local", settings={"data.alpha": 0.1})
+    write_comparison(compare([felo, local]), tmp_path / "out")
+    text = Page(tmp_path / "out" / "compare.html").text
+    differing, _, shared = text.partition("Settings shared by all")
+    assert "data.alpha 0.5 0.1" in differing
+    assert "felo.alpha" not in differing
+    assert "felo.alpha 1 " in shared
 
 
 def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:

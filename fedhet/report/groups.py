@@ -271,10 +271,12 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     notes = _differing(groups)
     unjudged = [group.label for group in groups if group.score(column).n == 0]
     if unjudged:
-        notes.append(f"not evaluated under {' '.join(column)}, so last: {', '.join(unjudged)}")
+        notes.append(
+            f"Not evaluated under {' '.join(column)}, and therefore last: {', '.join(unjudged)}."
+        )
     for name in sorted({group.headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.headline == name)
-        notes.append(f"headline of their own is {name}, the table's is {column[0]}: {labels}")
+        notes.append(f"The table is ordered by {column[0]}; the headline is {name} of {labels}.")
     return notes
 
 
@@ -282,10 +284,10 @@ def _differing(groups: Sequence[Group]) -> list[str]:
     notes = []
     datasets = sorted({group.dataset for group in groups})
     if len(datasets) > 1:
-        notes.append(f"rows of different data sets do not compare: {', '.join(datasets)}")
+        notes.append(f"Rows of different data sets cannot be compared: {', '.join(datasets)}.")
     rounds = sorted({run.done for group in groups for run in group.runs})
     if len(rounds) > 1:
-        notes.append(f"the runs differ in their rounds: {', '.join(map(str, rounds))}")
+        notes.append(f"The runs have different numbers of rounds: {', '.join(map(str, rounds))}.")
     if len({tuple(map(str, group.seeds)) for group in groups}) > 1:
-        notes.append("the groups do not all have the same seeds")
+        notes.append("The groups do not all have the same seeds.")
     return notes

@@ -219,7 +219,11 @@ def _lead(comparison: Comparison) -> dict[str, str]:
 
 
 def _settings(comparison: Comparison) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the settings that all groups share, and those in which they differ."""
-    table = pd.DataFrame([group.settings for group in comparison.groups]).fillna(ABSENT)
+    """Return the settings that all groups share, and those in which they differ.
+
+    A setting that a group's method does not have is no difference.
+    """
+    table = pd.DataFrame([group.settings for group in comparison.groups])
     differs = table.nunique() > 1
-    return table.loc[0, ~differs].to_dict(), table.loc[:, differs].to_dict("list")
+    shared = table.loc[:, ~differs].bfill().iloc[0].fillna(ABSENT)
+    return shared.to_dict(), table.loc[:, differs].fillna(ABSENT).to_dict("list")
