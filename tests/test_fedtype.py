@@ -17,7 +17,12 @@ from fedhet.errors import SettingsError
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 
-CHANGES = {"clients": 3, "models": ["mlp", "cnn2", "cnn3"], "fedtype.proxy": "mlp3"}
+CHANGES = {
+    "clients": 3,
+    "models": ["mlp", "cnn2", "cnn3"],
+    "fedtype.proxy": "mlp3",
+    "fedtype.calibrate-on": "held",
+}
 
 
 def fedtype(**changes):

@@ -30,6 +30,8 @@ USUAL = {
     "lr": RATE,
     "alpha": 0.3,
     "fedtype.proxy": "mlp",
+    "fedtype.calibrate-on": "held",
+    "fedtype.proxy-loss": "kl",
     "fedtype.u": U,
     "fedtype.lambda": 0.05,
     "fedtype.theta": 0.1,
@@ -219,6 +221,8 @@ VARIANTS = [
     {"order": "alternating"},
     {"calibrate-on": "training"},
     {"calibrate-on": "training", "order": "alternating", "proxy-loss": "ce+kl"},
+    {"calibrate-on": "training", "proxy-loss": "ce+kl"},
+    {"calibrate-on": "training", "proxy-loss": "ce+kl", "teacher": "global"},
     {"aggregation": "fedprox", "prox-mu": 0.3},
     {"aggregation": "pfedme", "moreau-steps": 4, "moreau-rate": 0.02},
 ]

@@ -140,6 +140,7 @@ def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
         ("a.csv", "text,label\nx,1\ny\n", "line 3 has 1 columns, the first has 2"),
         ("a.csv", "txt,label\nx,1\n", "has no column 'text', only 'txt', 'label'; did you mean"),
         ("a.csv", "text,label\nx,\n", "line 2 has no label in the column 'label'"),
+        ("a.csv", "text,label\nx,1\n ,1\n", "line 3 has no text in the column 'text'"),
         ("a.csv", "text,label\n", "holds no rows"),
         ("a.csv", "", "holds no rows"),
         ("a.csv", b"text,label\n\xff,1\n", "not a readable file of rows"),

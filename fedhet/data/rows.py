@@ -60,6 +60,8 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
         found.lines.append(line)
         if not found.labels[-1]:
             raise DataError(f"{path}: line {line} has no label in the column {label!r}")
+        if not found.texts[-1].strip():
+            raise DataError(f"{path}: line {line} has no text in the column {', '.join(texts)!r}")
         if found.groups is not None:
             found.groups.append(sys.intern(fields[-1].strip()))
         taken += bytes_of([found.texts[-1]]) + 3 * _REFERENCE

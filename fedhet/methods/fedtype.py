@@ -37,10 +37,10 @@ class FedTypeSettings(MethodSettings):
         description="what the private model imitates: the proxy as it learns, or the server's, "
         "which stays the same for a round",
     )
-    proxy_loss: Literal["kl", "ce+kl"] = Field(
-        "kl",
-        description="the proxy's loss: Eq. 1, or cross-entropy and Eq. 1 over the number of "
-        "classes, as in the authors' published code",
+    proxy_loss: Literal["ce+kl", "kl"] = Field(
+        "ce+kl",
+        description="the proxy's loss: cross-entropy and Eq. 1 over the number of classes, as in "
+        "the authors' published code, or Eq. 1 alone",
     )
     order: Literal["joint", "alternating"] = Field(
         "joint",
@@ -86,10 +86,10 @@ class FedTypeSettings(MethodSettings):
     epoch_data: Literal["full", "part"] = Field(
         "full", description="data of an epoch: all of it, or one of local-epochs parts"
     )
-    calibrate_on: Literal["held", "training"] = Field(
-        "held",
-        description="the data that the sets are calibrated on: a part held out for it, or the "
-        "training data itself, as in the authors' published code",
+    calibrate_on: Literal["training", "held"] = Field(
+        "training",
+        description="the data that the sets are calibrated on: the training data, as in the "
+        "authors' published code, or a part held out for it (Section 4.1)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="share of a client's samples held out, for calibrate-on = held"
