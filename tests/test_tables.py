@@ -113,9 +113,9 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
     [
         ([["x", *ROWS[0][1:]], *ROWS[1:]], {"columns": ["age"]}, None),  # words, then: categories
         ([[*row[:4], ""] for row in ROWS[:1]] + ROWS, {}, "line 2, column 'died': has no class"),
-        (ROWS, {"target": "dies"}, "no column 'dies'; did you mean 'died'"),
+        (ROWS, {"target": "dies"}, "no column 'dies', only .*; did you mean 'died'"),
         (ROWS, {"target": ""}, "data.target must name the column of the class, of age, sex"),
-        (ROWS, {"columns": ["agee"]}, "no column 'agee'; did you mean 'age'"),
+        (ROWS, {"columns": ["agee"]}, "no column 'agee', only .*; did you mean 'age'"),
         (ROWS, {"columns": ["died"]}, "columns besides 'died'"),
         (ROWS, {"by": "sex"}, "line 4, column 'sex': is empty, but data.by names it"),
         ([["", *row[1:]] for row in ROWS], {}, "the column 'age' is empty; leave it out"),

@@ -147,8 +147,9 @@ class Cells:
     def column(self, name: str) -> list[str]:
         """Return a column's values. Raises DataError, with the nearest name, if it is absent."""
         if name not in self.columns:
+            there = ", ".join(map(repr, self.columns))[:200]
             close = nearest(name, self.columns)
-            raise DataError(f"{self.path}: has no column {one_line(name)!r}{close}")
+            raise DataError(f"{self.path}: has no column {one_line(name)!r}, only {there}{close}")
         return self.columns[name]
 
     def fault_in(self, column: str) -> Callable[[int, str], DataError]:
