@@ -186,7 +186,7 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     assert json.loads(summary_text(summary)) == {
         "method": "felo", "dataset": "digits", "seed": 1, "rounds": 3, "clients": 3,
         "models": {"a": "mlp"}, "headline": "common",
-        "accuracy": {"common": {"private": {**SCORE, "tail": 0.5}}},
+        "accuracy": {"common": {"private": {**SCORE, "tail": 0.5, "clients": 2}}},
         "history": [brief], "bytes_up": 10, "bytes_down": 20, "bytes_evaluation": 30,
         "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0, "start": 0.5},
         "peak_memory_mb": 12.5, "versions": {"torch": "2"},

@@ -22,8 +22,9 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method
 from fedhet.engines.simulate import settled_for, simulate
 from fedhet.errors import FedhetError, StateError
-from fedhet.runs.directory import BASELINE, is_complete
+from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
+from fedhet.runs.files import BASELINE
 from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
 from fedhet.settings.text import as_text

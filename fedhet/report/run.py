@@ -18,8 +18,14 @@ from fedhet.disk.bounded import read_tables
 from fedhet.errors import StateError
 from fedhet.metrics import ACCURACY, is_shown, metric_of
 from fedhet.report import frames
-from fedhet.runs.directory import BASELINE
-from fedhet.runs.files import read_origin, read_partition, read_records, read_summary, reading
+from fedhet.runs.files import (
+    BASELINE,
+    read_origin,
+    read_partition,
+    read_records,
+    read_summary,
+    reading,
+)
 from fedhet.runs.records import (
     KINDS,
     NAN,

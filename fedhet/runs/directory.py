@@ -23,8 +23,6 @@ from fedhet.wire.identity import is_name
 
 MOST_BYTES = 2**16
 """A longer run.json is refused."""
-BASELINE = "baseline"
-"""The folder in a run's directory of the run that it is compared with."""
 WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
 """The folders of a run's directory that hold models: most of what it takes on disk."""
 

@@ -18,6 +18,8 @@ from fedhet.errors import StateError
 from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
 
 T = TypeVar("T")
+BASELINE = "baseline"
+"""The folder in a run's directory of the run that it is compared with."""
 PARTS_OF_A_RECORD = 20
 """Parts of a record that are there though its line does not name them."""
 
