@@ -223,7 +223,7 @@ def test_which_runs_begin_a_ray_at_once(monkeypatch, tmp_path, words, begins):
     seen = []
     monkeypatch.setattr(connection, "_start", lambda: seen.append("begun"))
     monkeypatch.setattr(connection, "leave", lambda: seen.append("ended"))
-    monkeypatch.setattr("fedhet.cli.training.train_one", lambda values: None)
+    monkeypatch.setattr("fedhet.cli.training.train_one", lambda *_: None)
     result = CliRunner().invoke(app, ["run", "local", "--out", str(tmp_path / "run"), *words])
     assert result.exit_code == 0, result.output
     assert seen == ["begun", "ended"] * begins

@@ -55,8 +55,8 @@ def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
     taken = []
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "train_one", lambda values: taken.append(resolve(values)))
-    monkeypatch.setattr(training, "train_seeds", lambda values, _: taken.append(resolve(values)))
+    monkeypatch.setattr(training, "train_one", lambda values, *_: taken.append(resolve(values)))
+    monkeypatch.setattr(training, "train_seeds", lambda values, *_: taken.append(resolve(values)))
     monkeypatch.setattr(local, "deploy_local", lambda config, *_: taken.append(config))
     monkeypatch.setattr(report, "write", lambda directory: None)
     monkeypatch.setattr(shown, "show_run", lambda run: None)
