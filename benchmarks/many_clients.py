@@ -1,10 +1,12 @@
 """What a client costs where there are many: milliseconds of a round for each, at every count.
 
-    python -m benchmarks.many_clients [--counts 100,400,1000] [--backend inline] [--rounds 3]
+    python -m benchmarks.many_clients [--counts 100,1000] [--backend inline] [--rounds 12]
+        [--repeats 3]
 
 Clients of twenty synthetic images train an `mlp` for an epoch. A client's cost is that of the
 process's CPU with `inline`, and with `ray` the time on the clock times the workers, in the rounds
-after the first. Bound: 1.2 of the first count's. Beside it: the peak memory of this process.
+after the first. The counts take turns, since a machine drifts; printed are the median over the
+repeats and the least and the most. Bound: 1.2 of the first count's. Besides: the peak memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import os
 import resource
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -83,20 +87,25 @@ def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, floa
 def main() -> None:
     """Print the costs, each count in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--counts", default="100,400,1000")
+    parser.add_argument("--counts", default="100,1000")
     parser.add_argument("--method", default="felo")
     parser.add_argument("--backend", default="inline", choices=["inline", "ray"])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
     chosen = parser.parse_args()
-    first = 0.0
-    for count in map(int, chosen.counts.split(",")):
-        found: dict[str, Any] = apart(count, chosen.method, chosen.backend, chosen.rounds)
-        first = first or found["milliseconds"]
-        ratio = found["milliseconds"] / first
+    counts = [int(count) for count in chosen.counts.split(",")]
+    found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    for _, count in product(range(chosen.repeats), counts):
+        found[count].append(apart(count, chosen.method, chosen.backend, chosen.rounds))
+    first = median(each["milliseconds"] for each in found[counts[0]])
+    for count in counts:
+        times = sorted(each["milliseconds"] for each in found[count])
+        ratio = median(times) / first
         verdict = "holds" if ratio <= BOUND else "DOES NOT HOLD"
         print(
-            f"{count} clients: {found['milliseconds']:.1f} ms a client and round, {ratio:.2f} of "
-            f"the first (bound {BOUND} {verdict}); {found['megabytes']:.0f} MB",
+            f"{count} clients: {median(times):.1f} ms ({times[0]:.1f} to {times[-1]:.1f}) a client "
+            f"and round, {ratio:.2f} of the first (bound {BOUND} {verdict}); "
+            f"{max(each['megabytes'] for each in found[count]):.0f} MB",
             flush=True,
         )
 
