@@ -244,12 +244,12 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
-    assert "it takes one of breast-cancer, cifar10," in fault(DIGITS.but(dataset="svhn"))
+    assert "it is one of breast-cancer, cifar10," in fault(DIGITS.but(dataset="svhn"))
     assert fault(DIGITS.but(dataset="npz")) == (
         "setting 'data.dataset' = 'npz' is not allowed: it takes npz:DIR"
     )
     assert dataset_names()[:2] == ["breast-cancer", "cifar10"]
-    assert dataset_names()[-2:] == ["signal:DIR", "text:PATH"]
+    assert dataset_names()[-2:] == ["table:PATH", "text:PATH"]
 
 
 @pytest.mark.parametrize("name", dataset_names())

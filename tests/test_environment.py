@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from fedhet.cli.jobs import side_by_side
+from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
 from fedhet.engines.ray.connection import environment
-from fedhet.environment import KEEPING_PAGES, for_training, inherited
 
 ROOT = Path(__file__).parent.parent
 FAULTS = """

@@ -14,8 +14,8 @@ from federation import run, small, without_times
 from typer.testing import CliRunner
 
 from fedhet.cli import app
+from fedhet.engines.environment import KEEPING_PAGES
 from fedhet.engines.ray import connection
-from fedhet.environment import KEEPING_PAGES
 from fedhet.errors import DataError, FedhetError, SettingsError
 from fedhet.runs.log import Watcher
 

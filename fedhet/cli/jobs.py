@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedhet.config.resolve import Config
+from fedhet.engines.environment import for_training, inherited
 from fedhet.engines.simulate import simulate
-from fedhet.environment import for_training, inherited
 from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
 

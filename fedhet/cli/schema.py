@@ -14,7 +14,12 @@ def schema_command(
     table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV, TSV or Parquet file.")],
     target: Annotated[str, typer.Option(help="The column of the class.")],
     columns: Annotated[
-        str, typer.Option(help="The columns that are features, comma-separated; by default all.")
+        str,
+        typer.Option(
+            metavar="NAME,NAME…",
+            help="The columns that are features, comma-separated.",
+            show_default="all but the target",
+        ),
     ] = "",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
         "schema.toml"

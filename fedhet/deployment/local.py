@@ -26,7 +26,7 @@ from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
-from fedhet.environment import for_training
+from fedhet.engines.environment import for_training
 from fedhet.errors import FedhetError
 from fedhet.wire.identity import client_name
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
+from fedhet.engines.environment import TUNABLES, for_training, inherited
 from fedhet.engines.ray.private import forget, private, remove_folder
-from fedhet.environment import TUNABLES, for_training, inherited
 from fedhet.errors import FedhetError, words_of
 from fedhet.settings.address import AUTO, host_and_port
 

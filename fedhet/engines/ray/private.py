@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from fedhet.environment import inherited
+from fedhet.engines.environment import inherited
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 """The folder of the cluster that runs; it is removed when this process ends, at the latest."""
