@@ -169,6 +169,9 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
     other = site(tmp_path / "b", many(30, 2), text, ["age", "gender", *HEAD[2:]])
     with pytest.raises(DataError, match=r"train\.csv: has no column 'sex'"):
         site_data(str(other), spec=DataSpec(), classes=2, name="b")
+    (other / "schema.toml").unlink()
+    with pytest.raises(DataError, match=r"`fedhet schema` writes: .*No such file"):
+        site_data(str(other), spec=DataSpec(sample_kind="table"), classes=2, name="b")
     with pytest.raises(DataError, match=r"has 2 classes, the run has 3"):
         site_data(str(folder), spec=DataSpec(), classes=3, name="a")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
 from fedhet.errors import DataError
-from fedhet.kinds import TEXT, Shape
+from fedhet.kinds import TABLE, TEXT, Shape
 
 SCHEMA = "schema.toml"
 """The file that says what the columns of a site's table become; the same at all sites."""
@@ -58,6 +59,34 @@ def site_data(
             f"{root}: the run must say how many classes there are, 2 or more: "
             f"'models.num-classes' is {classes}"
         )
+    own = _read(root, classes, spec, unlabelled)
+    train, test = _with_test(own.train, own.test, spec, f"{root}", f"{name} ({root})")
+    names = own.names or tuple(map(str, range(classes)))
+    # A site's label space is the classes of its samples; the run may have more.
+    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    return ClientData(
+        name, train, test, None, names, space, own.shape or _form(train), own.rest, own.left_aside,
+        stored_as(train.x), own.schema,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a site's folder holds."""
+
+    train: Split
+    test: Split | None
+    names: tuple[str, ...]
+    rest: Split | None = None
+    """Samples without a class, if they were asked for."""
+    left_aside: int = 0
+    shape: Shape = ()
+    """() is that of the training samples."""
+    schema: TableSchema | None = None
+
+
+def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
+    """Read a site's folder, in whichever layout it is. Raises DataError for another."""
     names = _classes_file(root, classes)
     rows, tree = find_table(root, "train") or find_rows(root, "train"), root / "train"
     if sum([(root / "train.npz").exists(), tree.is_dir(), rows is not None]) != 1:
@@ -66,46 +95,33 @@ def site_data(
             "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
     refuse_unlabelled(root, f"it lies next to the class folders, in {tree}")
-    rest, left_aside = None, 0
-    shape: Shape = ()
-    schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
-    if schema is not None:
-        train, test, names = site_table(root, schema, classes, spec)
-    elif rows is not None:
-        train, test, names = site_rows(rows, names, classes, spec)
-        shape = shape_of_texts(spec)
-    elif tree.is_dir():
-        files = TEXTS if _holds_texts(tree, spec) else IMAGES
-        names = names or _folder_names(tree, classes)
-        train, test = _site_files(root, names, spec, files)
-        rest, left_aside = _without_labels(tree, train, spec, unlabelled, files)
-        shape = shape_of_texts(spec) if files is TEXTS else ()
-    else:
-        train, test = _site_arrays(root, classes, spec)
-    train, test = _with_test(train, test, spec, f"{root}", f"{name} ({root})")
-    names = names or tuple(map(str, range(classes)))
-    # A site's label space is the classes of its samples; the run may have more.
-    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    return ClientData(
-        name, train, test, None, names, space, shape or _form(train), rest, left_aside,
-        stored_as(train.x), schema,
-    )  # fmt: skip
+    if rows is not None and (sample_kind(spec) is TABLE or (root / SCHEMA).exists()):
+        return _Own(*_table(root, classes, spec), schema=read_schema(root / SCHEMA))
+    if rows is not None:
+        return _Own(*site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
+    if not tree.is_dir():
+        return _Own(*_site_arrays(root, classes, spec), names)
+    files = TEXTS if _holds_texts(tree, spec) else IMAGES
+    names = names or _folder_names(tree, classes)
+    train, test = _site_files(root, names, spec, files)
+    rest, left_aside = _without_labels(tree, train, spec, unlabelled, files)
+    shape = shape_of_texts(spec) if files is TEXTS else ()
+    return _Own(train, test, names, rest, left_aside, shape)
 
 
-def site_table(
-    root: Path, schema: TableSchema, classes: int, spec: DataSpec
-) -> tuple[Split, Split | None, tuple[str, ...]]:
+def _table(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None, tuple[str, ...]]:
     """Return a site's training rows, its test rows if there are any, and the schema's classes.
 
     Raises DataError for a file that does not fit the schema, which names the column.
     """
-    train, test = find_table(root, "train"), find_table(root, "test")
-    if train is None:
-        raise DataError(f"{root}: holds {SCHEMA}, but no table train.csv, .tsv or .parquet")
+    schema = read_schema(root / SCHEMA)
     if len(schema.classes) != classes:
         raise DataError(
             f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
         )
+    train, test = find_table(root, "train"), find_table(root, "test")
+    if train is None:
+        raise DataError(f"{root}: a table is train.csv, .tsv or .parquet")
     rows = schema.labelled(read_table(train, spec))
     return rows, schema.labelled(read_table(test, spec)) if test else None, schema.classes
 

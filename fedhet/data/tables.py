@@ -251,7 +251,9 @@ def read_schema(path: Path) -> TableSchema:
     try:
         return TableSchema.model_validate(read_tables(path))
     except (OSError, StateError) as error:
-        raise DataError(f"cannot read the schema {path}: {error}") from None
+        raise DataError(
+            f"cannot read the schema of the table, which `fedhet schema` writes: {error}"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
