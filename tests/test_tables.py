@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import tracemalloc
 
 import numpy as np
 import pandas as pd
@@ -94,6 +95,32 @@ def test_columns_and_owners_are_chosen(tmp_path):
     found = RunData(spec(path, by="ward", clients=3)).partition()
     assert [len(rows) for rows in found] == [wards.count(name) for name in "abc"]
     assert load(spec(path, columns=["ward"])).train.x.shape == (60, 3)
+
+
+def test_codes_are_words(tmp_path):
+    path = write(tmp_path / "all.csv")
+    (age, *_) = load(spec(path, categories=["age"])).schema.columns
+    assert (age.kind, age.categories) == ("category", ("40", "60", "80"))
+
+
+@pytest.mark.parametrize("sites", [1, 4])
+def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
+    """Neither its cells, of all files together, nor its features, of which words have many."""
+    names = [f"w{k}" for k in range(150)]
+    for site in range(sites):
+        rows = [[names[k % 150], "f", "2024-01-01", "a", "ny"[k % 2]] for k in range(4000 // sites)]
+        write(tmp_path / f"{site}.csv", rows)
+    place = tmp_path / "0.csv" if sites == 1 else tmp_path
+    features, last = 4 * 4000 * (150 + 1 + 1 + 1), 1 if sites > 1 else 0
+    for allowed, fault in ((400_000, rf"{last}\.csv: takes"), (features - 1, f"takes {features}")):
+        tracemalloc.start()
+        try:
+            with pytest.raises(DataError, match=fault):
+                load(spec(place, max_bytes=allowed))
+            assert tracemalloc.get_traced_memory()[1] < 2 * allowed + 2_500_000
+        finally:
+            tracemalloc.stop()
+    assert len(load(spec(place, max_bytes=features)).train) == 4000
 
 
 def test_a_file_for_each_site_is_a_client_each(tmp_path):

@@ -21,6 +21,14 @@ def schema_command(
             show_default="all but the target",
         ),
     ] = "",
+    categories: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME…",
+            help="Columns whose numbers are words, such as codes.",
+            show_default="none",
+        ),
+    ] = "",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
         "schema.toml"
     ),
@@ -30,13 +38,17 @@ def schema_command(
     from fedhet.data.tables import found_schema, read_table
     from fedhet.disk.folder import write_text
 
-    named = tuple(name.strip() for name in columns.split(",") if name.strip())
-    spec = DataSpec(target=target, columns=named)
+    named, words = (
+        tuple(name.strip() for name in given.split(",") if name.strip())
+        for given in (columns, categories)
+    )
+    spec = DataSpec(target=target, columns=named, categories=words)
     schema = found_schema(read_table(table, spec), spec)
     write_text(out, schema.to_toml())
     for column in schema.columns:
-        words = ", ".join(column.categories) or f"mean {column.mean:.4g} ± {column.deviation:.4g}"
-        say(f"{column.name}: {column.kind}, {words}{', may be missing' * column.missing}")
+        is_number = f"mean {column.mean:.4g} ± {column.deviation:.4g}"
+        said = ", ".join(column.categories) or is_number
+        say(f"{column.name}: {column.kind}, {said}{', may be missing' * column.missing}")
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
         f"{', '.join(schema.classes)}"

@@ -34,6 +34,7 @@ MOST_CATEGORIES, MOST_CLASSES = 200, 1000
 MOST_NUMBER = 1e15
 """Squares of such numbers and their sums are finite."""
 DAY = 86_400.0
+_FLOAT = 4
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 Features = npt.NDArray[np.float32]
 
@@ -107,7 +108,11 @@ class TableSchema(_Frozen):
         return tomli_w.dumps({k: list(v) if k == "classes" else v for k, v in kept.items()})
 
     def encode(self, cells: Cells) -> torch.Tensor:
-        """Return the features [N, F] float32 of a table's rows. Raises DataError for a fault."""
+        """Return the features [N, F] float32 of a table's rows.
+
+        Raises DataError for a fault, and if they take more than `data.max-bytes`.
+        """
+        refuse_more(_FLOAT * len(cells) * sum(self.widths), cells.spec, cells.path)
         parts = [
             column.features(cells.column(column.name), cells.fault_in(column.name))
             for column in self.columns
@@ -139,6 +144,10 @@ class Cells:
     columns: Mapping[str, list[str]]
     lines: Sequence[int]
     """The line of the file, or the row, of each."""
+    spec: DataSpec
+    """The settings by which it was read."""
+    taken: int = 0
+    """The bytes that it takes, with those of the tables read before it."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -164,14 +173,16 @@ def is_missing(value: str) -> bool:
     return value.lower() in MISSING
 
 
-def read_table(path: Path, spec: DataSpec) -> Cells:
-    """Read a file of rows. Raises DataError for a fault, and if it takes more than allowed."""
+def read_table(path: Path, spec: DataSpec, taken: int = 0) -> Cells:
+    """Read a file of rows, after others that have `taken` some bytes.
+
+    Raises DataError for a fault, and if all take more than `data.max-bytes`.
+    """
     if not path.name.lower().endswith(ENDINGS):
         raise DataError(f"{path}: must end in one of {', '.join(ENDINGS)}")
     parquet = path.name.lower().endswith(".parquet")
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
-    taken = 0
     for line, row in _parquet_rows(path, spec) if parquet else read_cells(path, spec):
         for name, value in row.items():
             columns.setdefault(name.strip(), []).append(str(value).strip())
@@ -180,7 +191,7 @@ def read_table(path: Path, spec: DataSpec) -> Cells:
         lines.append(line)
     if not lines:
         raise DataError(f"{path}: holds no rows")
-    return Cells(path, columns, lines)
+    return Cells(path, columns, lines, spec, taken)
 
 
 def find_table(folder: Path, part: str) -> Path | None:
@@ -209,18 +220,21 @@ def found_schema(cells: Cells, spec: DataSpec) -> TableSchema:
     chosen = list(spec.columns) or rest
     if spec.target in chosen or not chosen:
         raise DataError(f"{cells.path}: data.columns must name columns besides {spec.target!r}")
-    columns = tuple(_found_column(name, cells) for name in chosen)
+    columns = tuple(_found_column(name, cells, name in spec.categories) for name in chosen)
     return TableSchema(target=spec.target, classes=classes, columns=columns)
 
 
-def _found_column(name: str, cells: Cells) -> Column:
-    """Return what a column's values become: numbers if all are, or dates, or else categories."""
+def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
+    """Return what a column's values become: numbers if all are, or dates, or else categories.
+
+    A column that `has_words` is of categories even if all of them are numbers.
+    """
     values = cells.column(name)
     there = [value for value in values if not is_missing(value)]
     missing = len(there) < len(values)
     if not there:
         raise DataError(f"{cells.path}: the column {name!r} is empty; leave it out by data.columns")
-    for kind, parse in PARSERS.items():
+    for kind, parse in ({} if has_words else PARSERS).items():
         try:
             numbers = np.array([parse(value) for value in there])
         except ValueError:
@@ -291,9 +305,9 @@ _NOUNS: dict[Any, str] = {_number: "number", _days: "date such as 2026-01-31"}
 
 def _parquet_rows(path: Path, spec: DataSpec) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield a Parquet file's rows with their numbers from 1; what is absent is ""."""
-    import pyarrow.parquet
-
     try:
+        import pyarrow.parquet
+
         file = pyarrow.parquet.ParquetFile(path)
         refuse_more(sum(_group_bytes(file)), spec, path)
         number = 0

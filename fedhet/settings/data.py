@@ -98,6 +98,9 @@ class DataSettings(Schema):
         (),
         description="table:PATH: the columns that are features; none = all but target and by",
     )
+    categories: Names = Field(
+        (), description="table:PATH: columns whose numbers are words, such as codes"
+    )
     tokenizer: str = Field(
         "words",
         description="words, which are numbered by their hashes; or a folder in $FEDHET_ENCODERS "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedhet.data.sources.base import Source
-from fedhet.data.spec import Dataset, DataSpec, Index, numbered, refuse_more
+from fedhet.data.spec import Dataset, DataSpec, Index, numbered
 from fedhet.data.tables import ENDINGS, Cells, find_table, found_schema, owners, read_table
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TABLE
@@ -39,8 +39,9 @@ def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
     files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(ENDINGS))
     if not files:
         raise DataError(f"{folder}: holds no table; a name ends in one of {', '.join(ENDINGS)}")
-    tables = [read_table(file, spec) for file in files]
-    refuse_more(sum(file.stat().st_size for file in files), spec, folder)
+    tables: list[Cells] = []
+    for file in files:
+        tables.append(read_table(file, spec, tables[-1].taken if tables else 0))
     names = tables[0].columns.keys()
     for table in tables[1:]:
         for name in [*(names - table.columns.keys()), *(table.columns.keys() - names)]:
@@ -49,7 +50,7 @@ def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
     joined = {name: [v for table in tables for v in table.columns[name]] for name in names}
     lines = [line for table in tables for line in table.lines]
     groups = numbered([f"{k:06d}" for k, table in enumerate(tables) for _ in table.lines])
-    return _dataset(Cells(folder, joined, lines), None, groups, spec)
+    return _dataset(Cells(folder, joined, lines, spec), None, groups, spec)
 
 
 def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataSpec) -> Dataset:
