@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedhet.cli import main
+from fedhet.engines.ray import connection
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
@@ -58,8 +59,12 @@ def encoders(tmp_path, monkeypatch):
 def call(monkeypatch, capsys):
     """A function that runs `fedhet` in this process; it returns the status, and what is printed."""
 
+    def ended(status):  # in place of this process, the Ray that is starting ends
+        connection._end_unless_awaited()
+        sys.exit(status)
+
     def run(*words):
-        monkeypatch.setattr("fedhet.cli.end_at_once", sys.exit)  # the tests go on
+        monkeypatch.setattr("fedhet.cli.end_at_once", ended)
         monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
         status = 0
         try:
