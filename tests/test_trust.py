@@ -1,5 +1,6 @@
 """What a received folder names to import is imported only if its user trusts it, by name."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from federation import run, small, without_figures
 
 import fedhet
 from fedhet.errors import SettingsError
-from fedhet.inference import open_client
+from fedhet.inference import export, open_client
 
 OWN = """
 import pathlib
@@ -108,6 +109,9 @@ def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
     assert not own()
     with pytest.raises(SettingsError, match="names code to import, 'theirs:load'"):
         client.accuracy()
+    assert not own()
+    card = export(client, "safetensors", tmp_path / "m.safetensors")
+    assert "cannot be read here" in json.loads(card.read_text())["accuracy_unknown"]
     assert not own()
     assert open_client(directory, "client-0", trust="theirs").accuracy()
 

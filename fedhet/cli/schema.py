@@ -46,8 +46,8 @@ def schema_command(
     schema = found_schema(read_table(table, spec), spec)
     write_text(out, schema.to_toml())
     for column in schema.columns:
-        is_number = f"mean {column.mean:.4g} ± {column.deviation:.4g}"
-        said = ", ".join(column.categories) or is_number
+        spread = f"mean {column.mean:.4g} ± {column.deviation:.4g}"
+        said = ", ".join(column.categories) or spread
         say(f"{column.name}: {column.kind}, {said}{', may be missing' * column.missing}")
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "

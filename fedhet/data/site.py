@@ -96,7 +96,8 @@ def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
         )
     refuse_unlabelled(root, f"it lies next to the class folders, in {tree}")
     if rows is not None and (sample_kind(spec) is TABLE or (root / SCHEMA).exists()):
-        return _Own(*_table(root, classes, spec), schema=read_schema(root / SCHEMA))
+        schema = read_schema(root / SCHEMA)
+        return _Own(*_table(root, schema, classes, spec), schema=schema)
     if rows is not None:
         return _Own(*site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
     if not tree.is_dir():
@@ -109,12 +110,13 @@ def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
     return _Own(train, test, names, rest, left_aside, shape)
 
 
-def _table(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None, tuple[str, ...]]:
+def _table(
+    root: Path, schema: TableSchema, classes: int, spec: DataSpec
+) -> tuple[Split, Split | None, tuple[str, ...]]:
     """Return a site's training rows, its test rows if there are any, and the schema's classes.
 
     Raises DataError for a file that does not fit the schema, which names the column.
     """
-    schema = read_schema(root / SCHEMA)
     if len(schema.classes) != classes:
         raise DataError(
             f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"

@@ -10,7 +10,7 @@ import torch
 
 from fedhet.data.spec import Stored
 from fedhet.disk.folder import write_text
-from fedhet.errors import DataError
+from fedhet.errors import DataError, SettingsError
 from fedhet.inference.client import TrainedClient
 from fedhet.models import HetModel
 from fedhet.version import __version__
@@ -33,7 +33,7 @@ def card(trained: TrainedClient, kind: str, form: str, scales_itself: bool) -> d
     try:
         accuracy: dict[str, float] | None = trained.accuracy(kind)
         why = ""
-    except DataError:  # its words name folders, which are nobody else's business
+    except (DataError, SettingsError):  # their words name folders, which are nobody else's business
         accuracy, why = None, "the data on which it is measured cannot be read here"
     network = trained.network(kind)
     width = network.feature_dim if isinstance(network, HetModel) else None
