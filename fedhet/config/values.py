@@ -33,28 +33,33 @@ def validated(values: Mapping[str, object]) -> Given:
     method = find_method(_text("method", values.get("method", RunSettings().method)))
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
+    of_method, of_all = method.settings(), RunSettings.fields()
+    foreign: dict[str, object] = {}
     for name, value in values.items():
-        if name in method.settings():
+        if name in of_method:
             own[name.partition(".")[2]] = value
-        elif name in RunSettings.fields():
+        elif name in of_all:
             shared[name] = value
         else:
-            _refuse_unless_default(name, value, method)
+            foreign[name] = value
+    if foreign:
+        _refuse_unless_default(foreign, method)
     run = build(RunSettings, shared)
     return Given(method, run, build(method.spec.settings, own, f"{method.table}."))
 
 
-def _refuse_unless_default(name: str, value: object, method: Method) -> None:
+def _refuse_unless_default(values: Mapping[str, object], method: Method) -> None:
     known = all_settings()
-    if name not in known:
-        shared = RunSettings.fields()
-        in_a_table = any(full.endswith(f".{name}") for full in shared)
-        raise unknown(name, shared if in_a_table else known)
-    is_bool = known[name].annotation is bool
-    if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
-        raise SettingsError(
-            f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
-        )
+    for name, value in values.items():
+        if name not in known:
+            shared = RunSettings.fields()
+            in_a_table = any(full.endswith(f".{name}") for full in shared)
+            raise unknown(name, shared if in_a_table else known)
+        is_bool = known[name].annotation is bool
+        if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
+            raise SettingsError(
+                f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
+            )
 
 
 def _text(name: str, value: object) -> str:
