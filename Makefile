@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu clean
+.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -53,7 +53,7 @@ proto-check: install ## check that the committed generated code matches the .pro
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
-reference: install ## write docs/reference.md and flwr's run config from the declarations in the code
+reference: install ## write the settings, the methods' pages and flwr's run config from the declarations
 	$(BIN)/python -m fedhet.config.reference
 
 # uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
@@ -102,6 +102,17 @@ bench: install   ## run the benchmarks; prints ratios
 
 gpu: install     ## measurements on an accelerator, in parts of a few minutes
 	$(BIN)/python -m benchmarks.gpu
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs ## build the pages of docs/ as a site, in build/docs/index.html; a dead link fails
+	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
+	@echo build/docs/index.html
+
+docs-links: $(VENV)/.docs ## ask for the addresses of the web that the pages link to
+	$(BIN)/sphinx-build -b linkcheck docs build/links
 
 clean:           ## remove what the build and the runs left, except .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -24,7 +24,7 @@ from fedhet.training import evaluate
 
 NAMES = [info.name for info in models.WITHOUT_GRADIENTS.values()]
 
-# The example of the README.
+# The example of docs/models.md.
 NEAREST_MEAN = """
     import numpy as np
 
@@ -198,11 +198,11 @@ def test_a_model_that_draws_from_global_state_is_fitted_the_same_again(own, draw
     assert torch.equal(one, fitted(name, *drawn()))
 
 
-def test_the_readmes_example_is_the_one_above():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_example_of_the_docs_is_the_one_above():
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     assert textwrap.dedent(NEAREST_MEAN).split() in [
         block.split("```")[0].removeprefix("# mymodels.py").split()
-        for block in readme.split("```python\n")
+        for block in page.split("```python\n")
     ]
 
 

@@ -1,4 +1,4 @@
-"""A method in a package of its own: the one in CONTRIBUTING.md, as it stands there."""
+"""A method in a package of its own: the one in docs/own-method.md, as it stands there."""
 
 import json
 import os
@@ -20,9 +20,9 @@ QUICK += ["--set", "max-samples=200", "--set", "min-samples=20", "--set", "proto
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
     """A folder with the package `mymethods`, as if its author had pasted the page."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "own-method.md").read_text()
     code = re.search(r"```python\n(# mymethods/prototypes\.py\n.*?)```", page, re.DOTALL)
-    assert code, "CONTRIBUTING.md shows no mymethods/prototypes.py"
+    assert code, "docs/own-method.md shows no mymethods/prototypes.py"
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "mymethods").mkdir()
     (folder / "mymethods" / "prototypes.py").write_text(code[1])

@@ -1,4 +1,4 @@
-"""A method is a declaration, a file for each half, a test and a row in the README: all agree.
+"""A method is a declaration, a file for each half, a test and a page: all agree.
 
 And the rooms of the code: what is where, and which imports which.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from fedhet.config.reference import reference
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, to_flower
 from fedhet.errors import SettingsError
@@ -29,16 +28,6 @@ DECLARATION = "fedhet.methods."
 MODULES_OF = {name: name.replace("-", "_") for name in method_names()}
 
 
-def row_of(name: str, text: str) -> str:
-    """Return a method's row in the text of the README; fails with the row that is missing."""
-    rows = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
-    module = MODULES_OF[name]
-    row = f"| `{name}` | … | [strategies/{module}.py](fedhet/strategies/{module}.py) | …"
-    assert rows, f"README.md, table of methods: the row of '{name}' is missing: {row}"
-    assert len(rows) == 1, f"README.md, table of methods: '{name}' has {len(rows)} rows"
-    return rows[0]
-
-
 @pytest.mark.parametrize("name", method_names())
 def test_a_method_is_whole(name):
     method = find_method(name)
@@ -51,19 +40,6 @@ def test_a_method_is_whole(name):
     assert method.spec.title
     assert method.spec.paper
     assert method.table == name
-    row = row_of(name, (ROOT / "README.md").read_text())
-    assert f"strategies/{module}.py" in row
-    assert f"clients/{module}.py" in row
-
-
-def test_a_forgotten_row_is_named_with_its_file():
-    text = (ROOT / "README.md").read_text()
-    without = "\n".join(line for line in text.splitlines() if not line.startswith("| `um-pfssl`"))
-    with pytest.raises(AssertionError) as caught:
-        row_of("um-pfssl", without)
-    said = str(caught.value).splitlines()[0]
-    for part in ("README.md", "'um-pfssl' is missing", "fedhet/strategies/um_pfssl.py"):
-        assert part in said
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -131,20 +107,6 @@ def test_no_two_tables_of_settings_have_one_name():
 def test_pyproject_lists_every_setting_for_flower():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert flatten(listed) == to_flower(defaults()), "run: make reference"
-
-
-def test_the_reference_page_is_that_of_the_code():
-    page = (ROOT / "docs" / "reference.md").read_text()
-    assert page == reference(), "run: make reference"
-
-
-def test_the_documents_have_no_gaps_and_no_dead_links():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        text = page.read_text()
-        assert not re.search(r"\b[A-Z]+_(RESULTS|TABLE|NOTE)\b|TODO|FIXME", text), page
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_setting_has_a_line_of_help():

@@ -69,8 +69,8 @@ def models_command() -> None:
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
     console.print(listing("model", "family", "what it is", "source", rows=rows))
     console.print(
-        "A model of your own: a name with a colon, `package.module:function`; see the README. A "
-        "pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
+        "A model of your own: a name with a colon, `package.module:function`; see docs/models.md. "
+        "A pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
     )
 
 

@@ -1,7 +1,9 @@
 """Generates files from the declarations in the code.
 
-docs/reference.md: every setting and every field of a message. pyproject.toml: the default run
-config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes both.
+docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's settings, and the
+fields of its messages. README.md and docs/methods.md: the list of methods. pyproject.toml: the
+default run config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes
+them all. Of a page that people write too, it writes what stands between BEGIN and END.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pydantic.fields import FieldInfo
 from fedhet.config.sources import defaults, to_flower
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
+from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import kebab, nest, plain, takes
 from fedhet.settings.text import as_text
@@ -31,30 +34,83 @@ Made from the declarations in the code by `make reference`; not written by hand.
 On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flwr run` by
 `--run-config`.
 """
+FOOT = """
+The settings of a method are on its page, from the [list of methods](methods.md).
+"""
 
+BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
 FIELD_COLUMNS = ("field", "type", "what it is")
 
 
-def reference() -> str:
-    """Return the reference page as Markdown."""
-    parts = [HEAD, _settings(RunSettings.fields()), "\n## Methods\n"]
-    parts += [_method(find_method(name)) for name in sorted(shipped_names())]
-    return "\n".join(parts)
+METHOD_COLUMNS = ("method", "what it does", "it needs")
+
+
+def reference(root: Path) -> dict[Path, str]:
+    """Return the text of every page that is made from the code, by its path in the project."""
+    methods = [find_method(name) for name in sorted(shipped_names())]
+    docs = root / "docs"
+    parts = {
+        root / "README.md": _index(methods, "docs/methods/"),
+        docs / "methods.md": _index(methods, "methods/"),
+        **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
+    }
+    settings = f"{HEAD}\n{_settings(RunSettings.fields())}{FOOT}"
+    return {docs / "reference.md": settings} | {
+        path: _with_part(path, part) for path, part in parts.items()
+    }
+
+
+def _with_part(path: Path, part: str) -> str:
+    """Return the text of a page, which may be new, with its generated part."""
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# {path.stem}\n\n{BEGIN}{END}\n"
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{part}\n{END}{rest.partition(END)[2]}"
+
+
+def _index(methods: Iterable[Method], folder: str) -> str:
+    rows = [
+        (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, needs(method.spec))
+        for method in methods
+    ]
+    return _table(METHOD_COLUMNS, rows)
+
+
+def needs(spec: MethodSpec) -> str:
+    """Return in words what data and models a method needs."""
+    needed = {
+        "public data": spec.needs_public,
+        "unlabelled samples of the clients": spec.needs_unlabelled,
+        "one architecture": spec.one_model,
+        "a simulation": spec.simulation_only,
+    }
+    return ", ".join(name for name, holds in needed.items() if holds)
 
 
 def _method(method: Method) -> str:
-    spec = method.spec
-    parts = [
-        f"### {method.name}\n",
-        f"{spec.title[0].upper()}{spec.title[1:]}. {spec.paper}.",
-        f"Headline: the {spec.headline} protocol. {default_models(method)} {defences(method)}\n",
+    spec, module = method.spec, method.name.replace("-", "_")
+    halves = [
+        f"[{room}/{module}.py](../../fedhet/{room}/{module}.py)"
+        for room in ("methods", "strategies", "clients")
     ]
-    if method.settings():
-        parts.append(_settings(method.settings()))
-    parts.append(_fields("The server sends", spec.instructions))
-    parts.append(_fields("A client sends", spec.replies))
+    parts = [
+        f"{spec.title[0].upper()}{spec.title[1:]}. {_needs_line(spec)}"
+        f"Headline: the {spec.headline} protocol.\n",
+        f"{default_models(method)}\n",
+        f"{defences(method)}\n",
+        f"The code: {', '.join(halves)}.\n",
+        "## What travels\n",
+        _fields("The server sends", spec.instructions),
+        _fields("A client sends", spec.replies),
+        "## Settings\n",
+        _settings(method.settings()) if method.settings() else "None of its own.\n",
+        "Those of every run are in the [reference](../reference.md).",
+    ]
     return "\n".join(parts)
+
+
+def _needs_line(spec: MethodSpec) -> str:
+    return f"It needs {needed}. " if (needed := needs(spec)) else ""
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
@@ -125,7 +181,8 @@ def with_run_config(pyproject: str) -> str:
 
 
 def _write() -> None:
-    Path("docs/reference.md").write_text(reference(), encoding="utf-8")
+    for path, text in reference(Path()).items():
+        path.write_text(text, encoding="utf-8")
     project = Path("pyproject.toml")
     project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -1,0 +1,96 @@
+"""Pages: each in a list, without dead links; what is made from the code is as the code has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedhet.config.reference import reference
+from fedhet.methods.registry import find_method, shipped_names
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md")
+PAGES = [*(ROOT / name for name in OUTSIDE), *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^ *```(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    found: dict[str, int] = {}
+    for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug + (f"-{n}" if n else "") for slug, most in found.items() for n in range(most + 1)}
+
+
+def listed(page: Path) -> set[Path]:
+    """The pages in the toctrees of a page, and of those in them."""
+    blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    names = [line for block in blocks for line in block.splitlines() if line and line[0] != ":"]
+    found = {(page.parent / name).with_suffix(".md") for name in names}
+    return found.union(*(listed(each) for each in found))
+
+
+def test_every_page_stands_in_a_list_once():
+    index = DOCS / "index.md"
+    assert listed(index) | {index} == set(DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_has_no_gaps_and_no_dead_links(page):
+    text = prose(page)
+    assert not re.search(r"\b[A-Z]+_(RESULTS|TABLE|NOTE)\b|TODO|FIXME", text)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+        if DOCS in page.parents:  # what the site can show: a page, or a file to load
+            assert found.is_file(), target
+            assert DOCS in found.resolve().parents or found.suffix != ".md", target
+
+
+# --- what is made from the code ---------------------------------------------------------------
+
+
+def test_the_pages_are_those_of_the_code():
+    stale = [path for path, text in reference(ROOT).items() if path.read_text() != text]
+    assert not stale, "run: make reference"
+
+
+def test_a_stale_part_is_replaced_and_what_people_wrote_stays():
+    page = ROOT / "README.md"
+    before, begin, rest = page.read_text().partition("<!-- Made by `make reference` from here -->")
+    made, end, after = rest.partition("<!-- to here -->")
+    assert begin
+    assert end
+    text = reference(ROOT)[page]
+    assert text == before + begin + made + end + after
+    for name in shipped_names():
+        row = rf"^\| \[`{name}`\]\(docs/methods/{name}\.md\) \| \S"
+        assert len(re.findall(row, made, re.MULTILINE)) == 1, name
+
+
+@pytest.mark.parametrize("name", sorted(shipped_names()))
+def test_a_method_has_a_page_with_its_paper_and_what_holds(name):
+    """Title and what holds are written by hand; settings and fields come from the declaration."""
+    text = " ".join((DOCS / "methods" / f"{name}.md").read_text().replace("*", "").split())
+    by_hand = text.partition("<!-- Made")[0]
+    method = find_method(name)
+    authors, _, title = method.spec.paper.rpartition(", ")
+    for words in (authors.split(",")[0].split(" ")[0], " ".join(title.split()[:3])):
+        assert words.lower() in by_hand.lower(), words
+    assert "## What holds" in text.partition("<!-- to here -->")[2]
+    fields = (*method.spec.instructions.fields, *method.spec.replies.fields)
+    for said in (*method.settings(), *(field.name for field in fields)):
+        assert f"| `{said}` |" in text
