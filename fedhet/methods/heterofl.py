@@ -66,7 +66,7 @@ REPLIES = Contract(
 )
 SPEC = MethodSpec(
     title="sub-models of several widths, averaged where they overlap",
-    paper="Diao et al., HeteroFL: Federated Learning for Heterogeneous Clients",
+    paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
     settings=HeteroFlSettings,
     sizes=part_sizes,
