@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links clean
+.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links notebook clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -113,6 +113,9 @@ docs: $(VENV)/.docs ## build the pages of docs/ as a site, in build/docs/index.h
 
 docs-links: $(VENV)/.docs ## ask for the addresses of the web that the pages link to
 	$(BIN)/sphinx-build -b linkcheck docs build/links
+
+notebook: install ## run examples/fedhet.ipynb, and store its outputs in it
+	OMP_NUM_THREADS=1 $(BIN)/python tests/test_notebook.py
 
 clean:           ## remove what the build and the runs left, except .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

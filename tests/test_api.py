@@ -348,19 +348,3 @@ def test_progress_in_a_notebook(monkeypatch):
     assert "accuracy (common) 0.5000" in page.shown[2]
     assert "client &lt;i&gt;x" in page.shown[3]
     assert page.shown[4].endswith("(1.5 s)<br>note: client &lt;i&gt;x&lt;/i&gt;")
-
-
-def test_the_example_notebook_runs(monkeypatch, tmp_path, capsys):
-    """Its code cells, in one namespace; a kernel would add nothing but the display."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    content = json.loads((ROOT / "examples" / "fedhet.ipynb").read_text())
-    cells = ["".join(c["source"]) for c in content["cells"] if c["cell_type"] == "code"]
-    assert not any(c.get("outputs") for c in content["cells"])
-    namespace: dict[str, object] = {}
-    with without_figures():
-        for cell in cells:
-            exec(compile(cell, "fedhet.ipynb", "exec"), namespace)
-    assert namespace["felo"].accuracy > 0.3
-    assert namespace["felo"].accuracy == fedhet.load(namespace["felo"].directory).accuracy
-    assert namespace["card"].exists()
