@@ -19,6 +19,7 @@ from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import line_display
 from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.status import StatusFile
 from fedhet.runs.trackers import trackers_of
 from fedhet.wire.identity import is_name
 
@@ -86,7 +87,7 @@ def components(
     `begun`, `deployed`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is
     the store of the run's data in this process, None: a new one.
     """
-    every = [*watchers, *trackers_of(config)]
+    every = [*watchers, *trackers_of(config), StatusFile(directory).progress]
     log = RunLog(config, directory, workers=workers, watchers=every, begun=begun, deployed=deployed)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     server = FederationServer(config, log, manager or SimpleClientManager(), data)

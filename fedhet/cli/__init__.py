@@ -27,6 +27,7 @@ from fedhet.cli.show import (
     settings_command,
 )
 from fedhet.cli.use import export_command, predict_command
+from fedhet.cli.watch import sites_command, status_command, watch_command
 from fedhet.engines.ray.connection import is_starting
 from fedhet.errors import FedhetError
 from fedhet.version import __version__
@@ -43,10 +44,13 @@ app.command("sweep", cls=Command)(sweep_command)
 app.command("table", cls=Command)(table_command)
 app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
+app.command("status", cls=Command)(status_command)
+app.command("watch", cls=Command)(watch_command)
 app.command("predict", cls=Command)(predict_command)
 app.command("export", cls=Command)(export_command)
 app.command("certs", cls=Command)(certs_command)
 app.command("register", cls=Command)(register_command)
+app.command("sites", cls=Command)(sites_command)
 app.command("submit", cls=Command)(submit_command)
 app.command("deploy-local", cls=Command)(deploy_local_command)
 app.command("methods", cls=Command)(methods_command)

@@ -62,7 +62,7 @@ def register_command(
     """
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
-    with _connected(server, ca) as connection:
+    with connected(server, ca) as connection:
         for key in keys:
             known = name or key.name.removesuffix(".pub")
             new = connection.register(key, known)
@@ -89,12 +89,13 @@ def submit_command(
     from fedhet.deployment.flower_cli import submit
 
     chosen = resolve(values)
-    with _connected(server, ca) as connection:
+    with connected(server, ca) as connection:
         submit(chosen, connection, say)
 
 
 @contextlib.contextmanager
-def _connected(server: str, ca: Path) -> Iterator[Connection]:
+def connected(server: str, ca: Path) -> Iterator[Connection]:
+    """Yield a connection to a server, whose configuration goes with it."""
     from fedhet.deployment.flower_cli import Connection
 
     with tempfile.TemporaryDirectory(prefix="fedhet-") as home:

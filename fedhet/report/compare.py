@@ -26,7 +26,7 @@ from fedhet.report.groups import (
     group_runs,
     load_all,
 )
-from fedhet.report.page import write_comparison_page
+from fedhet.report.page import render_comparison
 from fedhet.report.paired import Difference, Pair, pair_groups
 from fedhet.report.run import Run
 from fedhet.report.tables import PAIRED, TAIL_OF, comparison_cells, markdown, paired_cells, plain
@@ -122,11 +122,17 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     page = drawings(comparison)
     own = page[len(page) - len(comparison.figures) :]
     pngs = [figure.write(Folder(out)) for figure in (overview(comparison), *own)]
-    html = write_comparison_page(comparison, page, out / "compare.html")
+    html = write_text(out / "compare.html", render_comparison(comparison, page))
     markdown = write_text(out / "compare.md", to_markdown(comparison))
     numbers = to_json(to_dict(comparison), indent=1, inf_nan_mode="null").decode()
     data = write_text(out / "compare.json", numbers + "\n")
     return [*pngs, html, markdown, data]
+
+
+def comparison_page(dirs: Sequence[Path | str]) -> str:
+    """Return the page of a comparison of runs; nothing is written. Raises as `compare` does."""
+    found = compare(dirs)
+    return render_comparison(found, drawings(found))
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -124,7 +124,7 @@ def find_runs(folders: Sequence[Path | str]) -> list[Path]:
     """Return the runs' directories: those given, or those one or two levels below."""
     found: dict[Path, Path] = {}
     for folder in map(Path, folders):
-        runs = _runs_below(folder)
+        runs = runs_below(folder)
         if not runs:
             raise StateError(f"{folder}: neither a run's directory nor a parent of one")
         for run in runs:
@@ -132,7 +132,8 @@ def find_runs(folders: Sequence[Path | str]) -> list[Path]:
     return list(found.values())
 
 
-def _runs_below(folder: Path) -> list[Path]:
+def runs_below(folder: Path) -> list[Path]:
+    """Return the run's directory that a folder is, or those one or two levels below it."""
     if (folder / "config.toml").is_file():
         return [folder]
     near = {path.parent for path in folder.glob("*/config.toml")}

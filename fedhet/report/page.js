@@ -5,6 +5,7 @@
 function sortable(table) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
   heads.forEach((head, column) => {
+    if (!head.textContent) return;
     const button = document.createElement("button");
     button.type = "button";
     button.append(...head.childNodes);

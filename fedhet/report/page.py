@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -57,11 +58,11 @@ def write_page(run: Run) -> Path:
 
 def render(template: str, **content: object) -> str:
     """Return a page of this package's templates."""
-    return _environment().get_template(template).render(**content)
+    return _environment().get_template(template).render({"live": None} | content)
 
 
-def render_run(run: Run) -> str:
-    """Return the page of one run."""
+def render_run(run: Run, live: Mapping[str, object] | None = None) -> str:
+    """Return the page of one run; `live`: where a page that is served finds the run's status."""
     own = run.figures
     over_rounds = [name for name in own if own[name].nunique() > 1]
     return render(
@@ -81,13 +82,14 @@ def render_run(run: Run) -> str:
         recalls=recall_cells(run),
         away=away_lines(run),
         command=_command(run),
+        live=live,
     )  # fmt: skip
 
 
-def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], target: Path) -> Path:
-    """Write the page of a comparison and return its path."""
+def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
+    """Return the page of a comparison."""
     shared, differing = _settings(comparison)
-    html = render(
+    return render(
         "comparison.html",
         title="Comparison",
         comparison=comparison,
@@ -101,7 +103,6 @@ def write_comparison_page(comparison: Comparison, panels: Sequence[Drawing], tar
         shared=shared,
         differing=differing,
     )  # fmt: skip
-    return write_text(target, html)
 
 
 def _environment() -> Environment:
@@ -118,6 +119,7 @@ def _environment() -> Environment:
     shown = (human_bytes, human_seconds, lowest, percent, plural, score, as_text, spans)
     environment.filters |= {function.__name__: function for function in shown}
     environment.filters["where"] = _where
+    environment.filters["key"] = lambda value: "" if math.isnan(value) else repr(float(value))
     environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}
     return environment
 

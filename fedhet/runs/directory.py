@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -23,6 +25,10 @@ from fedhet.wire.identity import is_name
 
 MOST_BYTES = 2**16
 """A longer run.json is refused."""
+LOCK = "run.lock"
+"""The file that a run's process locks."""
+LOCK_PAUSES = (0.05, 0.05, 0.0)
+"""Seconds after each try to lock it: who asks for a run's status has it locked for a moment."""
 WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
 """The folders of a run's directory that hold models: most of what it takes on disk."""
 
@@ -54,13 +60,29 @@ def claimed(directory: Path) -> IO[str]:
     Raises StateError if another process has locked the run, or if a link lies in its directory.
     """
     refuse_links(directory)
-    file = os.fdopen(Folder(directory).open("run.lock", os.O_RDWR), "r+")
+    file = os.fdopen(Folder(directory).open(LOCK, os.O_RDWR), "r+")
+    for pause in LOCK_PAUSES:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        time.sleep(pause)
+    file.close()
+    raise StateError(f"the run in {directory} is still running in another process")
+
+
+def is_claimed(directory: Path) -> bool:
+    """Return whether a process has locked the run in a directory: it is under way."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        file.close()
-        raise StateError(f"the run in {directory} is still running in another process") from None
-    return file
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def check_same(config: Config, directory: Path) -> None:

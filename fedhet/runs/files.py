@@ -95,19 +95,19 @@ def _in_order(records: dict[int, RoundRecord]) -> list[RoundRecord]:
 
 def read_summary(path: Path) -> Summary | None:
     """Return the summary of a run, or None if there is none yet. Raises StateError."""
-    return _read_json(path, Summary) if path.exists() else None
+    return read_validated(path, Summary) if path.exists() else None
 
 
 def read_origin(path: Path) -> Origin:
     """Return how a run was started; simulated, if its file is not there. Raises StateError."""
-    return _read_json(path, Origin) if path.exists() else Origin()
+    return read_validated(path, Origin) if path.exists() else Origin()
 
 
 def read_partition(path: Path) -> Partition | None:
     """Return the label distribution, or None if it is not known. Raises StateError."""
     if not path.exists():
         return None
-    found = _read_json(path, Partition)
+    found = read_validated(path, Partition)
     for client, row in found.counts.items():
         if len(row) != len(found.classes):
             raise StateError(
@@ -130,7 +130,8 @@ def reading(path: Path) -> Iterator[None]:
         raise StateError(f"{path}: unreadable: {error}") from None
 
 
-def _read_json(path: Path, schema: type[T]) -> T:
+def read_validated(path: Path, schema: type[T]) -> T:
+    """Return what a JSON file holds, of a schema. Raises StateError that names file and field."""
     with reading(path):
         content = read_json(path)
     return _validated(schema, content, str(path))

@@ -27,6 +27,9 @@ COLOURS = {
     State.WAITING: "dim",
     State.DONE: "green",
     State.NOT_ASKED: "dim",
+    State.RESTING: "dim",
+    State.EXCLUDED: "red",
+    State.AWAY: "dim",
 }
 LEAST_ROWS = 3
 """The least number of clients in view; on a lower terminal the notices give way."""

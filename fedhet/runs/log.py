@@ -60,6 +60,9 @@ class Watcher:
     ) -> None:
         """The run has started; `models` maps client names to models."""
 
+    def set_aside(self, clients: Mapping[str, str]) -> None:
+        """Clients that the next round leaves out, each "resting", "excluded" or "away"."""
+
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """A round has started; `asked` are its clients."""
 
@@ -225,11 +228,14 @@ class RunLog:
         training = self.training | {client.name: client.training for client in found}
         self.models, self.training = dict(sorted(models.items())), dict(sorted(training.items()))
 
-    def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Notify watchers of the start of a round."""
+    def round_started(
+        self, number: int, asked: Sequence[str], aside: Mapping[str, str] | None = None
+    ) -> None:
+        """Notify watchers of the start of a round, and of the clients that it leaves out."""
         if math.isnan(self._seconds.start):
             self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
+            watcher.set_aside(aside or {})
             watcher.round_started(number, asked)
         with self._queue_lock:
             first, self._queue = [*asked[: self.workers]], [*asked[self.workers :]]

@@ -17,12 +17,14 @@ from statistics import fmean
 from fedhet.config.resolve import Config
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score, Summary
-from fedhet.runs.units import human_bytes, natural, plural, position
+from fedhet.runs.units import human_bytes, human_seconds, natural, plural, position
 
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
 MOST_NOTICES = 6
 """How many of the last notices a display keeps in view."""
+MOST_NAMES = 10
+"""How many clients of one state a line names."""
 
 
 class State(IntEnum):
@@ -33,6 +35,11 @@ class State(IntEnum):
     WAITING = 2
     DONE = 3
     NOT_ASKED = 4
+    RESTING = 5
+    """It is asked only now and then, since it was silent."""
+    EXCLUDED = 6
+    AWAY = 7
+    """It has joined before, and is not connected."""
 
     @property
     def words(self) -> str:
@@ -53,9 +60,15 @@ class ClientProgress:
     """For how long it trained when it last answered; see `Progress.seconds_of`."""
     began: float = NAN
     """When it began to train."""
+    line: str = ""
+    """Its last answer, or why there was none."""
 
 
 def _show_nothing(line: str) -> None:
+    pass
+
+
+def _unwatched() -> None:
     pass
 
 
@@ -69,9 +82,13 @@ class Progress(Watcher):
         self,
         show: Callable[[str], None] = _show_nothing,
         clock: Callable[[], float] = time.monotonic,
+        changed: Callable[[], None] = _unwatched,
     ) -> None:
-        """`show` is called after each event of the run with its line, or ""; not for clients'."""
-        self._show, self._clock = show, clock
+        """`show` is called after each event of the run with its line, or ""; not for clients'.
+
+        `changed` is called after every event.
+        """
+        self._say, self._clock, self._changed = show, clock, changed
         self.phase = "starting"
         """What the run waits for before its first round."""
         self.title = ""
@@ -100,6 +117,7 @@ class Progress(Watcher):
         self._began = NAN
         """When the current round began; NaN between two rounds."""
         self._durations: list[float] = []
+        self._aside: dict[str, State] = {}
 
     # The run's events.
 
@@ -118,6 +136,10 @@ class Progress(Watcher):
         self.clients = {name: ClientProgress(name, model) for name, model in models.items()}
         self._show(f"{self.title} -> {directory}")
 
+    def set_aside(self, clients: Mapping[str, str]) -> None:
+        """Take note of the clients that the next round leaves out, and why."""
+        self._aside = {name: State[why.upper()] for name, why in clients.items()}
+
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Begin a round with the clients `asked`, which wait for their turn."""
         self.round, self.asked, self._began = number, len(asked), self._clock()
@@ -125,7 +147,9 @@ class Progress(Watcher):
         chosen, all_clients = {*asked}, {**self.clients, **new}
         self.clients = {
             name: replace(
-                client, state=State.WAITING if name in chosen else State.NOT_ASKED, began=NAN
+                client,
+                state=State.WAITING if name in chosen else self._aside.get(name, State.NOT_ASKED),
+                began=NAN,
             )
             for name, client in all_clients.items()
         }
@@ -134,12 +158,15 @@ class Progress(Watcher):
     def client_started(self, client: str) -> None:
         """Mark a client as training."""
         self._change(client, state=State.TRAINING, began=self._clock())
+        self._changed()
 
     def client_answered(self, client: str, error: str) -> None:
         """Mark a client as done or failed."""
         seconds = self.seconds_of(self.clients[client]) if client in self.clients else NAN
         state = State.FAILED if error else State.DONE
-        self._change(client, state=state, seconds=seconds, began=NAN)
+        line = f"round {self.round}: {error or 'answered'}"
+        self._change(client, state=state, seconds=seconds, began=NAN, line=line)
+        self._changed()
 
     def round_finished(self, record: RoundRecord) -> None:
         """Take over a round's results; a client without an accuracy keeps the one it had."""
@@ -147,8 +174,9 @@ class Progress(Watcher):
         self.bytes_moved += record.bytes_up + record.bytes_down
         self._durations.append(record.seconds.total)
         self._began = NAN
-        for name in record.failed:
-            self._change(name, state=State.FAILED, began=NAN)
+        for name, reason in record.failed.items():
+            line = f"round {record.round}: {reason}"
+            self._change(name, state=State.FAILED, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
         _, kinds = shown_scores(record, self.protocol)
@@ -170,6 +198,10 @@ class Progress(Watcher):
         self._show(duration(summary))
 
     # What a display asks.
+
+    def _show(self, line: str) -> None:
+        self._say(line)
+        self._changed()
 
     def _change(self, name: str, **changes: object) -> None:
         if name in self.clients:
@@ -201,6 +233,16 @@ class Progress(Watcher):
         spent = min(self._clock() - self._began, self.seconds_a_round)
         return (self.rounds - self.round + 1) * self.seconds_a_round - spent
 
+    def in_words(self) -> str:
+        """Return the round's clients by what they do: "round 3 of 20: done a · training b, c"."""
+        names: dict[State, list[str]] = {}
+        for client in sorted(self.clients.values(), key=lambda c: natural(c.name)):
+            names.setdefault(client.state, []).append(client.name)
+        parts = [f"{state.words} {_first(names[state])}" for state in State if state in names]
+        left = self.seconds_left
+        parts += [f"about {human_seconds(left)} left"] if math.isfinite(left) else []
+        return f"round {self.round} of {self.rounds}: {' · '.join(parts)}"
+
     def in_view(self, room: int) -> list[ClientProgress]:
         """Return the clients to show in `room` rows: all if they fit.
 
@@ -218,6 +260,12 @@ class Progress(Watcher):
         chosen = {c.name: c for c in turns if c is not None}
         shown = list(chosen.values())[: max(room, 0)]
         return sorted(shown, key=lambda c: (c.state, _last(c.accuracy), natural(c.name)))
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _last(value: float) -> float:

@@ -55,7 +55,13 @@ class ClientHealth:
 
     def rests(self, round: int, name: str) -> bool:
         """Return whether a client is not asked in a round as long as there are others."""
-        return self._is_aside(name) or self._rests(round, name)
+        return bool(self.left_out(round, name))
+
+    def left_out(self, round: int, name: str) -> str:
+        """Return why a client is not asked in a round: "excluded", "resting", or ""."""
+        if self._is_aside(name):
+            return "excluded"
+        return "resting" if self._rests(round, name) else ""
 
     def enter(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]

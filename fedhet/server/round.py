@@ -95,6 +95,13 @@ class RoundState:
         """Record the clients that have joined before and are not connected."""
         self.record.absent = sorted(names)
 
+    def aside(self, names: Collection[str]) -> dict[str, str]:
+        """Return why each client that is not asked, of `names` and of the absent, is left out."""
+        number, asked = self.record.round, {*self.record.asked}
+        found = {name: self.health.left_out(number, name) for name in names if name not in asked}
+        away = dict.fromkeys(self.record.absent, "away")
+        return {name: why for name, why in (found | away).items() if why}
+
     def received(self, size: int) -> None:
         """Count the bytes of a message from a client."""
         with self._lock:

@@ -194,7 +194,7 @@ class HetStrategy(Strategy):
         eligible = self.state.health.eligible(server_round, self.members)
         selection = self.select(server_round, [self.members[name].info for name in eligible])
         self.state.ask(selection)
-        self.log.round_started(server_round, selection.names)
+        self.log.round_started(server_round, selection.names, self.state.aside(self.members))
         at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
         evaluated = selection.training if at_once else ()
         asked = [self.members[name] for name in selection.names]

@@ -1,0 +1,232 @@
+"""The pages of runs, served on this machine alone while the runs go on.
+
+A page asks for the status of its run every two seconds, and is loaded again after each round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from fedhet.errors import FedhetError, SettingsError, StateError
+from fedhet.report.compare import comparison_page
+from fedhet.report.groups import runs_below
+from fedhet.report.page import render, render_run
+from fedhet.report.run import Run, load_run
+from fedhet.runs.records import NAN
+from fedhet.runs.status import Status, read_status
+from fedhet.runs.units import natural
+
+HOST = "127.0.0.1"
+MOST_PAGES = 32
+"""How many runs' pages and records are kept in memory."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in the list of runs; NaN is what is not known yet."""
+
+    name: str
+    link: str
+    method: str = ""
+    dataset: str = ""
+    stage: str = ""
+    done: int = 0
+    planned: int = 0
+    clients: int = 0
+    mean: float = NAN
+    worst: float = NAN
+    bytes: float = NAN
+    seconds: float = NAN
+    seed: str = ""
+    started: str = ""
+    fault: str = ""
+    """Why it cannot be read."""
+
+
+@contextlib.contextmanager
+def serve(folder: Path, port: int = 0) -> Iterator[str]:
+    """Serve the pages of the run or the runs in `folder` until the block ends; yield the address.
+
+    Raises SettingsError if the port is taken, StateError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise StateError(f"{folder}: no such folder")
+    handler = type("Pages", (_Handler,), {"pages": Pages(folder)})
+    try:
+        server = ThreadingHTTPServer((HOST, port), handler)
+    except OSError as error:
+        raise SettingsError(f"'--port {port}': {error.strerror}; 0 takes any free port") from None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://{HOST}:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Pages:
+    """The pages by their paths: / lists the runs, /run/NAME is one, /compare?run=NAME several."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.single = (folder / "config.toml").exists()
+        """Whether the folder is itself a run's."""
+
+    def page(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
+        """Return a page and its type. Raises KeyError if there is none, FedhetError."""
+        head, _, name = path.lstrip("/").partition("/")
+        if head == "status" and name:
+            return json.dumps(self._status(name)), "application/json"
+        if head == "compare":
+            return comparison_page(
+                [self._runs()[each] for each in query.get("run", [])]
+            ), "text/html"
+        if head == "run" and name:
+            return self._run(name), "text/html"
+        if head:
+            raise KeyError(path)
+        return (
+            self._run(self._folder.resolve().name) if self.single else self._list()
+        ), "text/html"
+
+    def _runs(self) -> dict[str, Path]:
+        """Return the runs that are there now, by their names in links."""
+        if self.single:
+            return {self._folder.resolve().name: self._folder}
+        found = runs_below(self._folder)
+        return {str(path.relative_to(self._folder)): path for path in found}
+
+    def _run(self, name: str) -> str:
+        path = self._runs()[name]
+        live = {
+            "status": f"/status/{quote(name)}",
+            "rounds": _rounds(path),
+            "home": not self.single,
+        }
+        try:
+            return render_run(_loaded(path, _version(path)), live)
+        except StateError:
+            if live["rounds"]:
+                raise
+            return render("waiting.html", title=name, live=live)
+
+    def _status(self, name: str) -> dict[str, Any]:
+        path = self._runs()[name]
+        status = read_status(path)
+        return {
+            **status.model_dump(mode="json"),
+            "words": status.in_words,
+            "recorded": _rounds(path),
+        }
+
+    def _list(self) -> str:
+        runs = [_listed(name, path) for name, path in self._runs().items()]
+        runs.sort(key=lambda run: natural(run.name))
+        runs.sort(key=lambda run: run.started, reverse=True)
+        title = f"Runs in {self._folder.name or self._folder}"
+        return render("runs.html", title=title, runs=runs)
+
+
+def _listed(name: str, path: Path) -> Listed:
+    link = f"/run/{quote(name)}"
+    try:
+        status = read_status(path)
+        if not _rounds(path):
+            return Listed(name, link, stage=status.stage, planned=status.rounds)
+        return _of_run(name, link, _loaded(path, _version(path)), status)
+    except FedhetError as error:
+        return Listed(name, link, fault=str(error))
+
+
+def _of_run(name: str, link: str, run: Run, status: Status) -> Listed:
+    last = run.last(*run.columns[0]) if run.columns else None
+    totals = run.totals
+    return Listed(
+        name=name,
+        link=link,
+        method=run.method,
+        dataset=run.dataset,
+        stage=status.stage,
+        done=run.done,
+        planned=run.planned,
+        clients=len(run.clients),
+        mean=last.mean if last else NAN,
+        worst=last.worst if last else NAN,
+        bytes=float(totals["bytes_up"] + totals["bytes_down"]),
+        seconds=float(totals["seconds"]),
+        seed="" if run.seed is None else str(run.seed),
+        started=run.origin.started,
+    )
+
+
+def _version(path: Path) -> tuple[float, ...]:
+    """Return what changes when a run's records do."""
+    found = [path / "metrics.jsonl", path / "summary.json"]
+    return tuple(file.stat().st_mtime_ns if file.exists() else math.nan for file in found)
+
+
+@lru_cache(maxsize=MOST_PAGES)
+def _loaded(path: Path, version: tuple[float, ...]) -> Run:
+    return load_run(path)
+
+
+def _rounds(path: Path) -> int:
+    """Return the number of recorded rounds, counted by their lines."""
+    metrics = path / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    pages: Pages
+
+    def do_GET(self) -> None:
+        """Answer with a page, or with one line that says what is wrong."""
+        if not self._from_here():
+            self._answer(HTTPStatus.FORBIDDEN, "only for this machine", "text/plain")
+            return
+        asked = urlsplit(self.path)
+        try:
+            text, kind = self.pages.page(unquote(asked.path), parse_qs(asked.query))
+        except KeyError:
+            self._answer(HTTPStatus.NOT_FOUND, "no such page: / lists the runs", "text/plain")
+        except (FedhetError, OSError) as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), "text/plain")
+        else:
+            self._answer(HTTPStatus.OK, text, kind)
+
+    def _from_here(self) -> bool:
+        """Return whether the browser asks for this machine by its name.
+
+        Another site's name may lead a browser here, and would then read what is served.
+        """
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        return host in (HOST, "localhost")
+
+    def _answer(self, status: HTTPStatus, text: str, kind: str) -> None:
+        content = text.encode("utf-8", "replace")
+        self.send_response(status)
+        sent = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
+        for name, value in {**sent, **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: a page asks every two seconds."""

@@ -1,0 +1,181 @@
+"""The status of a run under way: status.json, which is written while rounds go on.
+
+Others read it: `fedhet status`, and the pages of `fedhet watch`. Whether the run's process is still
+alive is not in the file, which a killed process could not change; the lock of the run tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from fedhet.disk.folder import write_text
+from fedhet.errors import StateError
+from fedhet.runs.directory import is_claimed
+from fedhet.runs.files import read_validated
+from fedhet.runs.progress import ClientProgress, Progress
+from fedhet.runs.records import NAN, READING, Number, Round, Text
+from fedhet.runs.units import human_bytes, human_seconds, natural, score
+
+FILE = "status.json"
+SECONDS = 1.0
+"""Between two writings of the file, at least."""
+Stage = Literal["starting", "running", "finished", "stopped"]
+"""Of a run; it has stopped if its process has ended before its last round."""
+
+
+class ClientStatus(BaseModel):
+    """A client in the current round; NaN, in the file null, is what is not known."""
+
+    model_config = READING
+
+    name: Text
+    model: Text = ""
+    state: Text = ""
+    """done, failed, training, waiting, not asked, resting, excluded, away."""
+    accuracy: Number = NAN
+    loss: Number = NAN
+    seconds: Number = NAN
+    """For how long it has been training, or trained last."""
+    line: Text = ""
+    """Its last answer, or why there was none."""
+
+    @classmethod
+    def of(cls, client: ClientProgress, seconds: float) -> ClientStatus:
+        """Return the status of a client as a display shows it."""
+        return cls(
+            name=client.name,
+            model=client.model,
+            state=client.state.words,
+            accuracy=client.accuracy,
+            loss=client.loss,
+            seconds=round(seconds, 1),
+            line=client.line,
+        )
+
+
+class Status(BaseModel):
+    """status.json: where a run is, and what its clients do."""
+
+    model_config = READING
+
+    title: Text = ""
+    stage: Stage = "starting"
+    phase: Text = ""
+    """What the run waits for before its first round."""
+    round: Round = 0
+    rounds: Round = 0
+    under_way: bool = False
+    """Whether the round has not ended yet."""
+    seconds_left: Number = NAN
+    bytes: Number = Field(default=0.0, ge=0)
+    """Sent up and down since the process has started, in rounds that have ended."""
+    mean: Number = NAN
+    """The mean accuracy of the last round that was evaluated."""
+    clients: list[ClientStatus] = []
+    notices: list[Text] = []
+    updated: Number = 0.0
+    """When this was written, in seconds since 1970."""
+
+    @classmethod
+    def of(cls, progress: Progress) -> Status:
+        """Return the status of a run that `progress` follows."""
+        everyone = sorted(progress.clients.values(), key=lambda client: natural(client.name))
+        stage: Stage = "running" if progress.round else "starting"
+        return cls(
+            title=progress.title,
+            stage="finished" if progress.summary else stage,
+            phase=progress.phase,
+            round=progress.round,
+            rounds=progress.rounds,
+            under_way=progress.goes_on,
+            seconds_left=progress.seconds_left,
+            bytes=progress.bytes_moved,
+            mean=progress.means[-1] if progress.means else NAN,
+            clients=[ClientStatus.of(each, progress.seconds_of(each)) for each in everyone],
+            notices=list(progress.notices),
+            updated=time.time(),
+        )
+
+    @property
+    def in_words(self) -> str:
+        """Where the run is, in one line."""
+        if self.stage == "starting":
+            return f"starting: {self.phase or 'its clients load data and models'}"
+        parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
+        if math.isfinite(self.mean):
+            parts.append(f"mean accuracy {score(self.mean)}")
+        parts.append(f"{human_bytes(self.bytes)} sent")
+        if self.stage == "running" and math.isfinite(self.seconds_left):
+            parts.append(f"about {human_seconds(self.seconds_left)} left")
+        return " · ".join(parts)
+
+
+class StatusFile:
+    """Writes the status of a run into its directory as it changes, from a thread of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._changed = directory, Repeated(self._write, SECONDS)
+        self.progress = Progress(changed=self._note)
+        """What is to watch the run."""
+
+    def _note(self) -> None:
+        self._changed.note()
+        if self.progress.summary:
+            self._changed.end()
+
+    def _write(self) -> None:
+        # A folder that cannot be written ends the run where its records are written.
+        with contextlib.suppress(StateError, OSError):
+            write_text(self._directory / FILE, Status.of(self.progress).model_dump_json())
+
+
+class Repeated:
+    """Calls a function after changes, at most once in so many seconds, in a thread of its own."""
+
+    def __init__(self, function: Callable[[], None], seconds: float) -> None:
+        self._function, self._seconds = function, seconds
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._calling = threading.Lock()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def note(self) -> None:
+        """Take note of a change."""
+        self._changed.set()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Call the function once more, and no more after that."""
+        self._ended.set()
+        self._changed.set()
+        with self._calling:
+            self._function()
+
+    def _repeat(self) -> None:
+        while self._changed.wait() and not self._ended.is_set():
+            self._changed.clear()
+            with self._calling:
+                if not self._ended.is_set():
+                    self._function()
+            self._ended.wait(self._seconds)
+
+
+def read_status(directory: Path) -> Status:
+    """Return the status of a run, as of now. Raises StateError."""
+    if not (directory / "config.toml").exists():
+        raise StateError(f"{directory} holds no run: it has no config.toml")
+    path = directory / FILE
+    status = read_validated(path, Status) if path.exists() else Status()
+    if (directory / "summary.json").exists():
+        return status.model_copy(update={"stage": "finished", "under_way": False})
+    if not is_claimed(directory):
+        return status.model_copy(update={"stage": "stopped", "seconds_left": math.nan})
+    return status
