@@ -1,5 +1,8 @@
 """Sphinx's configuration: `make docs` builds the site in build/docs."""
 
+from docutils.nodes import SkipNode, math_block
+from docutils.utils.math.latex2mathml import tex2mathml
+
 from fedhet import __version__
 
 project = "fedhet"
@@ -16,6 +19,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "fedhet"
 html_theme_options = {"top_of_page_buttons": []}
@@ -30,6 +34,15 @@ def _plain(app, what, name, obj, options, lines):
     lines[:] = [line.replace("*", r"\*") for line in lines]
 
 
+def _formula(translator, node):
+    """Write a formula as MathML, which browsers show without a script from the web."""
+    tag = "p" if isinstance(node, math_block) else "span"
+    formula = tex2mathml(node.astext(), as_block=tag == "p")
+    translator.body.append(f"<{tag}>{formula}</{tag}>")
+    raise SkipNode
+
+
 def setup(app):
     """Connect what Sphinx calls while it builds."""
+    app.add_html_math_renderer("mathml", (_formula, None), (_formula, None))
     app.connect("autodoc-process-docstring", _plain)
