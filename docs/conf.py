@@ -38,7 +38,7 @@ def _formula(translator, node):
     """Write a formula as MathML, which browsers show without a script from the web."""
     tag = "p" if isinstance(node, math_block) else "span"
     formula = tex2mathml(node.astext(), as_block=tag == "p")
-    translator.body.append(f"<{tag}>{formula}</{tag}>")
+    translator.body.append(f'<{tag} style="overflow-x: auto">{formula}</{tag}>')
     raise SkipNode
 
 
