@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from fedhet.cli import app
 from fedhet.config.reference import reference
 from fedhet.methods.registry import find_method, shipped_names
 
@@ -58,6 +60,14 @@ def test_a_page_has_no_gaps_and_no_dead_links(page):
         if DOCS in page.parents:  # what the site can show: a page, or a file to load
             assert found.is_file(), target
             assert DOCS in found.resolve().parents or found.suffix != ".md", target
+
+
+def test_every_command_is_explained():
+    commands = typer.main.get_command(app).commands
+    page = (DOCS / "commands.md").read_text()
+    rows = re.findall(r"^\| (`fedhet .*?) \|", page, re.MULTILINE)
+    named = set(re.findall(r"`fedhet ([a-z-]+)", " ".join(rows)))
+    assert named == set(commands)
 
 
 # --- what is made from the code ---------------------------------------------------------------
