@@ -20,7 +20,7 @@ install: $(STAMP) ## create the virtual environment, with what the tests need
 demo: install    ## train ten clients with five architectures, and each alone; ends with a table and a report
 	$(BIN)/fedhet run felo --preset demo --against local
 
-test: install lint types proto-check ## run all that CI runs
+test: install lint types proto-check ## run lint, types and tests, as CI does
 	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup
 
 slow: install    ## run the longer tests

@@ -37,12 +37,9 @@ On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flw
 FOOT = """
 The settings of a method are on its page, from the [list of methods](methods.md).
 """
-
 BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
 FIELD_COLUMNS = ("field", "type", "what it is")
-
-
 METHOD_COLUMNS = ("method", "what it does", "it needs")
 
 
@@ -70,13 +67,13 @@ def _with_part(path: Path, part: str) -> str:
 
 def _index(methods: Iterable[Method], folder: str) -> str:
     rows = [
-        (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, needs(method.spec))
+        (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, _needs(method.spec))
         for method in methods
     ]
     return _table(METHOD_COLUMNS, rows)
 
 
-def needs(spec: MethodSpec) -> str:
+def _needs(spec: MethodSpec) -> str:
     """Return in words what data and models a method needs."""
     needed = {
         "public data": spec.needs_public,
@@ -88,17 +85,18 @@ def needs(spec: MethodSpec) -> str:
 
 
 def _method(method: Method) -> str:
-    spec, module = method.spec, method.name.replace("-", "_")
-    halves = [
-        f"[{room}/{module}.py](../../fedhet/{room}/{module}.py)"
+    spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
+    code = [
+        f"[{room}/{file}](../../fedhet/{room}/{file})"
         for room in ("methods", "strategies", "clients")
     ]
+    needed = _needs(spec)
     parts = [
-        f"{spec.title[0].upper()}{spec.title[1:]}. {_needs_line(spec)}"
+        f"{spec.title[0].upper()}{spec.title[1:]}. {f'It needs {needed}. ' if needed else ''}"
         f"Headline: the {spec.headline} protocol.\n",
         f"{default_models(method)}\n",
         f"{defences(method)}\n",
-        f"The code: {', '.join(halves)}.\n",
+        f"The code: {', '.join(code)}.\n",
         "## What travels\n",
         _fields("The server sends", spec.instructions),
         _fields("A client sends", spec.replies),
@@ -107,10 +105,6 @@ def _method(method: Method) -> str:
         "Those of every run are in the [reference](../reference.md).",
     ]
     return "\n".join(parts)
-
-
-def _needs_line(spec: MethodSpec) -> str:
-    return f"It needs {needed}. " if (needed := needs(spec)) else ""
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
