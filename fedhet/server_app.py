@@ -17,8 +17,9 @@ from fedhet.config.resolve import Config, check_deployable, resolve
 from fedhet.config.sources import from_flower
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
-from fedhet.runs.display import line_display
+from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.records import Summary
 from fedhet.runs.status import StatusFile
 from fedhet.runs.trackers import trackers_of
 from fedhet.wire.identity import is_name
@@ -106,21 +107,36 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def server_fn(context: Context) -> ServerAppComponents:
-    """Return the components of a run that `flwr run` started.
+class Reported(Watcher):
+    """Writes a run's page when the run has ended, and prints its table."""
 
-    The app that Flower distributes has no page templates: `fedhet report DIR` writes the report.
-    """
+    def __init__(self, directory: Path, console: Console) -> None:
+        self._directory, self._console = directory, console
+
+    def run_finished(self, summary: Summary) -> None:
+        """Report; what goes wrong with that costs the page, and not the run."""
+        from fedhet import report  # matplotlib and pandas: seconds
+
+        try:
+            run = report.write(self._directory)
+        except Exception as error:
+            self._say(f"no report: {error}; `fedhet report {self._directory}` writes it")
+            return
+        self._console.print(report.final_table(run))
+        self._say(f"report, at the server: {self._directory / 'report.html'}")
+        self._say(f"next, there: fedhet watch {self._directory.parent} shows all runs")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def server_fn(context: Context) -> ServerAppComponents:
+    """Return the components of a run that `flwr run` started."""
     config = resolve(from_flower(context.run_config))
     check_deployable(config)
-    display = line_display(Console(width=160))
-    return components(
-        config,
-        run_directory(config),
-        workers=config.run.clients,
-        watchers=[display],
-        deployed=True,
-    )
+    console, directory = Console(width=160), run_directory(config)
+    shown = [line_display(console), round_lines(console), Reported(directory, console)]
+    return components(config, directory, workers=config.run.clients, watchers=shown, deployed=True)
 
 
 app = ServerApp(server_fn=server_fn)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from federation import run, small
+from interruption import until
 from rich.console import Console
 
-from fedhet.runs.display import line_display
+from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.progress import Progress, State, accuracies_of
@@ -49,9 +50,10 @@ def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, meth
 
 def test_live_shows_every_client(tmp_path):
     seen = []
-    with LiveDisplay(Console(width=120, height=50, force_terminal=True, file=StringIO())) as live:
+    console = Console(width=120, height=50, force_terminal=True, file=StringIO())
+    with LiveDisplay(console) as live:
         run(small(), tmp_path / "run", [live.progress, Recorder(live, seen)])
-    above = "".join(live.progress._show.__self__._console.file.getvalue().split())
+    above = "".join(console.file.getvalue().split())
     assert f"run:{tmp_path}/run" in above  # however long
     begun, done = seen[0], seen[-1]
     # One worker trains one client at a time.
@@ -284,3 +286,15 @@ def test_the_private_models_come_first_and_the_others_after():
         "accuracy (personal) 0.5000 ± 0.1000, worst 0.2500, proxy 0.5000, server 0.5000"
     )
     assert accuracies_of(RoundRecord(1), "common") == "not evaluated"
+
+
+def test_a_line_names_who_answered_is_awaited_rests_or_is_away():
+    said = StringIO()
+    progress = round_lines(Console(width=200, file=said), seconds=0.0)
+    progress.run_started(small(rounds=9), Path("run"), dict.fromkeys("edcba", "mlp"), "digits")
+    progress.set_aside({"d": "resting", "e": "away"})
+    progress.round_started(3, ["a", "b", "c"])
+    progress.client_started("b")
+    progress.client_answered("a", "")
+    until(lambda: "done" in said.getvalue(), 5.0)
+    assert said.getvalue() == "round 3 of 9: training b · waiting c · done a · resting d · away e\n"

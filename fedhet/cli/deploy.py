@@ -36,8 +36,6 @@ def deploy_local_command(
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
     validated(values)
-    from fedhet import report
-    from fedhet.cli.shown import show_run
     from fedhet.config.resolve import resolve
     from fedhet.deployment.local import deploy_local
     from fedhet.server_app import run_directory
@@ -45,7 +43,6 @@ def deploy_local_command(
     chosen = resolve(values)
     directory = run_directory(chosen)
     deploy_local(chosen, directory, keep, say)
-    show_run(report.write(directory))
 
 
 def register_command(

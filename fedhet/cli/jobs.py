@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedhet.engines.environment import for_training, inherited
 from fedhet.engines.simulate import simulate
 from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
+from fedhet.runs.units import human_seconds
 
 T = TypeVar("T")
 RUNS_A_PROCESS = 20
@@ -33,6 +35,14 @@ def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iter
         started = {pool.submit(make, item): item for item in todo}
         for future in as_completed(started):
             yield started[future], future.result()
+
+
+def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
+    """Yield each item as it is done, with how long the others will take at the same pace."""
+    begun = time.monotonic()
+    for number, item in enumerate(items, 1):
+        left = (time.monotonic() - begun) / number * (total - number)
+        yield f"  (about {human_seconds(left)} left)" if number < total else "", item
 
 
 def fault_of(config: Config, directory: Path, watchers: Sequence[Watcher] = ()) -> str:

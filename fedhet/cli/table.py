@@ -13,11 +13,12 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
 
 from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import fault_of, side_by_side
+from fedhet.cli.jobs import counted, fault_of, side_by_side
 from fedhet.cli.listing import listing
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config, resolve
@@ -113,16 +114,16 @@ def _make(
     todo = [run for run in runs if not run.finished]
     count, faults = len(runs), dict[str, str]()
     with _progress() as progress, ending_at_once(lambda: GOES_ON):
-        whole = progress.add_task(label, total=count)
-        progress.update(whole, completed=count - len(todo))
+        whole = progress.add_task(label, total=count, completed=count - len(todo))
         made = _one_by_one(todo, make, progress) if jobs == 1 else side_by_side(todo, jobs, make)
-        for number, (run, fault) in enumerate(made, count - len(todo) + 1):
+        first = count - len(todo) + 1
+        for number, (left, (run, fault)) in enumerate(counted(made, len(todo)), first):
             progress.advance(whole)
             label = f"{run.label}, seed {run.values['seed']}"
             if fault:
                 faults[label] = fault
             if not console.is_terminal:
-                say(f"{number} of {count}  {label}{': ' if fault else ''}{fault}")
+                say(f"{number} of {count}  {label}{': ' if fault else ''}{fault}{left}")
     return faults
 
 
@@ -170,8 +171,11 @@ def _progress() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
+        speed_estimate_period=3600,
         disable=not console.is_terminal,
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import fault_of, jobs_that_fit, side_by_side
+from fedhet.cli.jobs import counted, fault_of, jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
@@ -138,8 +138,9 @@ def train_sweep(
     todo = _to_be_made(runs)
     at_once = jobs or jobs_that_fit(runs[0].config)
     if min(at_once, len(todo)) <= 1:
-        for run in todo:
-            _run(run.config, run.directory, run.label)
+        one_by_one = (_run(run.config, run.directory, run.label) for run in todo)
+        for number, (left, _) in enumerate(counted(one_by_one, len(todo)), 1):
+            say(f"{number} of {len(todo)}{left}")
     else:
         _make_side_by_side(todo, at_once)
     from fedhet import report
@@ -158,8 +159,9 @@ def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
     """
     faults = []
     with ending_at_once(lambda: "the runs that have ended are whole"):
-        for number, (run, fault) in enumerate(side_by_side(runs, jobs, _made), 1):
-            say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}")
+        made = counted(side_by_side(runs, jobs, _made), len(runs))
+        for number, (left, (run, fault)) in enumerate(made, 1):
+            say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}{left}")
             faults += [f"{run.label}: {fault}"] if fault else []
     if faults:
         raise FedhetError(f"{plural(len(faults), 'run')} failed: {'; '.join(faults)}")

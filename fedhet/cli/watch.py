@@ -44,7 +44,7 @@ def status_command(
 
     status = read_status(directory)
     if as_json:
-        say(json.dumps({"directory": str(directory), **status.model_dump(mode="json")}))
+        say(json.dumps({"directory": str(directory), **status.as_json()}))
         return
     _show_status(directory, status)
 

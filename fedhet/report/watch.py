@@ -130,7 +130,7 @@ class Pages:
         path = self._runs()[name]
         status = read_status(path)
         return {
-            **status.model_dump(mode="json"),
+            **status.as_json(),
             "words": status.in_words,
             "recorded": _rounds(path),
         }

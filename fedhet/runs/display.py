@@ -12,8 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from fedhet.runs.live import LiveDisplay
-from fedhet.runs.progress import Progress, accuracies_of
+from fedhet.runs.progress import Progress, State, accuracies_of
+from fedhet.runs.repeated import Repeated
 from fedhet.runs.units import plural, printable
+
+LINE_SECONDS = 10.0
+"""Between two lines on a round that is under way."""
 
 
 @contextlib.contextmanager
@@ -40,6 +44,22 @@ def line_display(console: Console, label: str = "") -> Progress:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     return Progress(show)
+
+
+def round_lines(console: Console, seconds: float = LINE_SECONDS) -> Progress:
+    """Return a progress that says who has answered and who is awaited, in rounds that last.
+
+    At most one line in so many seconds, for the log of a deployment whose sites take minutes.
+    """
+
+    def show() -> None:
+        awaited = progress.count(State.WAITING) + progress.count(State.TRAINING)
+        if progress.goes_on and 0 < awaited < progress.asked:
+            console.print(progress.in_words(), highlight=False, markup=False, soft_wrap=True)
+
+    lines = Repeated(show, seconds)
+    progress = Progress(changed=lines.note)
+    return progress
 
 
 def in_notebook() -> bool:

@@ -7,12 +7,11 @@ alive is not in the file, which a killed process could not change; the lock of t
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -22,6 +21,7 @@ from fedhet.runs.directory import is_claimed
 from fedhet.runs.files import read_validated
 from fedhet.runs.progress import ClientProgress, Progress
 from fedhet.runs.records import NAN, READING, Number, Round, Text
+from fedhet.runs.repeated import Repeated
 from fedhet.runs.units import human_bytes, human_seconds, natural, score
 
 FILE = "status.json"
@@ -72,8 +72,6 @@ class Status(BaseModel):
     """What the run waits for before its first round."""
     round: Round = 0
     rounds: Round = 0
-    under_way: bool = False
-    """Whether the round has not ended yet."""
     seconds_left: Number = NAN
     bytes: Number = Field(default=0.0, ge=0)
     """Sent up and down since the process has started, in rounds that have ended."""
@@ -95,7 +93,6 @@ class Status(BaseModel):
             phase=progress.phase,
             round=progress.round,
             rounds=progress.rounds,
-            under_way=progress.goes_on,
             seconds_left=progress.seconds_left,
             bytes=progress.bytes_moved,
             mean=progress.means[-1] if progress.means else NAN,
@@ -103,6 +100,11 @@ class Status(BaseModel):
             notices=list(progress.notices),
             updated=time.time(),
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of status.json, with None for NaN, which JSON does not have."""
+        found: dict[str, Any] = json.loads(self.model_dump_json())
+        return found
 
     @property
     def in_words(self) -> str:
@@ -137,37 +139,6 @@ class StatusFile:
             write_text(self._directory / FILE, Status.of(self.progress).model_dump_json())
 
 
-class Repeated:
-    """Calls a function after changes, at most once in so many seconds, in a thread of its own."""
-
-    def __init__(self, function: Callable[[], None], seconds: float) -> None:
-        self._function, self._seconds = function, seconds
-        self._changed, self._ended = threading.Event(), threading.Event()
-        self._calling = threading.Lock()
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
-
-    def note(self) -> None:
-        """Take note of a change."""
-        self._changed.set()
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def end(self) -> None:
-        """Call the function once more, and no more after that."""
-        self._ended.set()
-        self._changed.set()
-        with self._calling:
-            self._function()
-
-    def _repeat(self) -> None:
-        while self._changed.wait() and not self._ended.is_set():
-            self._changed.clear()
-            with self._calling:
-                if not self._ended.is_set():
-                    self._function()
-            self._ended.wait(self._seconds)
-
-
 def read_status(directory: Path) -> Status:
     """Return the status of a run, as of now. Raises StateError."""
     if not (directory / "config.toml").exists():
@@ -175,7 +146,7 @@ def read_status(directory: Path) -> Status:
     path = directory / FILE
     status = read_validated(path, Status) if path.exists() else Status()
     if (directory / "summary.json").exists():
-        return status.model_copy(update={"stage": "finished", "under_way": False})
+        return status.model_copy(update={"stage": "finished"})
     if not is_claimed(directory):
         return status.model_copy(update={"stage": "stopped", "seconds_left": math.nan})
     return status

@@ -1,0 +1,212 @@
+"""A run that is watched: its status in a file, on the command line, and in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from federation import run, small
+from interruption import until
+from synthetic import lines_of, make
+from test_page_browser import BROWSER, browser  # noqa: F401
+
+from fedhet.cli import main
+from fedhet.errors import SettingsError, StateError
+from fedhet.report.watch import serve
+from fedhet.runs.log import Watcher
+from fedhet.runs.status import read_status
+from fedhet.server.client_health import ClientHealth
+
+
+class Looking(Watcher):
+    """Reads the status of its run, as another process would, once clients of round 2 are asked."""
+
+    def __init__(self, directory):
+        self.directory, self.seen = directory, []
+
+    def client_answered(self, client, error):
+        if client == "client-2" and not self.seen:
+            until(lambda: (self.directory / "status.json").exists(), 5.0)
+            until(lambda: answered(read_status(self.directory)), 5.0)
+            self.seen.append(read_status(self.directory))
+
+
+def answered(status):
+    return any(client.state == "done" for client in status.clients)
+
+
+def test_a_status_says_who_has_answered_and_at_the_end_that_it_is_over(tmp_path):
+    looking = Looking(tmp_path / "run")
+    summary = run(small("fedavg"), tmp_path / "run", [looking])
+    before, after = looking.seen[0], read_status(tmp_path / "run")
+    assert (before.stage, before.round, before.rounds) == ("running", 1, 2)
+    states = {client.name: client.state for client in before.clients}
+    assert states["client-0"] == states["client-1"] == "done"
+    assert states["client-3"] in ("waiting", "training")
+    assert (after.stage, after.round, len(after.clients)) == ("finished", 2, 4)
+    assert after.bytes == summary["bytes_up"] + summary["bytes_down"]
+    assert after.mean == pytest.approx(summary["accuracy"]["common"]["private"]["mean"])
+    for client in after.clients:
+        mine = summary["accuracy"]["common"]["private"]["per_client"][client.name]
+        assert (client.accuracy, client.line) == (pytest.approx(mine), "round 2: answered")
+
+
+def test_a_killed_run_is_said_to_have_stopped(tmp_path):
+    command = "run fedavg --clients 2 --rounds 500 --backend inline --out run".split()
+    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fedhet", *command, "--set", "data.max-samples=200"],
+        cwd=tmp_path, env=where, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until(lambda: (tmp_path / "run/status.json").exists(), 120.0)
+        until(lambda: read_status(tmp_path / "run").stage == "running", 60.0)
+    finally:
+        started.send_signal(signal.SIGKILL)
+        started.wait()
+    assert read_status(tmp_path / "run").stage == "stopped"
+
+
+def test_clients_that_rest_or_are_excluded_are_told_apart():
+    health = ClientHealth(refusals=1, silences=1, notice=lambda text: None)
+    health.enter(1, {"a": "refused", "b": "silent", "c": None}, ["a", "b", "c"])
+    found = [health.left_out(2, name) for name in "abc"]
+    assert found == ["excluded", "resting", ""]
+
+
+def test_a_damaged_status_is_one_line(tmp_path):
+    path = make(tmp_path / "run")
+    (path / "status.json").write_text('{"round": "many"}')
+    with pytest.raises(StateError, match=r"status\.json: round"):
+        read_status(path)
+    with pytest.raises(StateError, match="holds no run"):
+        read_status(tmp_path)
+
+
+def call(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["fedhet", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, capsys.readouterr()
+
+
+def test_status_shows_the_newest_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, capsys, "status")[0] == 2
+    make(Path("runs/old"))
+    os.utime("runs/old/config.toml", (1, 1))
+    make(Path("runs/new"))
+    code, said = call(monkeypatch, capsys, "status", "--json")
+    assert code == 0
+    assert json.loads(said.out)["directory"] == "runs/new"
+    assert "in runs/old" in call(monkeypatch, capsys, "status", "runs/old")[1].out
+
+
+def test_a_servers_status_needs_its_authority(monkeypatch, capsys):
+    code, said = call(monkeypatch, capsys, "status", "server:9093")
+    assert code == 2
+    assert "--ca" in said.err
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, method, seed in (("felo-0", "felo", 0), ("felo-1", "felo", 1), ("a b", "local", 0)):
+        make(tmp_path / "runs" / name, method=method, seed=seed)
+    return tmp_path / "runs"
+
+
+def get(address, path, host=None):
+    place = address.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(place, timeout=30)
+    connection.request("GET", path, headers={"Host": host or place})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), answer
+
+
+def test_pages_are_served_of_the_runs_that_are_there_alone(runs, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    with serve(runs) as address:
+        status, page, answer = get(address, "/")
+        assert status == 200
+        assert all(name in page for name in ("felo-0", "felo-1", "a b"))
+        assert answer.headers["Content-Type"].startswith("text/html")
+        assert get(address, "/run/a%20b")[0] == 200
+        assert get(address, "/compare?run=felo-0&run=a+b")[0] == 200
+        assert json.loads(get(address, "/status/felo-1")[1])["stage"] == "finished"
+        for path in ("/run/nobody", "/run/../secret", "/run/%2e%2e%2fsecret", "/felo-0/config.toml",
+                     "/compare?run=%2e%2e", "/status/", "/run//etc"):  # fmt: skip
+            status, said, _ = get(address, path)
+            assert status == 404, path
+            assert "secret" not in said
+        assert get(address, "/compare")[0] == 500
+        assert get(address, "/", host="evil.example:80")[0] == 403
+        make(runs / "later")
+        assert "later" in get(address, "/")[1]
+
+
+def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs):
+    (runs / "felo-0" / "metrics.jsonl").write_text("{}\n{}\n")
+    with serve(runs) as address:
+        assert "metrics.jsonl: line 1" in get(address, "/")[1]
+
+
+def test_a_port_that_is_taken_is_named(runs):
+    with serve(runs) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with pytest.raises(SettingsError, match=str(port)), serve(runs, port):
+            pass
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
+def test_a_page_follows_its_run(runs, browser):  # noqa: F811
+    path = runs / "felo-0"
+    rows = lines_of(path)
+    (path / "summary.json").unlink()
+    (path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (path / "status.json").write_text(
+        json.dumps(
+            {
+                "stage": "running", "round": 2, "rounds": len(rows),
+                "clients": [{"name": "<b>ward</b>", "state": "training", "line": "round 1"}],
+            }
+        )
+    )  # fmt: skip
+    faults = []
+    with serve(runs) as address:
+        tab = browser.new_page()
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("console", lambda said: faults.append(said.text))
+        tab.goto(f"{address}run/felo-0")
+        tab.wait_for_function("document.querySelector('#live .words').textContent")
+        assert "round 2" in tab.inner_text("#live .words")
+        assert "unfinished: 1 of" in tab.inner_text("body")
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(rows[1]) + "\n")
+        tab.wait_for_function("document.body.innerText.includes('unfinished: 2 of')", timeout=15000)
+        tab.close()
+    assert faults == []
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
+def test_runs_are_filtered_selected_and_compared(runs, browser):  # noqa: F811
+    with serve(runs) as address:
+        tab = browser.new_page(viewport={"width": 390, "height": 800})
+        tab.goto(address)
+        shown = "tbody tr:visible"
+        assert tab.locator(shown).count() == 3
+        assert tab.is_disabled("[type=submit]")
+        tab.fill("#filter", "felo")
+        assert tab.locator(shown).count() == 2
+        for box in tab.locator("tbody tr:visible [name=run]").all():
+            box.check()
+        tab.click("text=Compare 2 runs")
+        tab.wait_for_load_state()
+        assert "Comparison" in tab.inner_text("h1")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        tab.close()
