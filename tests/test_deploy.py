@@ -17,7 +17,7 @@ from test_tables import many, write
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.data.examples import write_example
-from fedhet.deployment import certs
+from fedhet.deployment import certs, control
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
 from fedhet.kinds import IMAGE
@@ -108,6 +108,8 @@ def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
         if refused:
             assert "No SuperNode found with the given public key" in deployment.log_of("server")
         assert not any("left out" in line for line in said)
+        if method == ORDINARY:
+            check_control(deployment, said)
     finally:
         started = descendants(deployment)
         deployment.stop()
@@ -116,6 +118,20 @@ def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
     assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
     check_wire(relay.heard)
     check_state(tmp_path / "deployment" / "state", summary)
+
+
+def check_control(deployment, said):
+    """The server says which sites it has and what it ran, by the names that users gave."""
+    place = deployment.connection
+    assert any("report.html" in line for line in said)  # after the table
+    sites = {site.name: site.state for site in control.sites(place)}
+    assert [sites[f"client-{k}"] for k in range(3)] == ["online"] * 3
+    run, *others = control.newest_runs(place)
+    assert (run.state, others) == ("finished:completed", [])
+    assert set(run.lines) <= set(said)
+    assert control.unregister(place, "client-1") == 1
+    assert "client-1" not in {site.name for site in control.sites(place)}
+    assert control.unregister(place, "client-1") == 0
 
 
 TEXT_MODELS = ["text-cnn", "text-gru", "text-bag"]

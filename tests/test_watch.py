@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from test_page_browser import BROWSER, browser  # noqa: F401
 from fedhet.cli import main
 from fedhet.errors import SettingsError, StateError
 from fedhet.report.watch import serve
+from fedhet.runs.directory import claimed
 from fedhet.runs.log import Watcher
 from fedhet.runs.status import read_status
 from fedhet.server.client_health import ClientHealth
@@ -178,17 +180,17 @@ def test_a_page_follows_its_run(runs, browser):  # noqa: F811
         )
     )  # fmt: skip
     faults = []
-    with serve(runs) as address:
+    with contextlib.closing(claimed(path)), serve(runs) as address:  # as its process would
         tab = browser.new_page()
         tab.on("pageerror", lambda error: faults.append(str(error)))
         tab.on("console", lambda said: faults.append(said.text))
         tab.goto(f"{address}run/felo-0")
-        tab.wait_for_function("document.querySelector('#live .words').textContent")
-        assert "round 2" in tab.inner_text("#live .words")
+        tab.locator("#live .words", has_text="running: round 2 of").wait_for()
+        assert tab.inner_text("#live .sites") == "<b>ward</b>: training"
         assert "unfinished: 1 of" in tab.inner_text("body")
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(rows[1]) + "\n")
-        tab.wait_for_function("document.body.innerText.includes('unfinished: 2 of')", timeout=15000)
+        tab.get_by_text("unfinished: 2 of").wait_for(timeout=15000)
         tab.close()
     assert faults == []
 
