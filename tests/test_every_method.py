@@ -11,6 +11,7 @@ from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, clients, inside_of, instruction_of, same, state_of
 
 from fedhet.methods.registry import find_method, method_names
+from fedhet.methods.spec import FIGURES
 
 FAST = {
     "fedgems": {"fedgems.server-model": "mlp"},
@@ -160,6 +161,19 @@ def test_a_run_learns(tmp_path, method, changes, bounds):
         assert found[protocol][kind]["mean"] > bound, place
     if method == "fedavg":
         assert found["common"]["global"]["mean"] > found["common"]["private"]["mean"]
+
+
+MEASURING = [name for name in method_names() if find_method(name).spec.figures]
+
+
+@pytest.mark.parametrize("method", MEASURING)
+def test_what_a_method_measures_has_a_title(tmp_path, method):
+    run(quick(method), tmp_path / "run")
+    found = {name for record in records(tmp_path / "run") for name in record["method"]}
+    by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
+    declared = {*find_method(method).spec.figures} | {*FIGURES}
+    assert found
+    assert found - by_class <= declared
 
 
 @pytest.mark.slow

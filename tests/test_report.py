@@ -280,7 +280,7 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
         "peak memory 512 MB",
         "replies lost 2 of 20 asked for",
         "client-1 2 2–3 timed out",
-        "classes covered 5",
+        "classes with an average 5",
         "felo.alpha 1",
         f"fedhet run felo --config {path}/config.toml",
         "flwr 1.39.0",

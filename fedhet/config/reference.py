@@ -103,8 +103,16 @@ def _method(method: Method) -> str:
         "## Settings\n",
         _settings(method.settings()) if method.settings() else "None of its own.\n",
         "Those of every run are in the [reference](../reference.md).",
+        *_figures(spec),
     ]
     return "\n".join(parts)
+
+
+def _figures(spec: MethodSpec) -> list[str]:
+    """Return what the method measures of itself, for the record's `method` and the page."""
+    rows = [(f"`{name}`", title) for name, title in spec.figures.items()]
+    head = "\n## What a run measures besides\n"
+    return [head, _table(("figure", "what it is"), rows)] if rows else []
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:

@@ -118,4 +118,10 @@ SPEC = MethodSpec(
     resists="it averages nothing, and its votes need the share 'cofed.threshold' of the clients",
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "pseudolabels": "pseudolabels in total",
+        "received": "pseudolabels per client",
+        "conflicts": "samples with several pseudolabels, per client",
+        "abstained": "share of abstentions",
+    },
 )

@@ -53,4 +53,7 @@ SPEC = replace(
     resists="its 'cronus.aggregation' is a robust mean itself",
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "filtered": "share of the replies that the filter leaves out",
+    },
 )

@@ -38,4 +38,7 @@ SPEC = MethodSpec(
     defences=CHOOSING,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "distillation_loss": "distillation loss of the fused models",
+    },
 )

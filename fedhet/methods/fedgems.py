@@ -99,4 +99,12 @@ SPEC = MethodSpec(
     defences=CHOOSING,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "s1": "public samples that the server has right (S1)",
+        "s2": "others with logits in the pool (S2)",
+        "s3": "others without (S3)",
+        "asked": "samples asked of the clients",
+        "nobody_right": "asked samples that no client has right",
+        "upload_ratio": "share of the public set that is asked",
+    },
 )

@@ -68,4 +68,7 @@ SPEC = MethodSpec(
     defences=CHOOSING,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "server_accuracy": "accuracy of the server's model on clients' features",
+    },
 )

@@ -48,4 +48,7 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "classes_covered": "classes with an average",
+    },
 )

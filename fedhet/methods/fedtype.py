@@ -143,4 +143,10 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "eta": "consensus weight η",
+        "proxy_set": "labels in the proxy's sets",
+        "private_set": "labels in the private model's sets",
+        "tau": "threshold τ of the proxy's sets",
+    },
 )

@@ -77,4 +77,7 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "classes_covered": "classes with an average",
+    },
 )

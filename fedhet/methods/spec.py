@@ -18,6 +18,19 @@ from fedhet.wire.identity import ClientInfo
 NOTHING = Contract()
 """The contract of empty messages."""
 
+FIGURES = {
+    "poisoned": "hostile clients among those asked",
+    "pseudo_labels": "share of the unlabelled samples with a pseudo-label",
+    "pseudo_error": "share of the pseudo-labels that are wrong",
+}
+"""What any method's run may measure: under attack, and of unlabelled samples."""
+
+
+def title_of(figure: str, declared: Mapping[str, str]) -> str:
+    """Return a figure's title; of one that is not declared, its name in words."""
+    plain = figure.replace("_", " ").replace(".", ", ")
+    return (FIGURES | dict(declared)).get(figure, plain)
+
 
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
     """Return the sizes of messages without features or weights: C, the number of classes."""
@@ -41,6 +54,8 @@ class MethodSpec:
     """What the client half sends: the replies that its `train` returns."""
     sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
     """Returns the sizes of messages that follow from the method's settings and a client."""
+    figures: Mapping[str, str] = field(default_factory=dict)
+    """What the method measures of itself, with a title in words; besides `FIGURES`."""
     kinds: tuple[str, ...] = ("private",)
     """The kinds of model that the method's clients evaluate."""
     needs_public: bool = False

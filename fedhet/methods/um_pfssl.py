@@ -113,4 +113,9 @@ SPEC = MethodSpec(
     defences=CHOOSING,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    figures={
+        "replaced": "helpers replaced",
+        "relation": "relation of the helpers",
+        "models_sent": "models sent to clients",
+    },
 )

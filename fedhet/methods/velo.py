@@ -64,4 +64,10 @@ SPEC = replace(
     sizes=velo_sizes,
     defences=CHOOSING,
     instructions=INSTRUCTIONS,
+    figures={
+        **felo.SPEC.figures,
+        "features_kept": "features that the server keeps",
+        "cvae_loss": "loss of the CVAE",
+        "separation": "share of the CVAE's features nearest to their own class",
+    },
 )

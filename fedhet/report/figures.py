@@ -254,12 +254,12 @@ def _loss(figure: Figure, run: Run) -> None:
 
 def method(run: Run) -> Drawing | None:
     """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
-    draw = partial(_own, figures=run.figures)
+    draw = partial(_own, run=run)
     return _grid("method", list(run.figures)[:PANELS], draw, "method's figures")
 
 
-def _own(ax: Axes, name: str, figures: pd.DataFrame) -> None:
-    style.line(ax, figures[name])
-    style.over_rounds(ax, figures.index)
+def _own(ax: Axes, name: str, run: Run) -> None:
+    style.line(ax, run.figures[name])
+    style.over_rounds(ax, run.figures.index)
     style.ticks(ax)
-    style.head(ax, style.short(name.replace("_", " "), 30))
+    style.head(ax, style.short(run.title_of(name), 42))

@@ -76,8 +76,8 @@ def render_run(run: Run, live: Mapping[str, object] | None = None) -> str:
         accuracy=[figures.accuracy(run, [name]).chart() for name in run.protocols],
         metrics=[drawn.chart() for each in run.besides if (drawn := figures.metrics([each]))],
         plots={d.name: d.chart() for d in figures.drawings(run) if d.name != "accuracy"},
-        sparks=[_spark(own[name]) for name in over_rounds[:SPARKS]],
-        once=[_once(own[name]) for name in own if name not in over_rounds],
+        sparks=[_spark(run.title_of(name), own[name]) for name in over_rounds[:SPARKS]],
+        once=[_once(run.title_of(name), own[name]) for name in own if name not in over_rounds],
         clients=client_cells(run),
         recalls=recall_cells(run),
         away=away_lines(run),
@@ -132,11 +132,6 @@ def _about(method: str) -> str:
     return f"{method}: {spec.title}. {spec.paper}"
 
 
-def _in_words(name: str) -> str:
-    """Return the name of a method's own metric as words: classes_covered is "classes covered"."""
-    return name.replace("_", " ").replace(".", ", ")
-
-
 def _command(run: Run) -> str:
     """Return the command that repeats a run, with a path from the working folder if it is in it."""
     config = shown_path(run.path.resolve() / "config.toml")
@@ -169,7 +164,7 @@ def _hero(run: Run) -> dict[str, object] | None:
     }
 
 
-def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
+def _spark(title: str, values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
     """Return a changing metric's last value, its range, and its curve as SVG paths.
 
     The curve has a gap for each NaN. `chart` is what the page shows of it; see `canvas`.
@@ -181,7 +176,7 @@ def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[st
     pens = pd.Series("L", values.index).where(values.shift().notna(), "M")
     low, high = known.min(), known.max()
     return {
-        "name": _in_words(str(values.name)),
+        "name": title,
         "last": human_number(known.iloc[-1]),
         "span": f"{human_number(low)} to {human_number(high)}",
         "path": "".join((pens + places)[known.index]),
@@ -190,11 +185,11 @@ def _spark(values: pd.Series, width: float = 192, height: float = 36) -> dict[st
     }
 
 
-def _once(values: pd.Series) -> dict[str, str]:
+def _once(title: str, values: pd.Series) -> dict[str, str]:
     """Return a metric that never changed: its value, and the rounds that have it."""
     known = values.dropna()
     text = human_number(known.iloc[-1]) if len(known) else ABSENT
-    return {"name": _in_words(str(values.name)), "value": text, "rounds": spans(known.index)}
+    return {"name": title, "value": text, "rounds": spans(known.index)}
 
 
 def _unit(values: pd.Series) -> pd.Series:

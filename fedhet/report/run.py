@@ -16,6 +16,8 @@ import pandas as pd
 
 from fedhet.disk.bounded import read_tables
 from fedhet.errors import StateError
+from fedhet.methods.registry import find_method, shipped_names
+from fedhet.methods.spec import title_of
 from fedhet.metrics import ACCURACY, is_shown, metric_of
 from fedhet.report import frames
 from fedhet.runs.files import (
@@ -81,6 +83,11 @@ class Run:
     def method(self) -> str:
         """The method's name."""
         return self.summary.method if self.summary else str(self.settings.get("method", "?"))
+
+    def title_of(self, figure: str) -> str:
+        """Return what one of the method's own figures is called."""
+        shipped = self.method in shipped_names()  # a method of one's own would be imported
+        return title_of(figure, find_method(self.method).spec.figures if shipped else {})
 
     @property
     def dataset(self) -> str:
