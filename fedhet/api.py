@@ -13,11 +13,12 @@ from fedhet import report
 from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import by_full_name
-from fedhet.engines.simulate import simulate
+from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
 from fedhet.metrics import ACCURACY
 from fedhet.objects import dataset_name, hold, method_name, model_name
+from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
 from fedhet.server_app import run_directory
@@ -42,6 +43,7 @@ def run(
     resume: str | Path | None = None,
     trust: str = "",
     settings: Mapping[str, Any] | None = None,
+    against: str | None = None,
     progress: bool = True,
     watchers: Iterable[Watcher] = (),
 ) -> Result:
@@ -62,6 +64,9 @@ def run(
     settings. The arguments may add rounds, and change where it runs. Modules of your own that these
     settings name are imported if `trust` names them, comma-separated.
 
+    `against` names a method, such as "local", that is trained on the same after it: the page shows
+    both, and the result has it as `baseline`.
+
     `progress` shows each round as it ends. `watchers` receive the run's events too; see
     `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is wrong, before any
     training if this machine cannot run it.
@@ -73,8 +78,21 @@ def run(
     given = [(name, value) for name, value in keywords.items() if value is not None]
     layers = Layers(preset, _path(config), _path(resume), trust)
     chosen = _resolved(method, [*given, *flatten(settings or {}).items()], layers)
-    with display_on(Console()) if progress else contextlib.nullcontext(Watcher()) as display:
-        return Result(simulate(chosen, run_directory(chosen), [display, *watchers]), trust="*")
+    directory = run_directory(chosen)
+    beside = None if against is None else baseline_of(chosen, directory, against)
+    with _shown(progress) as display:
+        found = simulate(chosen, directory, [display, *watchers])
+    if beside is not None:
+        place = Path(beside.run.out)
+        if not is_complete(settled_for(beside, place), place):
+            with _shown(progress, f"baseline {against}") as display:
+                simulate(beside, place, [display])
+        found = report.write(directory)
+    return Result(found, trust="*")
+
+
+def _shown(progress: bool, label: str = "") -> contextlib.AbstractContextManager[Watcher]:
+    return display_on(Console(), label) if progress else contextlib.nullcontext(Watcher())
 
 
 def load(

@@ -159,6 +159,20 @@ def test_a_run_goes_on(tmp_path):
         quick(None, resume=tmp_path, rounds=3, **options)
 
 
+def test_a_baseline_is_trained_beside_a_run_and_goes_on_with_it(tmp_path):
+    found = quick("fedavg", out=tmp_path / "run", against="local")
+    alone = quick("local", out=tmp_path / "alone", models="cnn2")
+    assert found.baseline.settings["method"] == "local"
+    assert found.baseline.accuracy == alone.accuracy
+    assert fedhet.load(tmp_path / "run").baseline.accuracy == alone.accuracy
+    assert alone.baseline is None
+    more = fedhet.run(resume=tmp_path / "run", rounds=3, against="local", progress=False)
+    assert len(more.history) == len(more.baseline.history) == 3
+    with pytest.raises(SettingsError, match="the run's own method"):
+        quick("fedavg", out=tmp_path / "other", against="fedavg")
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_card_escapes_everything(result, tmp_path):
     import shutil
 

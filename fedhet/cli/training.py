@@ -19,12 +19,10 @@ from fedhet.cli.jobs import counted, fault_of, jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import of_method
-from fedhet.engines.simulate import settled_for, simulate
+from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.errors import FedhetError, StateError
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
-from fedhet.runs.files import BASELINE
 from fedhet.runs.units import plural
 from fedhet.server_app import run_directory
 from fedhet.settings.text import as_text
@@ -79,7 +77,8 @@ def _beside(config: Config, directory: Path, against: str | None) -> list[OneOfS
     if against is None:
         return []
     label = f"baseline {against}, seed {config.run.seed}"
-    return [_one_of_several(label, directory / BASELINE, of_method(config.flat(), against))]
+    found = baseline_of(config, directory, against)
+    return [OneOfSeveral(label, Path(found.run.out), found)]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhet.config.resolve import Config, check
-from fedhet.config.sources import read_toml
+from fedhet.config.resolve import Config, check, resolve
+from fedhet.config.sources import of_method, read_toml
 from fedhet.data import RunData
 from fedhet.devices import settled
 from fedhet.disk.folder import Folder, write_text
 from fedhet.engines.choice import cluster_for, engine_of, show_waiting
+from fedhet.errors import SettingsError
+from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
 from fedhet.server_app import components
 
@@ -68,6 +70,17 @@ def simulate(
     from fedhet import report  # pandas and matplotlib: the clients need not wait for them
 
     return report.write(directory)
+
+
+def baseline_of(config: Config, directory: Path, method: str) -> Config:
+    """Return the same experiment with another method, in the folder of a run's baseline.
+
+    It resumes what is there. Raises SettingsError if that method cannot be run so.
+    """
+    if method == config.method.name:
+        raise SettingsError(f"'against' = {method!r} is the run's own method: name another one")
+    place = str((directory / BASELINE).resolve())
+    return resolve({**of_method(config.flat(), method), "out": place, "resume": True})
 
 
 def settled_for(config: Config, directory: Path) -> Config:

@@ -50,6 +50,12 @@ class Result:
         return self._run.summary
 
     @property
+    def baseline(self) -> Result | None:
+        """The run that was trained beside it (`against`), or None."""
+        found = self._run.baseline
+        return None if found is None else Result(found, best=self._best, trust=self._trust)
+
+    @property
     def accuracy(self) -> float:
         """The headline number: the private models' mean accuracy after the last round; or NaN."""
         return self._run.last(self._run.headline, "private").mean
