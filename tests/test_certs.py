@@ -121,6 +121,44 @@ def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
         certs.make(tmp_path, hosts, nodes, 30)
 
 
+def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path):
+    certs.make(tmp_path, ["fed.example.org"], [], 3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "in 2 days" in certs.ends(tmp_path / certs.SERVER_CERTIFICATE)
+    assert "in 3649 days" in certs.ends(tmp_path / certs.CA_CERTIFICATE)
+    certs.renew(tmp_path, ["10.0.0.9"], 90)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {certs.SERVER_CERTIFICATE, certs.SERVER_KEY}
+    assert (tmp_path / certs.SERVER_KEY).stat().st_mode & 0o777 == 0o600
+    assert "in 89 days" in certs.ends(tmp_path / certs.SERVER_CERTIFICATE)
+    (tmp_path / "at-a-site.crt").write_bytes(before[certs.CA_CERTIFICATE])
+    for host in ("fed.example.org", "localhost", "10.0.0.9"):
+        assert handshake(tmp_path, tmp_path / "at-a-site.crt", host)
+
+
+def test_what_cannot_be_renewed_stays(tmp_path):
+    with pytest.raises(FedhetError, match="cannot read the certificate"):
+        certs.renew(tmp_path, [], 90)
+    certs.make(tmp_path, [], [], 3)
+    (tmp_path / certs.CA_KEY).unlink()
+    before = (tmp_path / certs.SERVER_CERTIFICATE).read_bytes()
+    with pytest.raises(FedhetError, match="sign it with your own authority"):
+        certs.renew(tmp_path, [], 90)
+    assert (tmp_path / certs.SERVER_CERTIFICATE).read_bytes() == before
+
+
+def test_a_site_makes_its_key_once(tmp_path):
+    done = CliRunner().invoke(app, ["certs", str(tmp_path / "new"), "--key", "site-a"])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"site-a", "site-a.pub"}
+    with pytest.raises(FedhetError, match="site-a exists and is kept"):
+        certs.make_node_key(tmp_path / "new" / "site-a")
+    with pytest.raises(FedhetError, match="cannot name a node"):
+        certs.make_node_key(tmp_path / "a key")
+
+
 def test_the_command(tmp_path):
     done = CliRunner().invoke(app, ["certs", str(tmp_path), "--nodes", "2", "--node", "lab"])
     assert done.exit_code == 0

@@ -12,6 +12,7 @@ import typer
 
 from fedhet.cli.commands import Command
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
+from fedhet.cli.doctor import doctor_command
 from fedhet.cli.example import example_command
 from fedhet.cli.interrupt import end_at_once
 from fedhet.cli.options import console, errors
@@ -49,6 +50,7 @@ app.command("watch", cls=Command)(watch_command)
 app.command("predict", cls=Command)(predict_command)
 app.command("export", cls=Command)(export_command)
 app.command("certs", cls=Command)(certs_command)
+app.command("doctor", cls=Command)(doctor_command)
 app.command("register", cls=Command)(register_command)
 app.command("sites", cls=Command)(sites_command)
 app.command("submit", cls=Command)(submit_command)

@@ -117,14 +117,35 @@ def certs_command(
     ] = None,
     nodes: Annotated[int, typer.Option(min=0, help="Number of nodes: site-0, site-1, …")] = 0,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until they expire.")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace the server's certificate by a new one.")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default=NONE, help="At a site: make its key pair in DIR alone."
+        ),
+    ] = None,
 ) -> None:
     """Make a development CA, a server certificate and a key pair a node; keep what is there."""
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
-    names = [*(site_name(k) for k in range(nodes)), *(node or [])]
-    written = certs.make(directory, host or [], names, days)
+    if key is not None:
+        for path in certs.make_node_key(directory / key):
+            say(f"wrote {path}")
+        say(f"register {key}.pub at the server; {key} stays here")
+        return
+    if renew:
+        written = certs.renew(directory, host or [], days)
+    else:
+        names = [*(site_name(k) for k in range(nodes)), *(node or [])]
+        written = certs.make(directory, host or [], names, days)
     for path in written:
         say(f"wrote {path}")
     if not written:
         say(f"nothing to write: {directory} has all keys and certificates")
+    for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
+        say(certs.ends(directory / name))
+    if renew:
+        say("restart the server to use it; the sites go on by themselves")

@@ -84,7 +84,7 @@ def _show_status(directory: Path, status: Any) -> None:
 def _show_server(address: str, ca: Path | None, *, as_json: bool) -> None:
     from fedhet.deployment import control
 
-    with connected(address, _authority(address, ca)) as connection:
+    with connected(address, authority_for(address, ca)) as connection:
         known, runs = control.sites(connection), control.newest_runs(connection)
     if as_json:
         found = {
@@ -154,7 +154,8 @@ def _site_fields(site: Any) -> dict[str, Any]:
     }
 
 
-def _authority(address: str, ca: Path | None) -> Path:
+def authority_for(address: str, ca: Path | None) -> Path:
+    """Return the certificate of a server's CA. Raises SettingsError if it was not given."""
     if ca is None:
         raise SettingsError(f"'{address}' is a server: give the certificate of its CA with --ca")
     return ca

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedhet.errors import FedhetError
+from fedhet.runs.units import plural
 from fedhet.wire.identity import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -31,6 +32,10 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODES = "nodes"
+AUTHORITY_DAYS = 3650
+"""A CA lives as long as that, or longer: every site has its certificate, and would need another."""
+SOON = datetime.timedelta(days=30)
+"""Before its end, a certificate is to be renewed."""
 
 
 def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
@@ -44,7 +49,7 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (directory / CA_CERTIFICATE).exists():
-            written += _make_authority(directory, days)
+            written += _make_authority(directory, max(days, AUTHORITY_DAYS))
         if not (directory / SERVER_CERTIFICATE).exists():
             written += _make_server(directory, [*LOCAL_HOSTS, *hosts], days)
         elif hosts:
@@ -60,15 +65,67 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
     return written
 
 
+def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
+    """Replace the server's certificate and key by new ones of the same CA; return the files.
+
+    They are for the same hosts, and for `hosts` besides. The sites, which trust the CA, need
+    nothing; the server reads them when it starts. Raises FedhetError, and nothing is replaced.
+    """
+    known = _alternatives(read_certificate(directory / SERVER_CERTIFICATE))
+    names = [*known, *(name for name in map(_host, hosts) if name not in known)]
+    place = (directory / SERVER_CERTIFICATE, directory / SERVER_KEY)
+    made = _signed(directory, names, days)
+    new = [path.with_name(f".{path.name}.new") for path in place]
+    try:
+        for path in new:
+            path.unlink(missing_ok=True)
+        _write_pair(new[0], made[0], new[1], made[1])
+        for path, final in reversed([*zip(new, place, strict=True)]):
+            path.replace(final)
+    except OSError as error:
+        raise FedhetError(f"cannot renew {place[0]}: {error}") from None
+    return [*place]
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Return a certificate in PEM. Raises FedhetError."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FedhetError(f"cannot read the certificate {path}: {error}") from None
+
+
+def ends(path: Path) -> str:
+    """Return when a certificate ends, in words. Raises FedhetError."""
+    end = read_certificate(path).not_valid_after_utc
+    days = (end - datetime.datetime.now(datetime.UTC)).days
+    when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"
+    return f"{path} ends on {end:%Y-%m-%d}, {when}"
+
+
+def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:
+    try:
+        return list(
+            certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        )
+    except x509.ExtensionNotFound:
+        return []
+
+
 def make_node_key(path: Path) -> list[Path]:
     """Write a node's private key (ECDSA P-384, OpenSSH) to `path`, the public one to path.pub.
 
-    The private key stays at the site; only the public key is registered at the server.
+    The private key stays at the site; only the public key is registered at the server. Raises
+    FedhetError if there is such a key, or if the name cannot be a node's.
     """
+    _check_names([path.name])
+    public_path = path.with_name(f"{path.name}.pub")
+    for each in (path, public_path):
+        if each.exists():
+            raise FedhetError(f"{each} exists and is kept")
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    public_path = path.with_name(f"{path.name}.pub")
     _write(public_path, public + b"\n", mode=0o644)
     return [path, public_path]
 
@@ -98,20 +155,27 @@ def _make_authority(directory: Path, days: int) -> list[Path]:
 
 
 def _make_server(directory: Path, hosts: Iterable[str], days: int) -> list[Path]:
+    certificate, key = _signed(directory, [_host(host) for host in dict.fromkeys(hosts)], days)
+    return _write_pair(directory / SERVER_CERTIFICATE, certificate, directory / SERVER_KEY, key)
+
+
+def _signed(
+    directory: Path, hosts: Sequence[x509.GeneralName], days: int
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Return a new key and its certificate for a server, signed by the directory's CA."""
     authority, signer = _read_authority(directory)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet server")])
-    alternatives = x509.SubjectAlternativeName([_host(host) for host in dict.fromkeys(hosts)])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     certificate = (
         _certificate(name, authority.subject, key.public_key(), days)
-        .add_extension(alternatives, critical=False)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
         .sign(signer, hashes.SHA256())
     )
-    return _write_pair(directory / SERVER_CERTIFICATE, certificate, directory / SERVER_KEY, key)
+    return certificate, key
 
 
 def _certificate(

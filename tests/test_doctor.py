@@ -1,0 +1,129 @@
+"""`fedhet doctor`: each thing that is amiss is found, and what is well is not."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import shutil
+import ssl
+import threading
+from email.utils import format_datetime
+
+import pytest
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.deployment import certs, doctor
+
+
+@pytest.fixture
+def keys(tmp_path):
+    certs.make(tmp_path / "keys", [], ["site-a"], 365)
+    return tmp_path / "keys"
+
+
+def amiss(found):
+    return [f"{each.level}: {each.text}" for each in found if each.level != "ok"]
+
+
+def test_sound_keys_have_nothing_amiss(keys):
+    assert amiss(doctor.of_keys(keys)) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda keys: (keys / "server.key").chmod(0o640), "server.key can be read by others (640)"),
+        (lambda keys: (keys / "nodes/site-a").chmod(0o604), "site-a can be read by others (604)"),
+        (lambda keys: (keys / "ca.crt").write_text("none"), "cannot read the certificate"),
+        (lambda keys: certs.renew(keys, [], 20), "warning: "),
+        (lambda keys: certs.renew(keys, [], 0), "1 day ago: `fedhet certs DIR --renew`"),
+    ],
+)
+def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
+    spoil(keys)
+    assert any(says in each for each in amiss(doctor.of_keys(keys)))
+
+
+def test_keys_of_others_are_told_apart(keys, tmp_path):
+    certs.make(tmp_path / "other", [], ["site-a"], 365)
+    shutil.copy(tmp_path / "other/nodes/site-a.pub", keys / "nodes/site-a.pub")
+    shutil.copy(tmp_path / "other/ca.crt", keys / "ca.crt")
+    found = amiss(doctor.of_keys(keys))
+    assert any("site-a.pub is not the public key of site-a" in each for each in found)
+    assert any("is not signed by the CA beside it" in each for each in found)
+
+
+class Late(http.server.BaseHTTPRequestHandler):
+    """Says that it is another time."""
+
+    seconds = 0.0
+
+    def do_GET(self):
+        now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.seconds)
+        self.send_response_only(404)
+        self.send_header("Date", format_datetime(now, usegmt=True))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def served(keys):
+    def serve(seconds):
+        handler = type("Handler", (Late,), {"seconds": seconds})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(keys / "server.pem", keys / "server.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started.append(server)
+        return f"127.0.0.1:{server.server_port}"
+
+    started = []
+    yield serve
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_an_hour_off_is_found(keys, served):
+    assert amiss(doctor.of_server(served(0.0), keys / "ca.crt")) == []
+    (found,) = amiss(doctor.of_server(served(3600.0), keys / "ca.crt"))
+    assert "seconds from the server's: set the clocks by NTP" in found
+
+
+def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tmp_path):
+    certs.make(tmp_path / "other", [], [], 365)
+    (found,) = amiss(doctor.of_server(served(0.0), tmp_path / "other/ca.crt"))
+    assert "its certificate is refused" in found
+    (silent,) = amiss(doctor.of_server("127.0.0.1:9", keys / "ca.crt"))
+    assert "does not answer" in silent
+
+
+def test_the_machine_is_looked_at_and_a_check_that_fails_ends_nothing(tmp_path, monkeypatch):
+    what = [each.what for each in doctor.of_machine(tmp_path)]
+    assert {"packages", "memory", "disk", "ports"} <= {*what}
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: 1 / 0)
+    found = [*doctor.of_machine(tmp_path)]
+    assert any("ZeroDivisionError" in each.text for each in found)
+    assert any(each.what == "disk" for each in found)
+
+
+def test_a_package_that_is_too_old_is_named(tmp_path, monkeypatch):
+    version = doctor.metadata.version
+    monkeypatch.setattr(
+        doctor.metadata, "version", lambda name: "1.0" if name == "flwr" else version(name)
+    )
+    assert any("flwr is 1.0, and " in each for each in amiss(doctor.of_machine(tmp_path)))
+
+
+def test_the_command_fails_if_something_is_amiss(keys):
+    done = CliRunner().invoke(app, ["doctor", str(keys), "--json"])
+    assert (done.exit_code, {each["level"] for each in json.loads(done.output)} - {"warning"}) == (
+        0,
+        {"ok"},
+    )
+    (keys / "ca.key").chmod(0o644)
+    assert CliRunner().invoke(app, ["doctor", str(keys)]).exit_code == 1
+    assert CliRunner().invoke(app, ["doctor", str(keys / "none")]).exit_code == 2
