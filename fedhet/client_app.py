@@ -13,6 +13,7 @@ from fedhet.client_runtime.node import NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve_items
 from fedhet.data import DataSpec, RunData
+from fedhet.runs.logs import configure
 from fedhet.settings.schema import build
 
 
@@ -20,6 +21,7 @@ def client_fn(context: Context) -> Client:
     """Return this node's client in a deployed run, as far as the site allows what it asks."""
     site = build(NodeSettings, context.node_config, prefix="node-config ")
     with told_without_paths(site):
+        configure()
         settings = permitted(context.node_config, context.run_config)
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))

@@ -19,6 +19,7 @@ from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
+from fedhet.runs.logs import console_for
 from fedhet.runs.records import Summary
 from fedhet.runs.status import StatusFile
 from fedhet.runs.trackers import trackers_of
@@ -134,7 +135,7 @@ def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run that `flwr run` started."""
     config = resolve(from_flower(context.run_config))
     check_deployable(config)
-    console, directory = Console(width=160), run_directory(config)
+    console, directory = console_for(), run_directory(config)
     shown = [line_display(console), round_lines(console), Reported(directory, console)]
     return components(config, directory, workers=config.run.clients, watchers=shown, deployed=True)
 

@@ -16,6 +16,7 @@ from federation import records, run, small, without_times
 from interruption import until
 
 from fedhet.config.resolve import Config, resolve
+from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, site_name
 from fedhet.errors import FedhetError
@@ -252,6 +253,37 @@ def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path
     submit(placed(going.config, tmp_path / "run", resume=True), deployment.connection, said.append)
     assert any("resuming after round 1 of 3" in line for line in said)
     resumed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
+    assert without_times(resumed) == without_times(whole)
+
+
+def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certificate(
+    deployment, tmp_path
+):
+    going = Run(deployment, tmp_path / "run", local_epochs=100)
+    going.wait_for_round(2)
+    training(deployment, 0)
+    deployment.stop(*(site_name(k) for k in range(3)))
+    deployment.stop("server")
+    fault = until(lambda: going.fault, 300.0)[0]
+    assert "has gone" in str(fault)
+    assert any("does not answer; waiting for it" in line for line in going.said), going.said
+    other = tmp_path / "other"
+    for each in (tmp_path / "run", deployment.root):
+        shutil.copytree(each, other / each.name)
+        shutil.rmtree(each)
+    certs.renew(other / "deployment" / "certs", [], 10)
+    moved, said = LocalDeployment(other / "deployment", nodes=3), []
+    try:
+        moved.prepare()
+        moved.start_server()
+        for k in range(3):
+            bring_back(moved, k)
+        submit(placed(going.config, other / "run", resume=True), moved.connection, said.append)
+    finally:
+        moved.stop()
+    assert any("resuming after round 1 of 3" in line for line in said)
+    resumed = json.loads((other / "run" / "summary.json").read_text())
     whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
     assert without_times(resumed) == without_times(whole)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ import tomli_w
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.errors import FedhetError
+from fedhet.runs.logs import message_of
 from fedhet.settings.schema import nest
 from fedhet.version import __version__
 
@@ -31,6 +35,8 @@ _FLOWERS_OWN = re.compile(
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
+LOOK_SECONDS = 5.0
+"""Between two looks whether the server of a run that is followed still answers."""
 PATIENCE = 15.0
 """Seconds for which a server that has just started may be unreachable."""
 _OURS = re.compile(r"fedhet\.errors\.\w+: ")
@@ -88,19 +94,53 @@ class Connection:
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
         """Pass the log lines of the run's server to `say` until the run is over."""
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
-        with subprocess.Popen(
-            command,
-            cwd=self._nowhere,
-            env=self.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as stream:
+        with (
+            self._looked_after(say),
+            subprocess.Popen(
+                command,
+                cwd=self._nowhere,
+                env=self.environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            ) as stream,
+        ):
             try:
                 for line in readable(stream.stdout or ()):
                     say(line)
             finally:
                 stream.terminate()
+
+    @contextlib.contextmanager
+    def _looked_after(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Say in the block when the server does not answer, and when it does again.
+
+        Flower's command line is silent for a minute then.
+        """
+        ended = threading.Event()
+
+        def look() -> None:
+            gone = False
+            while not ended.wait(LOOK_SECONDS):
+                if self.answers() == gone:
+                    gone = not gone
+                    now = "does not answer; waiting for it" if gone else "answers again"
+                    say(f"the server at {self.address} {now}")
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def answers(self) -> bool:
+        """Return whether something listens at the server's address."""
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5.0):
+            return True
+        return False
 
     def flwr(self, *words: object) -> str:
         """Return the output of Flower's command line. Raises FedhetError if it fails."""
@@ -145,7 +185,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
     """
     trace: list[str] = []
     for line in lines:
-        text = line.rstrip()
+        text = message_of(line.rstrip())
         plain = _COLOUR.sub("", text)
         if plain.startswith("Traceback (most recent call last)") or (trace and plain[:1] == " "):
             trace.append(text)
@@ -169,9 +209,23 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     run_id = connection.submit(config)
     say(f"run {run_id} on {connection.address}; waiting for its server app to start …")
     connection.follow(run_id, say)
-    status = connection.status(run_id)
+    status = _status(connection, run_id)
     if status != COMPLETED:
         raise FedhetError(f"run {run_id} ended as {status!r}: see above, and the server's log")
+
+
+def _status(connection: Connection, run_id: str) -> str:
+    """Return how a run has ended. Raises FedhetError that says how to go on without its server."""
+    try:
+        return connection.status(run_id)
+    except FedhetError:
+        if connection.answers():
+            raise
+    raise FedhetError(
+        f"the server at {connection.address} has gone, with run {run_id}. Its rounds are in the "
+        "run's directory: start the server again with the same --database, and submit the run "
+        "again with the same --out and --set resume=true"
+    )
 
 
 def app_of(config: Config) -> dict[str, object]:

@@ -19,6 +19,8 @@ def scalars(
             yield f"relative-{protocol}/{statistic}", getattr(ratio, statistic)
     if record.loss:
         yield "loss/mean", record.loss.mean
+    for name in ("asked", "answered", "failed", "absent"):
+        yield f"clients/{name}", len(getattr(record, name))
     yield "bytes/up", record.bytes_up
     yield "bytes/down", record.bytes_down
     for name, value in record.method.items():

@@ -1,4 +1,4 @@
-"""Trackers: a run's numbers in Weights & Biases or MLflow, besides its own files.
+"""Trackers: a run's numbers in Weights & Biases, MLflow or Prometheus, besides its own files.
 
 A tracker is a watcher of the run. What goes wrong with it once the run has started costs its
 numbers, with a warning, and not the run.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedhet.config.resolve import Config
+from fedhet.disk.folder import write_text
 from fedhet.errors import SettingsError, one_line
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.log import Watcher
@@ -26,6 +29,9 @@ PROJECT = "fedhet"
 
 class Tracker(Watcher):
     """Base of the trackers: calls of the library that fail switch it off."""
+
+    package = ""
+    """The package that it needs, as it is imported."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._method, self._off = library, "", False
@@ -72,6 +78,8 @@ class Tracker(Watcher):
 class Wandb(Tracker):
     """Sends a run to Weights & Biases; `WANDB_MODE=offline` keeps it in the run's directory."""
 
+    package = "wandb"
+
     def open(self, config: Config, directory: Path) -> None:
         """Open the run; a resumed one continues."""
         self._run = self._library.init(
@@ -91,6 +99,8 @@ class Wandb(Tracker):
 class Mlflow(Tracker):
     """Sends a run to MLflow, where `MLFLOW_TRACKING_URI` says."""
 
+    package = "mlflow"
+
     def open(self, config: Config, directory: Path) -> None:
         """Open a run, also where a run is resumed."""
         self._library.set_experiment(PROJECT)
@@ -108,7 +118,46 @@ class Mlflow(Tracker):
         self._library.end_run()
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
+class Prometheus(Tracker):
+    """Writes the last round's numbers into metrics.prom, for node_exporter's textfile collector.
+
+    Nothing listens: what gathers the file is the machine's own.
+    """
+
+    package = "prometheus_client"
+
+    def open(self, config: Config, directory: Path) -> None:
+        """Take note of where the file goes and whose numbers it has."""
+        self._file = directory / "metrics.prom"
+        self._labels = {"run": directory.name, "method": config.method.name}
+        self._values: dict[str, float] = {"rounds": config.run.rounds, "finished": 0}
+
+    def send(self, found: Mapping[str, float], round: int) -> None:
+        """Write a round's numbers, and when it ended."""
+        self._values |= found
+        self._values |= {"round": round, "round_ended_timestamp_seconds": time.time()}
+        self._write()
+
+    def close(self) -> None:
+        """Write that the run has finished."""
+        self._values["finished"] = 1
+        self._write()
+
+    def _write(self) -> None:
+        registry = self._library.CollectorRegistry()
+        for name, value in self._values.items():
+            metric = f"fedhet_{re.sub('[^a-zA-Z0-9]+', '_', name)}"
+            words = f"{name} of a run's last round"
+            gauge = self._library.Gauge(metric, words, list(self._labels), registry=registry)
+            gauge.labels(**self._labels).set(value)
+        write_text(self._file, self._library.generate_latest(registry).decode())
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "prometheus": Prometheus,
+}
 
 
 def trackers_of(config: Config) -> list[Watcher]:
@@ -116,11 +165,12 @@ def trackers_of(config: Config) -> list[Watcher]:
     name = config.run.engine.track
     if name == "none":
         return []
+    package = TRACKERS[name].package
     try:
-        library = importlib.import_module(name)
+        library = importlib.import_module(package)
     except ImportError:
         raise SettingsError(
-            f"setting 'engine.track' = {name!r}: needs the package '{name}': "
+            f"setting 'engine.track' = {name!r}: needs the package '{package}': "
             f"pip install 'fedhet[{name}]'"
         ) from None
     return [TRACKERS[name](library)]

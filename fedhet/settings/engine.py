@@ -45,7 +45,7 @@ class EngineSettings(ComputeSettings):
         "ray",
         "ray: workers on this machine or on a cluster (ray-address); inline: all in this process",
     )
-    track: Literal["none", "wandb", "mlflow"] = machine(
+    track: Literal["none", "wandb", "mlflow", "prometheus"] = machine(
         "none", "where a run's metrics are sent, besides its own files (docs/trackers.md)"
     )
     strict: bool = machine(

@@ -1,0 +1,82 @@
+"""Logs of a deployment's processes: plain lines, or JSON that other programs read."""
+
+import io
+import json
+import logging
+
+import pytest
+from rich.table import Table
+
+from fedhet.deployment.flower_cli import readable
+from fedhet.errors import SettingsError
+from fedhet.runs import logs
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    loggers = [logging.getLogger(name) for name in ("fedhet", "flwr")]
+    before = [(each.level, [(h, h.formatter) for h in each.handlers]) for each in loggers]
+    yield
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers = [handler for handler, _ in handlers]
+        for handler, formatter in handlers:
+            handler.setFormatter(formatter)
+
+
+def table():
+    found = Table("model", "mean")
+    found.add_row("private", "0.5")
+    return found
+
+
+def test_every_line_is_an_object_and_submit_shows_its_message(monkeypatch):
+    monkeypatch.setenv("FEDHET_LOG", "json")
+    out = io.StringIO()
+    console = logs.console_for(out)
+    console.print('round 1 of "3"', end="")
+    console.print(": done")
+    console.print(table())
+    lines = out.getvalue().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert entries[0]["message"] == 'round 1 of "3": done'
+    assert {entry["level"] for entry in entries} == {"INFO"}
+    assert any("private" in entry["message"] for entry in entries)
+    assert [*readable(lines)] == [entry["message"] for entry in entries]
+
+
+def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):
+    monkeypatch.setenv("FEDHET_LOG", "json")
+    logs.configure()
+    handler, out = logging.getLogger("fedhet").handlers[0], io.StringIO()
+    handler.setStream(out)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("fedhet").exception("it failed")
+    (line,) = out.getvalue().splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"]) == ("ERROR", "fedhet")
+    assert entry["message"].startswith("it failed\nTraceback")
+    assert "ValueError: two\nlines" in entry["message"]
+
+
+def test_a_level_leaves_out_what_is_below(monkeypatch):
+    monkeypatch.setenv("FEDHET_LOG_LEVEL", "warning")
+    out = io.StringIO()
+    logs.console_for(out).print("round 1")
+    assert out.getvalue() == ""
+    assert not logging.getLogger("fedhet").isEnabledFor(logging.INFO)
+    assert logging.getLogger("fedhet").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("variable", ["FEDHET_LOG", "FEDHET_LOG_LEVEL"])
+def test_another_value_is_refused_with_what_is_allowed(monkeypatch, variable):
+    monkeypatch.setenv(variable, "xml")
+    with pytest.raises(SettingsError, match=rf"{variable}='.*' is not allowed: it takes"):
+        logs.configure()
+
+
+def test_a_line_that_only_looks_like_json_is_shown_as_it_is():
+    for line in ('{"time": ', '{"time": 1}', '{"time": "x", "message": ["a"]'):
+        assert logs.message_of(line) == line
