@@ -275,7 +275,7 @@ def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certific
     certs.renew(other / "deployment" / "certs", [], 10)
     moved, said = LocalDeployment(other / "deployment", nodes=3), []
     try:
-        moved.prepare()
+        moved.connection.prepare()
         moved.start_server()
         for k in range(3):
             bring_back(moved, k)
