@@ -6,7 +6,7 @@ Each case is a copy of a small run in which one file is damaged, or replaced by 
 folder. `report`, `compare`, `run --resume`, `predict` or `export` must end within 30 s and 2 GB,
 without a traceback, and write nowhere but into the case's own folder; seconds are of the processor.
 FOLDER/done says how many cases were tried, and a further call goes on from there;
-FOLDER/found.jsonl has the findings.
+FOLDER/found.jsonl has the findings. `status` and the pages of `watch` read the files, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ import typer.main
 from fedhet import cli, report
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
+from fedhet.errors import FedhetError
+from fedhet.report.watch import Pages
 from fedhet.runs.log import Watcher
 
 LIMIT_BYTES, LIMIT_SECONDS, CHUNK = 2 * 2**30, 30, 250
@@ -66,7 +68,7 @@ BYTES = [
 INPUT = "x.npz"
 """What is to be predicted: it lies in the run's folder, to be damaged as the others are."""
 FILES = (
-    "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json",
+    "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json", "status.json",
     "state/*/client-0/client.json", "state/*/client-0/round-000002.safetensors",
     "checkpoints/round-000002.safetensors", INPUT,
 )  # fmt: skip
@@ -104,7 +106,8 @@ def tried(folder: Path, count: int, seed: int = 0) -> int:
         with contextlib.suppress(_CutError), contextlib.redirect_stdout(io.StringIO()):
             simulate(resolve(SETTINGS | {"rounds": 2}), folder / "finished")
             simulate(resolve(SETTINGS), whole, [_CutOff()])
-        shutil.copy(folder / "finished" / "summary.json", whole)
+        for name in ("summary.json", "status.json"):
+            shutil.copy(folder / "finished" / name, whole)
         np.savez_compressed(whole / INPUT, x=np.zeros((3, 8, 8), np.uint8))
     first = int(done.read_text()) if done.exists() else 0
     for start in range(first, count, CHUNK):
@@ -178,6 +181,7 @@ def _command(draw: random.Random, what: str, run: Path, out: Path) -> list[str]:
         ["export", str(run), "client-0", "--format", "safetensors", "--out", str(out / "model")],
     ]
     show = [["report", str(run)], ["compare", str(run), "--out", str(out)]]
+    watch = [["status", str(run), "--json"], ["watch", str(run)]]
     resume = [["run", "--resume", str(run)]]
     if what == INPUT:
         return use[0]
@@ -185,9 +189,11 @@ def _command(draw: random.Random, what: str, run: Path, out: Path) -> list[str]:
         return draw.choice([*use, *use, *resume])
     if what.startswith("checkpoints"):
         return resume[0]
+    if what == "status.json":
+        return draw.choice(watch)
     if what == "run.json":
         return draw.choice([*use, *resume])
-    return draw.choice([*show, *show, *resume, *use])
+    return draw.choice([*show, *show, *watch, *resume, *use])
 
 
 def _damage(draw: random.Random, path: Path, mine: Path) -> str:
@@ -273,7 +279,7 @@ def _call(words: list[str], place: Path, *, drawn: bool) -> str:
         if not drawn:
             within.enter_context(_undrawn())
         try:
-            cli.main()
+            _page(Path(words[1])) if words[0] == "watch" else cli.main()
         except SystemExit:
             pass
         except BaseException:
@@ -281,6 +287,13 @@ def _call(words: list[str], place: Path, *, drawn: bool) -> str:
     if "Traceback" in said.getvalue():
         found = said.getvalue()[-1500:]
     return found or (f"wrote {outside[:3]}" if outside else "")
+
+
+def _page(run: Path) -> None:
+    """Make the pages of a run, and the list that it is in, as `fedhet watch` serves them."""
+    for folder, path in ((run, "/"), (run, f"/status/{run.name}"), (run.parent, "/")):
+        with contextlib.suppress(FedhetError):
+            Pages(folder).page(path, {})
 
 
 @contextlib.contextmanager

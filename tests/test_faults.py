@@ -282,7 +282,6 @@ def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certific
         submit(placed(going.config, other / "run", resume=True), moved.connection, said.append)
     finally:
         moved.stop()
-        print(*said, sep="\n")
     assert any("resuming after round 1 of 3" in line for line in said)
     resumed = json.loads((other / "run" / "summary.json").read_text())
     whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
