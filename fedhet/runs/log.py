@@ -33,6 +33,7 @@ from fedhet.runs.directory import (
 from fedhet.runs.files import append, read_origin, record_line, summary_text
 from fedhet.runs.measures import peak_memory_mb
 from fedhet.runs.records import (
+    MOST_BYTES,
     OWN_DATA,
     Origin,
     PastRound,
@@ -330,13 +331,17 @@ class RunLog:
             relative=last.relative,
             metrics=scores,
             history=[PastRound.of(record) for record in self._history],
-            bytes_up=sum(record.bytes_up for record in self._history),
-            bytes_down=sum(record.bytes_down for record in self._history),
-            bytes_evaluation=sum(record.bytes_evaluation for record in self._history),
+            bytes_up=self._sent("bytes_up"),
+            bytes_down=self._sent("bytes_down"),
+            bytes_evaluation=self._sent("bytes_evaluation"),
             seconds=self._seconds.model_copy(update={"total": total}).rounded(),
             peak_memory_mb=round(max([peak_memory_mb(), *peaks]), 1),
             versions=versions(),
         )
+
+    def _sent(self, what: str) -> int:
+        """Return the bytes of all rounds: records that were tampered with may exceed what fits."""
+        return min(sum(getattr(record, what) for record in self._history), MOST_BYTES)
 
     def _headline(self) -> str:
         """Return the method's headline protocol, or the other if only that has a test set."""

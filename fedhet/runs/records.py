@@ -59,7 +59,8 @@ def _numbers(values: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_or_nan), AfterValidator(_bounded)]
-Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+MOST_BYTES = 2**63 - 1
+Whole = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Round = Annotated[int, Field(ge=0, le=MOST_ROUNDS)]
 Text = Annotated[str, AfterValidator(one_line)]
@@ -121,8 +122,8 @@ class Seconds(BaseModel):
             setattr(self, name, getattr(self, name) + value)
 
     def rounded(self) -> Self:
-        """Return the times rounded to milliseconds."""
-        return type(self)(**{name: round(value, 3) for name, value in self})
+        """Return the times rounded to milliseconds; sums of rounds are at most what one may be."""
+        return type(self)(**{name: round(min(value, LARGEST), 3) for name, value in self})
 
 
 class RunSeconds(Seconds):
