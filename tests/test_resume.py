@@ -250,14 +250,14 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
 
 
 def test_a_resumed_run_ends_whatever_its_records_add_up_to(tmp_path):
+    config = small("fedavg", clients=2, rounds=3)
     with pytest.raises(CutError):
-        run(small("fedavg", clients=2, rounds=3), tmp_path, [CutOff(3, "before")])
+        run(config, tmp_path, [CutOff(3, "before")])
     rows = records(tmp_path)
     for row in rows:  # each may be as large, and is read
         row["bytes_up"], row["seconds"]["total"], row["seconds"]["train"] = 2**63 - 1, 1e18, 1e18
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = small("fedavg", clients=2, rounds=3, resume=True)
-    summary = run(config, tmp_path)
+    summary = run(resumed(config, tmp_path), tmp_path)
     assert (summary["bytes_up"], summary["seconds"]["train"]) == (2**63 - 1, 1e18)
     assert load_run(tmp_path).finished
 
