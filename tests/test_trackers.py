@@ -60,7 +60,7 @@ def test_settings_and_numbers_are_sent(tracker, tmp_path):
     last = sent[-1][0]
     assert last["accuracy-common-private/mean"] == summary["accuracy"]["common"]["private"]["mean"]
     assert last["auc-common-private/mean"] == summary["metrics"]["auc"]["common"]["private"]["mean"]
-    assert not any("client" in key for key in last)
+    assert not any("client-" in key for key in last)  # none of a single client
     settings = next(
         options["config"] if call == "init" else args[0]
         for call, args, options in fake.calls
@@ -84,6 +84,23 @@ def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
     ]
     assert len(said) == 1
     assert len(said[0].splitlines()) == 1
+
+
+def test_a_file_for_prometheus_has_the_last_rounds_numbers(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    summary = run(tracked("prometheus"), tmp_path / "run")
+    text = (tmp_path / "run" / "metrics.prom").read_text()
+    found = {
+        sample.name: (sample.labels, sample.value)
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert {labels["run"] for labels, _ in found.values()} == {"run"}
+    values = {name: value for name, (_, value) in found.items()}
+    assert (values["fedhet_round"], values["fedhet_rounds"]) == (2, 2)
+    assert (values["fedhet_finished"], values["fedhet_clients_answered"]) == (1, 2)
+    last = summary["accuracy"]["personal"]["private"]["mean"]
+    assert values["fedhet_accuracy_personal_private_mean"] == pytest.approx(last)
 
 
 def test_without_the_library_the_error_explains_what_to_install(tracker, monkeypatch, tmp_path):
