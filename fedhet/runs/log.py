@@ -331,17 +331,13 @@ class RunLog:
             relative=last.relative,
             metrics=scores,
             history=[PastRound.of(record) for record in self._history],
-            bytes_up=self._sent("bytes_up"),
-            bytes_down=self._sent("bytes_down"),
-            bytes_evaluation=self._sent("bytes_evaluation"),
+            bytes_up=_sum(record.bytes_up for record in self._history),
+            bytes_down=_sum(record.bytes_down for record in self._history),
+            bytes_evaluation=_sum(record.bytes_evaluation for record in self._history),
             seconds=self._seconds.model_copy(update={"total": total}).rounded(),
             peak_memory_mb=round(max([peak_memory_mb(), *peaks]), 1),
             versions=versions(),
         )
-
-    def _sent(self, what: str) -> int:
-        """Return the bytes of all rounds: records that were tampered with may exceed what fits."""
-        return min(sum(getattr(record, what) for record in self._history), MOST_BYTES)
 
     def _headline(self) -> str:
         """Return the method's headline protocol, or the other if only that has a test set."""
@@ -352,3 +348,8 @@ class RunLog:
     def _write_events(self, record: RoundRecord) -> None:
         for name, value in scalars(record, self.config.method.name, clients=True):
             self._board.add_scalar(name, value, record.round)
+
+
+def _sum(counts: Iterable[int]) -> int:
+    """Return a sum of bytes: those of records that were tampered with may exceed what fits."""
+    return min(sum(counts), MOST_BYTES)
