@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from fedhet.cli.options import NONE, console, say
-from fedhet.cli.watch import Json, authority_for
+from fedhet.cli.watch import Authority, Json, authority_for
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -27,12 +27,7 @@ def doctor_command(
             metavar="HOST:PORT", show_default=NONE, help="A server's control API to ask, too."
         ),
     ] = None,
-    ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--ca", metavar="FILE", show_default=NONE, help="With --server: the CA's certificate."
-        ),
-    ] = None,
+    ca: Authority = None,
     as_json: Json = False,
 ) -> None:
     """Say what is amiss with this machine, with keys, or with a server; fails if something is.

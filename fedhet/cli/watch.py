@@ -16,6 +16,12 @@ from fedhet.cli.options import NONE, console, say
 from fedhet.errors import FedhetError, SettingsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Authority = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", metavar="FILE", show_default=NONE, help="The CA's certificate, for a server."
+    ),
+]
 RUNS = Path("runs")
 
 
@@ -27,12 +33,7 @@ def status_command(
             help="A run's directory, or a server's address. By default the newest run in runs/.",
         ),
     ] = None,
-    ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--ca", metavar="FILE", show_default=NONE, help="With HOST:PORT: the CA's certificate."
-        ),
-    ] = None,
+    ca: Authority = None,
     as_json: Json = False,
 ) -> None:
     """Show where a run is: its round, and who has answered, is awaited, rests or is away."""

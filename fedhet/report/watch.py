@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from fedhet.disk.bounded import read_file
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.report.compare import comparison_page
 from fedhet.report.groups import runs_below
@@ -94,16 +95,14 @@ class Pages:
         if head == "status" and name:
             return json.dumps(self._status(name)), "application/json"
         if head == "compare":
-            return comparison_page(
-                [self._runs()[each] for each in query.get("run", [])]
-            ), "text/html"
+            runs = self._runs()
+            return comparison_page([runs[each] for each in query.get("run", [])]), "text/html"
         if head == "run" and name:
             return self._run(name), "text/html"
         if head:
             raise KeyError(path)
-        return (
-            self._run(self._folder.resolve().name) if self.single else self._list()
-        ), "text/html"
+        page = self._run(self._folder.resolve().name) if self.single else self._list()
+        return page, "text/html"
 
     def _runs(self) -> dict[str, Path]:
         """Return the runs that are there now, by their names in links."""
@@ -114,26 +113,16 @@ class Pages:
 
     def _run(self, name: str) -> str:
         path = self._runs()[name]
-        live = {
-            "status": f"/status/{quote(name)}",
-            "rounds": _rounds(path),
-            "home": not self.single,
-        }
-        try:
-            return render_run(_loaded(path, _version(path)), live)
-        except StateError:
-            if live["rounds"]:
-                raise
+        rounds = _rounds(path)
+        live = {"status": f"/status/{quote(name)}", "rounds": rounds, "home": not self.single}
+        if not rounds:
             return render("waiting.html", title=name, live=live)
+        return render_run(_loaded(path, _version(path)), live)
 
     def _status(self, name: str) -> dict[str, Any]:
         path = self._runs()[name]
         status = read_status(path)
-        return {
-            **status.as_json(),
-            "words": status.in_words,
-            "recorded": _rounds(path),
-        }
+        return status.as_json() | {"words": status.in_words, "recorded": _rounds(path)}
 
     def _list(self) -> str:
         runs = [_listed(name, path) for name, path in self._runs().items()]
@@ -150,7 +139,7 @@ def _listed(name: str, path: Path) -> Listed:
         if not _rounds(path):
             return Listed(name, link, stage=status.stage, planned=status.rounds)
         return _of_run(name, link, _loaded(path, _version(path)), status)
-    except FedhetError as error:
+    except (FedhetError, OSError) as error:
         return Listed(name, link, fault=str(error))
 
 
@@ -187,9 +176,11 @@ def _loaded(path: Path, version: tuple[float, ...]) -> Run:
 
 
 def _rounds(path: Path) -> int:
-    """Return the number of recorded rounds, counted by their lines."""
-    metrics = path / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+    """Return the number of recorded rounds, counted by their lines. Raises StateError."""
+    try:
+        return read_file(path / "metrics.jsonl").count(b"\n")
+    except FileNotFoundError:
+        return 0
 
 
 class _Handler(BaseHTTPRequestHandler):
