@@ -34,6 +34,10 @@ class ModelError(FedhetError):
     """A model name that does not exist, or a model that does not fit the data."""
 
 
+class PrivacyError(FedhetError):
+    """A release that would cost more privacy than a run or a site allows."""
+
+
 class StateError(FedhetError):
     """A saved state that is absent, truncated, or of another run, method or model."""
 

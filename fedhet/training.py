@@ -21,6 +21,8 @@ from fedhet.settings.run import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
+Penalty = Callable[[], Tensor | float]
+"""() -> a term of the loss that depends on the weights alone, a scalar; 0.0 without a gradient."""
 Augment = Callable[[Tensor], Tensor]
 """Images [N, C, H, W] or tokens [N, L] of a batch -> randomly changed ones."""
 
@@ -28,6 +30,11 @@ Augment = Callable[[Tensor], Tensor]
 def cross_entropy_of(model: nn.Module) -> LossOfBatch:
     """Return the loss of supervised training: the cross-entropy of `model`'s logits."""
     return lambda x, y: nn.functional.cross_entropy(model(x).float(), y)
+
+
+def with_penalty(loss_of: LossOfBatch, penalty: Penalty) -> LossOfBatch:
+    """Return the loss of a batch plus a term of the weights."""
+    return lambda x, y: loss_of(x, y) + penalty()
 
 
 @dataclass
@@ -39,8 +46,17 @@ class Optimization:
     clip: float = 0.0
     """Greatest L2 norm of the gradient of all parameters; 0: any."""
 
-    def step(self, loss: Tensor) -> None:
-        """Do one optimiser step on `loss`."""
+    def batches(
+        self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
+    ) -> Iterable[Tensor]:
+        """Return the indices of an epoch's batches: those of `batches`."""
+        return batches(samples, batch_size, generator, device)
+
+    def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
+        """Do one optimiser step on `loss` plus `penalty`; on no loss, of no samples, none."""
+        if loss is None:
+            return
+        loss = loss + penalty if isinstance(penalty, Tensor) else loss
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if self.clip:
@@ -152,25 +168,28 @@ def train_epoch(
     steps: int = 1,
     stepped: Callable[[], None] | None = None,
     augment: Augment | None = None,
+    penalty: Penalty | None = None,
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
     Images may be bytes: they are scaled batch by batch.
 
     `augment` changes the images of each batch. A batch is learned in `steps` optimiser steps, after
-    which `stepped` is called.
+    which `stepped` is called. `penalty` is a term of the loss that depends on the weights alone.
     """
     total = torch.zeros((), device=compute.device)
-    for index in batches(len(y), batch_size, generator, compute.device):
+    for index in optimizing.batches(len(y), batch_size, generator, compute.device):
         inputs = compute.images(x[index])
-        inputs = inputs if augment is None else augment(inputs)
+        inputs = inputs if augment is None or not len(index) else augment(inputs)
         for _ in range(steps):
             with compute.autocast():
-                loss = loss_of(inputs, y[index])
-            optimizing.step(loss)
+                loss = loss_of(inputs, y[index]) if len(index) else None
+                extra = 0.0 if penalty is None else penalty()
+            optimizing.step(loss, extra)
         if stepped is not None:
             stepped()
-        total += loss.detach() * len(index)
+        if loss is not None:
+            total += (loss + extra).detach() * len(index)
     return total.item() / len(y)
 
 
@@ -182,6 +201,7 @@ class Epochs(TypedDict, total=False):
     steps: int
     stepped: Callable[[], None]
     before_epoch: Callable[[int], object]
+    penalty: Penalty
 
 
 def train_epochs(
@@ -198,6 +218,7 @@ def train_epochs(
     stepped: Callable[[], None] | None = None,
     before_epoch: Callable[[int], object] | None = None,
     augment: Augment | None = None,
+    penalty: Penalty | None = None,
 ) -> float:
     """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
 
@@ -218,6 +239,7 @@ def train_epochs(
             steps=steps,
             stepped=stepped,
             augment=augment,
+            penalty=penalty,
         )
     return loss
 

@@ -32,8 +32,11 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
     """Return a run's settings as a site carries them out.
 
     Data, downloads and means of small classes are what both allow. Raises SettingsError for more
-    epochs or classes than it allows.
+    epochs or classes than it allows, and for a run without the privacy that it asks for.
     """
+    if site.budget() and not config.run.privacy.is_on:
+        rule = "the run has none ('privacy.epsilon')"
+        raise SettingsError(f"this site asks for privacy, {site.privacy!r}: {rule}")
     for name, value in config.flat().items():
         asked = value if isinstance(value, list) else [value]
         if name.endswith("epochs") and max(asked) > site.most_epochs:

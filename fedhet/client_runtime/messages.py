@@ -9,7 +9,7 @@ from flwr.common import NDArrays, Scalar
 
 from fedhet.methods.registry import Method
 from fedhet.models.evaluation import Evaluations
-from fedhet.runs.measures import Measured, peak_memory_mb, placed, write_measures
+from fedhet.runs.measures import Measured, peak_memory_mb, placed
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, expect
@@ -48,9 +48,8 @@ def measures(
     train_seconds: float,
     eval_seconds: float,
     figures: Mapping[str, float] | None = None,
-) -> dict[str, Scalar]:
-    """Return a client's measurements as Flower metrics; `loss` is the training loss."""
-    measured = Measured(
+) -> Measured:
+    """Return a client's measurements; `loss` is the training loss."""
+    return Measured(
         placed(scores), loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {})
     )
-    return dict(write_measures(measured))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from fedhet.data import ClientData, RunData, site_data
 from fedhet.errors import SettingsError
 from fedhet.models import assign
 from fedhet.settings.assignment import training_of
+from fedhet.settings.privacy import PrivacySettings
 from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build
 from fedhet.wire.identity import client_name
@@ -22,6 +24,30 @@ from fedhet.wire.identity import client_name
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """The training settings that a node may override."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the samples of a site may cost over all runs."""
+
+    epsilon: float
+    delta: float
+
+    @classmethod
+    def read(cls, text: str) -> Budget:
+        """Return the budget that a text like `epsilon=8 delta=1e-5` names. Raises SettingsError."""
+        try:
+            pairs = (each.split("=") for each in text.split())
+            given = {name: float(value) for name, value in pairs}
+            budget = cls(given.pop("epsilon"), given.pop("delta", PrivacySettings().delta))
+        except (ValueError, KeyError):
+            given, budget = {"": 0.0}, cls(0, 0)
+        if given or not 0 < budget.epsilon < math.inf or not 0 < budget.delta < 0.1:
+            raise SettingsError(
+                f"node-config 'privacy' = '{text}': expected 'epsilon=8 delta=1e-5', with epsilon "
+                "above 0 and delta between 0 and 0.1"
+            )
+        return budget
 
 
 class NodeSettings(Schema):
@@ -53,6 +79,16 @@ class NodeSettings(Schema):
     most_model_bytes: Bytes = Field(2 * 2**30, description="bytes of the client's models")
     most_data_bytes: Bytes = Field(8 * 2**30, description="bytes of a dataset")
 
+    privacy: str = Field(
+        "",
+        description="what the site's samples may cost over all runs, such as epsilon=8 delta=1e-5; "
+        "a run without privacy is then refused; empty = what the run says",
+    )
+
+    def budget(self) -> Budget | None:
+        """Return what `privacy` says; None: nothing. Raises SettingsError."""
+        return Budget.read(self.privacy) if self.privacy else None
+
     def training(self, run: RunSettings) -> TrainingSettings:
         """Return the client's training settings: the run's, overridden by its own."""
         own = {name: getattr(self, name) for name in OWN_TRAINING}
@@ -73,6 +109,8 @@ class Node:
     state_dir: Path
     data: RunData = field(compare=False, repr=False)
     most_model_bytes: int = 2**60
+    budget: Budget | None = None
+    """What its samples may cost over all runs; None: what each run says."""
 
     def load_data(self, config: Config) -> ClientData:
         """Return the client's data: from its own folder, or its partition of the run's dataset.
@@ -117,6 +155,7 @@ def read_node(
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
         most_model_bytes=settings.most_model_bytes,
+        budget=settings.budget(),
         data=data or RunData.of(run),
     )
 

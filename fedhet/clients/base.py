@@ -25,6 +25,7 @@ from fedhet.client_runtime.messages import (
     read_instruction,
 )
 from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.privacy import promise
 from fedhet.client_runtime.recipe import Recipe
 from fedhet.client_runtime.record import Recorder
 from fedhet.client_runtime.samples import ClientSamples, load_samples, public_samples
@@ -37,7 +38,7 @@ from fedhet.errors import FedhetError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.runs.measures import timed
+from fedhet.runs.measures import timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import (
@@ -46,9 +47,10 @@ from fedhet.training import (
     LossOfBatch,
     Optimization,
     cross_entropy_of,
+    with_penalty,
 )
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Knowledge, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 
 class HetClient(NumPyClient):
@@ -60,7 +62,8 @@ class HetClient(NumPyClient):
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
         self.samples = samples or load_samples(config, node, self.compute)
-        self.info, self.space = self.samples.info, self.samples.space
+        self.promise = promise(self.config, node, self.samples, self.compute)
+        self.info, self.space = self.promise.described(self.samples.info), self.samples.space
         self.unlabelled, self.tests = self.samples.unlabelled, self.samples.tests
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
@@ -204,8 +207,10 @@ class HetClient(NumPyClient):
         """
         own = labelled or Split(*self.training_set())
         if self.training.semi == "none":
-            self.train_epochs(own.x, own.y, loss_of, optimizing, generator, **options)
+            self._train_own(own, loss_of, optimizing, generator, options)
             return
+        if (penalty := options.pop("penalty", None)) is not None:
+            loss_of = with_penalty(loss_of, penalty)
         semi = self.recipe.fix_match(own, self.unlabelled, self.network, self.training)
         options["batch_size"], loss_of = semi.batch_size, semi.joined_with(loss_of, predict)
         self.train_epochs(
@@ -252,20 +257,18 @@ class HetClient(NumPyClient):
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train as the server's instruction says, and return the reply."""
         try:
-            envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
-            self.state.restore(envelope.run, before=envelope.round)
-            with injected_faults(self.run, self.info.name, envelope.round):
-                answer, train_seconds = self._train(envelope.round, instruction)
-            self.state.save(envelope.round, best_round(config))
-            self.recorder.leave(self.state.folder, envelope.run)
-            scores, eval_seconds = Evaluations(), 0.0
-            if config.get("evaluate", True):
-                scores, eval_seconds = timed(self.evaluation, instruction)
-            arrays = encode(replace(envelope, sender=self.info.name), answer)
+            with self.promise.guarded():
+                envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
+                self.promise.begin(envelope.run, envelope.round)
+                arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
+                scores, eval_seconds = Evaluations(), 0.0
+                if config.get("evaluate", True):
+                    scores, eval_seconds = timed(self.evaluation, instruction)
+                measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
+                said = write_measures(self.promise.measured(measured))
         except FedhetError as error:
-            return [], 0, {"error": str(error)}
-        measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
-        return arrays, self.info.samples, measured
+            return [], 0, self.promise.fault(error)
+        return arrays, self.info.samples, dict(said)
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
@@ -275,18 +278,55 @@ class HetClient(NumPyClient):
         If the method `learns_last`, a client that has ever trained trains on it before.
         """
         try:
-            envelope, instruction = read_instruction(
-                parameters, self.config.method, self.sizes, may_be_empty=True
-            )
-            self.state.restore(envelope.run, before=envelope.round + 1)
-            learns = self.config.method.spec.learns_last and self.state.participations > 0
-            if learns and instruction.tensors:
-                self._train(envelope.round + 1, instruction)
-                self.state.save(envelope.round + 1)
-            scores, seconds = timed(self.evaluation, instruction)
+            with self.promise.guarded():
+                envelope, instruction = read_instruction(
+                    parameters, self.config.method, self.sizes, may_be_empty=True
+                )
+                self.promise.begin(envelope.run, envelope.round + 1)
+                self.state.restore(envelope.run, before=envelope.round + 1)
+                learns = self.config.method.spec.learns_last and self.state.participations > 0
+                if learns and instruction.tensors:
+                    self._train(envelope.round + 1, instruction)
+                    self.state.save(envelope.round + 1)
+                scores, seconds = timed(self.evaluation, instruction)
+                measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except FedhetError as error:
-            return 0.0, 0, {"error": str(error)}
-        return own_loss(scores), self.info.samples, measures(scores, None, 0.0, seconds)
+            return 0.0, 0, self.promise.fault(error)
+        loss = 0.0 if self.promise.is_on else own_loss(scores)
+        return loss, self.info.samples, dict(write_measures(measured))
+
+    def _answer_of(
+        self, envelope: Envelope, instruction: Knowledge, best: int
+    ) -> tuple[NDArrays, float]:
+        """Return the reply to an instruction, and the training time in seconds.
+
+        What was answered before and must not be computed again is the same reply.
+        """
+        if (before := self.promise.answered()) is not None:
+            self.state.restore(envelope.run, before=envelope.round + 1)
+            return before, 0.0
+        self.state.restore(envelope.run, before=envelope.round)
+        with injected_faults(self.run, self.info.name, envelope.round):
+            answer, seconds = self._train(envelope.round, instruction)
+        self.state.save(envelope.round, best)
+        self.recorder.leave(self.state.folder, envelope.run)
+        whole = replace(envelope, sender=self.info.name)
+        return self.promise.keep(encode(whole, self.promise.sent(answer))), seconds
+
+    def _train_own(
+        self,
+        own: Split,
+        loss_of: LossOfBatch,
+        optimizing: Optimization,
+        generator: torch.Generator,
+        options: Epochs,
+    ) -> None:
+        """Train on own samples as the client has promised."""
+        epochs = options.get("epochs") or self.training.local_epochs
+        size = options.get("batch_size") or self.training.batch_size
+        models = self.models.values()
+        with self.promise.training(optimizing, models, len(own.y), size, epochs) as chosen:
+            self.train_epochs(own.x, own.y, loss_of, chosen, generator, **options)
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

@@ -76,7 +76,7 @@ class FedAvgClient(HetClient):
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             logits, target = self.own_classes(local.logits(x), y)
-            return F.cross_entropy(logits.float(), target) + local.regulariser()
+            return F.cross_entropy(logits.float(), target)
 
         self.train_own(
             loss_of,
@@ -85,4 +85,5 @@ class FedAvgClient(HetClient):
             self.generator(round, "batches"),
             steps=self.steps(),
             stepped=local.stepped,
+            penalty=local.regulariser,
         )

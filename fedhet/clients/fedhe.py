@@ -76,4 +76,4 @@ class FedHeClient(HetClient):
             self.generator(round, "batches"),
             before_epoch=lambda _: sums.clear(),
         )
-        return sums.means(self.run.engine.least_per_class)
+        return self.promise.class_means(sums, model)

@@ -81,4 +81,4 @@ class FedProtoClient(HetClient):
                 part = slice(start, start + batch)
                 x = self.compute.images(self.x[part])
                 sums.add(*model.features_and_logits(x), self.y[part])
-        return sums.means(self.run.engine.least_per_class)
+        return self.promise.class_means(sums, model)

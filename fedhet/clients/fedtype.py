@@ -164,8 +164,10 @@ class Reciprocity:
         if self.settings.order == "alternating":
             losses = {self.private_loss: lambda: None, self.proxy_loss: self.proxy.stepped}
         for loss, stepped in losses.items():
-            self.client.train_epochs(
-                x, y, loss, self.optimizing, self.order, epochs=1, stepped=stepped
+            self.client.train_own(
+                *(loss, self.private, self.optimizing, self.order, Split(x, y)),
+                epochs=1,
+                stepped=stepped,
             )
 
     def rows(self, epoch: int) -> Tensor | None:

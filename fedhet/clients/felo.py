@@ -81,7 +81,7 @@ class FeloClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator, before_epoch=before_epoch)
-        return sums.means(self.run.engine.least_per_class)
+        return self.promise.class_means(sums, model)
 
     def _answer(self, means: ClassMeans) -> Knowledge:
         tensors = dict(vars(means))

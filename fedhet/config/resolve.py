@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
+from fedhet.config.privacy import check_private, check_trainable
 from fedhet.config.sources import from_flower
 from fedhet.config.values import validated
 from fedhet.data import sources
@@ -90,13 +91,20 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
     changes["data"] = run.data.model_copy(update=data_table)
     if run.models.pool == default.models.pool:
         pool = spec.pool(data.sample_kind(run.data))
+        if run.privacy.is_on:
+            pool = tuple(map(models.without_batch_norms, pool))
         changes["models"] = run.models.model_copy(update={"pool": pool})
+    if run.privacy.is_on and run.engine.precision == "auto":
+        changes["engine"] = run.engine.model_copy(update={"precision": "float32"})
     return run.model_copy(update=changes)
 
 
 def _completed_own(own: MethodSettings, run: RunSettings, method: Method) -> MethodSettings:
     """Fill in the method's default models for the kind of data, as `_completed` does."""
     default, found = type(own)(), method.spec.defaults(data.sample_kind(run.data))
+    if run.privacy.is_on:
+        clients = method.spec.privacy.models
+        found |= {k: models.without_batch_norms(v) for k, v in found.items() if k in clients}
     unset = {k: v for k, v in found.items() if getattr(own, k) == getattr(default, k)}
     return own.model_copy(update=unset)
 
@@ -113,7 +121,7 @@ def _rounds(run: RunSettings, fixed: int | None) -> int:
 
 def _check_names(config: Config) -> None:
     """Raise SettingsError for a model, dataset or attack that the method does not support."""
-    run, method = config.run, config.method
+    run, method, own = config.run, config.method, config.own
     try:
         models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)
     except FedhetError as error:
@@ -124,6 +132,8 @@ def _check_names(config: Config) -> None:
     if run.data.public_dataset not in ("", *data.MADE_HERE):
         data.find_source(run.data.public_dataset, "data.public-dataset")
     _check_attack_and_defence(run, method)
+    if run.privacy.is_on:
+        check_private(run, method, own)
     if run.training.semi != "none":
         _check_semi(run, method)
     several = len(set(run.models.pool)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.pool)
@@ -198,6 +208,8 @@ def check(config: Config, store: data.RunData | None = None) -> None:
     for name in dict.fromkeys(run.models.pool):
         any_model = config.method.spec.any_model
         models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
+    if run.privacy.is_on:
+        check_trainable(config.run, config.method, config.own, dataset.shape, len(dataset.classes))
 
 
 def check_deployable(config: Config) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.methods.sizes import first_model, model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -56,4 +56,5 @@ SPEC = MethodSpec(
     simulation_only=True,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=Protection(refused="all clients' data is in one place"),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fedhet.methods.spec import MethodSpec
-from fedhet.settings.run import Optimizer
+from fedhet.methods.spec import ANSWERS, MethodSpec, Passes
+from fedhet.settings.run import Optimizer, TrainingSettings
 from fedhet.settings.schema import Count, CountOrNone, Distinct, Frozen, Listed, MethodSettings
 from fedhet.wire.contract import Contract, ScalarField, TensorField, all_or_none
 from fedhet.wire.identity import is_name
@@ -107,6 +108,17 @@ REPLIES = Contract(
         TensorField("space", "uint", ("P",), "the classes that the model distinguishes", ids="C"),
     )
 )
+
+
+def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
+    """Return local training, and then update trainings, which have batches of their own."""
+    updates = own.update_epochs or training.local_epochs
+    return (
+        Passes(1, training.batch_size, training.local_epochs),
+        Passes(rounds - 1, own.update_batch_size, updates),
+    )
+
+
 SPEC = MethodSpec(
     title="pseudolabels on public data by vote; tasks and models of any kind",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
@@ -124,4 +136,5 @@ SPEC = MethodSpec(
         "conflicts": "samples with several pseudolabels, per client",
         "abstained": "share of abstentions",
     },
+    privacy=replace(ANSWERS, passes=_passes, needs={"search": ("none",)}),
 )

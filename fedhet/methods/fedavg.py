@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from fedhet.algorithms.choices import Part
 from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -52,4 +52,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=DP_SGD,
 )

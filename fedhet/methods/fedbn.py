@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fedhet.algorithms.choices import Part
 from fedhet.methods import fedavg
+from fedhet.methods.spec import Protection
 
 
 class FedBnSettings(fedavg.FedAvgSettings):
@@ -21,4 +22,5 @@ SPEC = replace(
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",
     settings=FedBnSettings,
+    privacy=Protection(refused="it needs batch norms, which mix the samples of a batch"),
 )

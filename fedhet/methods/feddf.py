@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
@@ -41,4 +41,5 @@ SPEC = MethodSpec(
     figures={
         "distillation_loss": "distillation loss of the fused models",
     },
+    privacy=DP_SGD,
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import ANSWERS, MethodSpec
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, kebab
 from fedhet.wire.contract import Contract, TensorField
@@ -107,4 +107,5 @@ SPEC = MethodSpec(
         "nobody_right": "asked samples that no client has right",
         "upload_ratio": "share of the public set that is asked",
     },
+    privacy=ANSWERS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
@@ -71,4 +71,6 @@ SPEC = MethodSpec(
     figures={
         "server_accuracy": "accuracy of the server's model on clients' features",
     },
+    warning="fedgkt sends the features and the class of every training sample to the server",
+    privacy=Protection(refused="it sends the features and the class of every sample"),
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, TensorField, all_or_none
@@ -51,4 +51,5 @@ SPEC = MethodSpec(
     figures={
         "classes_covered": "classes with an average",
     },
+    privacy=Protection(CLASS_SUMS, vectors=1),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, field_validator
 
 from fedhet.algorithms.choices import DigestLoss, ScoreKind
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import ANSWERS, MethodSpec
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, TensorField, all_or_none
@@ -91,4 +91,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=ANSWERS,
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, all_or_none
@@ -53,4 +53,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=Protection(CLASS_SUMS, vectors=1),
 )

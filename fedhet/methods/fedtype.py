@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from fedhet.algorithms.choices import LEAST_SCALE
 from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import BOTH_MODELS, MethodSpec
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
@@ -149,4 +150,16 @@ SPEC = MethodSpec(
         "private_set": "labels in the private model's sets",
         "tau": "threshold τ of the proxy's sets",
     },
+    privacy=replace(
+        BOTH_MODELS,
+        models=("proxy",),
+        # The thresholds of conformal sets come from samples, and weigh on all others' gradients.
+        needs={
+            "backward": ("symmetric", "topk", "none"),
+            "labels": ("all",),
+            "aggregation": ("fedavg",),
+            "epoch_data": ("full",),
+            "order": ("joint",),
+        },
+    ),
 )

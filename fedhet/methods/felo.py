@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedhet.algorithms.choices import FeatureNorm
 from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
@@ -80,4 +80,5 @@ SPEC = MethodSpec(
     figures={
         "classes_covered": "classes with an average",
     },
+    privacy=Protection(CLASS_SUMS, vectors=2),
 )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from fedhet.methods import fedavg
 from fedhet.methods.sizes import model_shapes
+from fedhet.methods.spec import BOTH_MODELS
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -48,4 +49,5 @@ SPEC = replace(
     own_models={"meme": "model"},
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=replace(BOTH_MODELS, models=("meme",)),
 )

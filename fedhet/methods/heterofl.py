@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from fedhet.algorithms.choices import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, TensorField, WeightsField
@@ -76,4 +77,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=replace(DP_SGD, needs={"masked": (False,)}),
 )

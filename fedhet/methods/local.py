@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import MethodSpec, Protection
 
 SPEC = MethodSpec(
     title="each client trains alone; the baseline of every table",
     paper="no paper",
     headline="common",
     any_model=True,
+    privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
 )

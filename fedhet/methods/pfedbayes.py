@@ -9,6 +9,7 @@ from pydantic import Field
 from fedhet.algorithms.choices import LEAST_SCALE
 from fedhet.methods import fedavg
 from fedhet.methods.sizes import model_shapes
+from fedhet.methods.spec import Protection
 from fedhet.settings.schema import Count, NonNegative
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -58,4 +59,5 @@ SPEC = replace(
     sizes=gaussian_sizes,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    privacy=Protection(refused="its weights are drawn within a step, several times a batch"),
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedhet.methods import fedavg
+from fedhet.methods.spec import Protection
 from fedhet.settings.schema import Count, Positive
 
 
@@ -28,4 +29,5 @@ SPEC = replace(
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,
+    privacy=Protection(refused="it takes several steps on each batch"),
 )

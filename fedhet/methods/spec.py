@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fedhet.kinds import Kind
 from fedhet.settings.defence import Average
+from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import ClientInfo
@@ -35,6 +36,45 @@ def title_of(figure: str, declared: Mapping[str, str]) -> str:
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
     """Return the sizes of messages without features or weights: C, the number of classes."""
     return Sizes({"C": client.classes})
+
+
+@dataclass(frozen=True)
+class Passes:
+    """`epochs` over a client's own samples in each of `rounds`."""
+
+    rounds: int
+    batch_size: int
+    epochs: int
+
+
+def local_epochs(own: Any, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
+    """Return the passes of a method that trains for the local epochs in each round."""
+    return (Passes(rounds, training.batch_size, training.local_epochs),)
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Whether a method can protect the clients' samples by differential privacy, and how."""
+
+    how: str = ""
+    """What is noised, and why all that is sent follows from it."""
+    refused: str = ""
+    """Why the method cannot; empty: it can."""
+    vectors: int = 0
+    """Sums per class that a client releases in a round: features, logits."""
+    passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_epochs
+    """(own settings, a client's training, rounds) -> how often it passes over its samples."""
+    models: tuple[str, ...] = ()
+    """The method's own settings, by field, that name another model which clients train."""
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The method's own settings, by field, and the values that it allows with privacy."""
+
+
+UNDECLARED = Protection(refused="it does not declare that all it sends could be noised")
+DP_SGD = Protection("DP-SGD; the weights that are sent are its result")
+BOTH_MODELS = Protection("DP-SGD of both models, whose joint gradient is scaled down")
+CLASS_SUMS = "DP-SGD, and sums and counts by class, noised in a pass of their own"
+ANSWERS = Protection("DP-SGD; answers on public data are post-processing")
 
 
 @dataclass(frozen=True)
@@ -84,6 +124,10 @@ class MethodSpec:
     Krum and the filter where replies may only be left out."""
     resists: str = ""
     """What resists hostile clients where no robust average does, for a message."""
+    privacy: Protection = UNDECLARED
+    """Whether `[privacy]` can protect the samples of the method's clients."""
+    warning: str = ""
+    """What a user must know before a run starts."""
     simulation_only: bool = False
     """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
 

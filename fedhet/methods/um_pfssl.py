@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedhet.algorithms.choices import Divergence, RelationKind
 from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
@@ -118,4 +118,5 @@ SPEC = MethodSpec(
         "relation": "relation of the helpers",
         "models_sent": "models sent to clients",
     },
+    privacy=Protection(refused="helpers are chosen by figures of the client's own samples"),
 )

@@ -15,6 +15,7 @@ from fedhet.models.registry import (
     is_registered,
     names,
     shapes,
+    without_batch_norms,
 )
 from fedhet.models.weights import load_weights, to_arrays
 
@@ -22,4 +23,5 @@ __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
     "Refitted", "Within", "assign", "base_and_width", "build", "build_any", "check", "check_name",
     "describe", "is_registered", "load_weights", "names", "narrow_name", "shapes", "to_arrays",
+    "without_batch_norms",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -80,6 +81,42 @@ def narrowed(info: ModelInfo, width: float) -> ModelInfo:
         line=f"{info.line}; {width:g} of the channels of each layer",
         extractor=partial(info.extractor, width=width),
     )
+
+
+GROUPED = "-gn"
+"""What follows the name of a model whose batch norms are replaced by group norms."""
+GROUPS = 8
+"""The most groups of a group norm; fewer where the channels cannot be divided by it."""
+
+
+def grouped_norms(info: ModelInfo) -> ModelInfo:
+    """Return the model with group norms (Wu and He 2018) in place of its batch norms.
+
+    No sample then depends on the others of its batch.
+    """
+    return replace(
+        info,
+        name=f"{info.name}{GROUPED}",
+        line=f"{info.line}; group norms in place of batch norms",
+        extractor=partial(_with_group_norms, info.extractor),
+    )
+
+
+def has_batch_norms(module: nn.Module) -> bool:
+    """Return whether any layer normalises by the statistics of a batch."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
+def _with_group_norms(extractor: Callable[..., nn.Module], shape: Shape, **own: Any) -> nn.Module:
+    made = extractor(shape, **own)
+    for part in list(made.modules()):
+        if getattr(part, "inplace", False):
+            setattr(part, "inplace", False)  # noqa: B010  hooks need what the layer before has returned
+        for name, child in part.named_children():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                channels = child.num_features
+                setattr(part, name, nn.GroupNorm(math.gcd(channels, GROUPS), channels))
+    return made
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,16 @@ from fedhet.models import mobilenet, resnet, signals, small, texts, transformer,
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.encoder import assemble_encoder, check_encoder
 from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.info import DrawnInfo, ModelInfo, base_and_width, narrowed
+from fedhet.models.info import (
+    GROUPED,
+    DrawnInfo,
+    ModelInfo,
+    base_and_width,
+    grouped_norms,
+    has_batch_norms,
+    narrow_name,
+    narrowed,
+)
 from fedhet.models.pretrained import check_weights, is_pretrained, pretrained_info
 from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.models.user_model import (
@@ -39,6 +48,8 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
 """Names in a pool for which each client draws a model."""
+TRIED: tuple[Shape, ...] = ((3, 64, 64), (3, 64), (8,))
+"""Shapes of which a network of numbers takes one: an image, a signal, a row."""
 MOST_COMPUTED = 2**16
 """Values of a sample up to which a model's width is found by computing."""
 _DRAWABLE = MappingProxyType({k: v for drawn in small.DRAWN for k, v in drawn.models.items()})
@@ -52,13 +63,46 @@ def names() -> list[str]:
 def is_registered(name: str) -> bool:
     """Return whether `name` is a registered model, with or without gradients."""
     known = name in MODELS or name in WITHOUT_GRADIENTS or name in _DRAWABLE
-    return known or _is_narrow(name) or is_pretrained(name)
+    return known or _is_narrow(name) or _is_grouped(name) or is_pretrained(name)
 
 
 def _is_narrow(name: str) -> bool:
     """Return whether `name` is a registered model at another width, such as cnn2-x0.5."""
     base, width = base_and_width(name)
-    return width < 1 and base in MODELS and MODELS[base].narrows
+    known = base in MODELS or _is_grouped(base)
+    return width < 1 and known and find(base).narrows
+
+
+def _is_grouped(name: str) -> bool:
+    """Return whether `name` is a registered model with group norms, such as cnn2-gn."""
+    base = name.removesuffix(GROUPED)
+    return base != name and (base in MODELS or base in _DRAWABLE) and _has_batch_norms(base)
+
+
+@lru_cache(maxsize=1024)
+def _has_batch_norms(name: str) -> bool:
+    """Return whether a registered network has batch norms."""
+    info = find(name)
+    if info.takes is not None and not info.takes.is_numeric:
+        return False
+    shape = next(each for each in TRIED if _takes(info, each))
+    with seeded(0, "norms", name), torch.device("meta"):
+        return has_batch_norms(info.extractor(shape))
+
+
+def _takes(info: ModelInfo, shape: Shape) -> bool:
+    try:
+        info.check(shape)
+    except ModelError:
+        return False
+    return True
+
+
+def without_batch_norms(name: str) -> str:
+    """Return the name of the model with group norms; `name` if it has no batch norms."""
+    base, width = base_and_width(name)
+    found = (f"{name}{GROUPED}", narrow_name(f"{base}{GROUPED}", width))
+    return next((grouped for grouped in found if is_registered(grouped)), name)
 
 
 def describe() -> list[ModelInfo | ClassicalInfo | DrawnInfo]:
@@ -76,7 +120,9 @@ def find(name: str) -> ModelInfo:
         return pretrained_info(name)
     if _is_narrow(name):
         base, width = base_and_width(name)
-        return narrowed(MODELS[base], width)
+        return narrowed(find(base), width)
+    if _is_grouped(name):
+        return grouped_norms(find(name.removesuffix(GROUPED)))
     if name in WITHOUT_GRADIENTS:
         raise ModelError(no_gradients(name))
     if name in DRAWN:

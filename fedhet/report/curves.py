@@ -27,6 +27,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
         finals(comparison),
         _alone("curves", f"{comparison.metric.title} over rounds", _accuracy_by_round, comparison),
         _alone("costs", f"{comparison.metric.title} by bytes sent", _accuracy_by_bytes, comparison),
+        *_costs_of_privacy(comparison),
         *(_alone(f"compare-{n}", f"{n} by round", _own, comparison, n) for n in comparison.figures),
     ]
 
@@ -84,6 +85,23 @@ def _accuracy_by_bytes(ax: Axes, comparison: Comparison) -> None:
     style.head(ax, f"{comparison.title} for bytes{_best(comparison)}")
 
 
+def _costs_of_privacy(comparison: Comparison) -> list[Drawing]:
+    """Return the accuracy by epsilon, if any client's samples are protected."""
+    if not any(group.spent().n for group in comparison.groups):
+        return []
+    return [
+        _alone("privacy", f"{comparison.metric.title} by epsilon", _accuracy_by_epsilon, comparison)
+    ]
+
+
+def _accuracy_by_epsilon(ax: Axes, comparison: Comparison) -> None:
+    _accuracies(ax, comparison, x="epsilon")
+    canvas.panel(ax, mode="point", x_unit="number")
+    ax.set_xlim(left=0)
+    ax.set_xlabel("epsilon spent, the largest of any client")
+    style.head(ax, f"{comparison.title} for epsilon{_best(comparison)}")
+
+
 def _accuracies(ax: Axes, comparison: Comparison, x: str = "") -> list[int]:
     rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline), x)
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
@@ -120,7 +138,8 @@ def _draw(
         curve = curve_of(group)
         if len(curve):
             rounds += curve.index.tolist()
-            curve = curve.set_index(curve[x].clip(lower=1)) if x else curve
+            at = curve[x].clip(lower=1) if x == "bytes" else curve.get(x)
+            curve = curve if at is None else curve.set_index(at)
             style.band(ax, number, curve["mean"], curve["std"], _name(group))
     return rounds
 

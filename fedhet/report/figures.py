@@ -44,7 +44,7 @@ def drawings(run: Run) -> list[Drawing]:
         accuracy(run, run.protocols) if run.protocols else None,
         Drawing("bytes", partial(_traffic, run=run), _traffic_in_words(run)),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
-        *(loss(run), metrics(run.besides)),
+        *(loss(run), privacy(run), metrics(run.besides)),
         *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
         clients.curves(run),
     ]
@@ -61,6 +61,29 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     ]
     alt = f"accuracy over {plural(len(run.records), 'round')}, at the end: {', '.join(last)}"
     return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
+
+
+def privacy(run: Run) -> Drawing | None:
+    """Draw the headline accuracy by what it has cost the clients' samples; None if nothing."""
+    if not run.epsilon or not run.columns:
+        return None
+    alt = f"accuracy by epsilon, at the end {run.spent:.3g}"
+    return Drawing("privacy", partial(_privacy, run=run), alt)
+
+
+def _privacy(figure: Figure, run: Run) -> None:
+    ax = figure.subplots()
+    for kind in run.kinds(run.headline):
+        means = run.curve(run.headline, kind)["mean"]
+        spent = means.set_axis(run.costs["epsilon"].loc[means.index].rename("epsilon"))
+        colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
+        style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+    canvas.panel(ax, mode="point", x_unit="number")
+    ax.set_xlim(left=0)
+    ax.set_xlabel("epsilon spent, the largest of any client")
+    ax.legend()
+    style.ticks(ax)
+    style.head(ax, f"Accuracy by epsilon: {TEST_SETS.get(run.headline, run.headline)}")
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:

@@ -35,7 +35,9 @@ def by_client(records: Sequence[RoundRecord], protocol: str, kind: str) -> pd.Da
 
 
 def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return bytes and seconds of each round; `bytes` are cumulative, up and down.
+    """Return bytes and seconds of each round; `bytes` are cumulative, and `epsilon`.
+
+    `epsilon` is the largest of the clients', NaN if no client's samples are protected.
 
     `seconds` is wall-clock time, with one column per stage; see `fedhet.runs.records.Seconds`.
     """
@@ -44,7 +46,8 @@ def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
         for record in records
     ]
     frame = pd.DataFrame(rows, index=_rounds(records)).rename(columns={"total": "seconds"})
-    return frame.assign(bytes=(frame["bytes_up"] + frame["bytes_down"]).cumsum())
+    spent = [max(record.epsilon.values(), default=NAN) for record in records]
+    return frame.assign(bytes=(frame["bytes_up"] + frame["bytes_down"]).cumsum(), epsilon=spent)
 
 
 def losses(records: Sequence[RoundRecord]) -> pd.DataFrame:

@@ -85,6 +85,10 @@ class Group:
         """Return one of `Run.totals`, such as `bytes_up` or `seconds`, over the runs."""
         return Spread.of(run.totals[cost] for run in self.runs)
 
+    def spent(self) -> Spread:
+        """Return the largest epsilon of any client, over the runs."""
+        return Spread.of(run.spent for run in self.runs)
+
     def seconds_a_round(self) -> Spread:
         """Return the mean wall-clock seconds of a round, over the runs."""
         return Spread.of(float(run.costs["seconds"].mean()) for run in self.runs)
@@ -95,10 +99,12 @@ class Group:
         return Spread.of(bytes_to_target(run, column, target, sign) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
-        """Return mean and std of the accuracy by round, and the mean of the bytes sent so far."""
+        """Return mean and std of the accuracy by round, and mean bytes and epsilon so far."""
         curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
-        sent = over_seeds([run.costs["bytes"] for run in self.runs])
-        return curve.join(sent["mean"].rename("bytes"))
+        for cost in ("bytes", "epsilon"):
+            mean = over_seeds([run.costs[cost] for run in self.runs])["mean"]
+            curve = curve.join(mean.rename(cost))
+        return curve
 
     @property
     def figures(self) -> set[str]:

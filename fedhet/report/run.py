@@ -248,9 +248,20 @@ class Run:
         known.
         """
         if self.summary is None:
-            return pd.concat([self.costs.drop(columns="bytes").sum(), pd.Series({"start": NAN})])
+            so_far = self.costs.drop(columns=["bytes", "epsilon"]).sum()
+            return pd.concat([so_far, pd.Series({"start": NAN})])
         sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
         return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
+
+    @property
+    def epsilon(self) -> Mapping[str, float]:
+        """What the run has cost each client's samples, of those that are protected."""
+        return self.records[-1].epsilon
+
+    @property
+    def spent(self) -> float:
+        """The largest of `epsilon`; NaN if no client's samples are protected."""
+        return max(self.epsilon.values(), default=NAN)
 
     @cached_property
     def samples(self) -> Mapping[str, int]:

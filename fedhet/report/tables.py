@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedhet.metrics import is_shown
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
-from fedhet.report.groups import Spread
+from fedhet.report.groups import Group, Spread
 from fedhet.report.paired import Difference, Pair
 from fedhet.report.run import MEANING, Run, highest, lowest
 from fedhet.runs.records import NAN
@@ -81,6 +81,8 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
     words = len(about)
     if run.samples:
         about["samples"] = [_count(run.samples.get(name)) for name in run.clients]
+    if run.epsilon:
+        about["epsilon"] = [_number(run.epsilon.get(name, NAN)) for name in run.clients]
     shown = [(run, column, " ".join(column)) for column in run.columns]
     for title, view in run.besides if besides else ():
         shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
@@ -207,6 +209,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
     columns |= {
         "tail": [_accuracy(group.tail(headline)) for group in groups],
         "worst client": [_accuracy(group.worst(headline)) for group in groups],
+        **_spent(groups),
         "bytes up": [_sized(group.total("bytes_up")) for group in groups],
         "bytes down": [_sized(group.total("bytes_down")) for group in groups],
         f"bytes to {comparison.said_target}": [
@@ -217,6 +220,14 @@ def comparison_cells(comparison: Comparison) -> Cells:
         "per round": [_timed(group.seconds_a_round()) for group in groups],
     }
     return Cells(columns, words=2)
+
+
+def _spent(groups: Sequence[Group]) -> dict[str, list[Cell]]:
+    """Return the largest epsilon of any client, over the runs; nothing if none is known."""
+    found = [group.spent() for group in groups]
+    if not any(spread.n for spread in found):
+        return {}
+    return {"epsilon": [Cell(score(spread.mean), spread.mean) for spread in found]}
 
 
 def _accuracy(spread: Spread) -> Cell:

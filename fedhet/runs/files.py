@@ -27,10 +27,10 @@ PARTS_OF_A_RECORD = 20
 def record_line(record: RoundRecord) -> str:
     """Return a record as a line of metrics.jsonl, with null for what is not finite.
 
-    Without `metrics` and `absent` if there are none.
+    Without `metrics`, `absent` and `epsilon` if there are none.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    for name in ("metrics", "absent"):
+    for name in ("metrics", "absent", "epsilon"):
         if not content[name]:
             del content[name]
     return json.dumps(content, allow_nan=False) + "\n"
@@ -39,9 +39,10 @@ def record_line(record: RoundRecord) -> str:
 def summary_text(summary: Summary) -> str:
     """Return a summary as the text of summary.json; what only some runs have is left out if empty.
 
-    These are `relative`, `metrics` and `training`.
+    These are `relative`, `metrics`, `training` and `privacy`.
     """
-    empty = {name for name in ("relative", "metrics", "training") if not getattr(summary, name)}
+    names = "relative", "metrics", "training", "privacy"
+    empty = {name for name in names if not getattr(summary, name)}
     content = summary.model_dump(exclude=empty)
     return json.dumps(_finite(content), indent=1, allow_nan=False)
 

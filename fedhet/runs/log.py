@@ -39,6 +39,7 @@ from fedhet.runs.records import (
     PastRound,
     RoundRecord,
     RunSeconds,
+    Spent,
     Summary,
 )
 from fedhet.runs.scalars import scalars
@@ -216,6 +217,11 @@ class RunLog:
         self._write_origin()
         for watcher in self.watchers:
             watcher.run_started(self.config, self.directory, self.models, self.dataset)
+        privacy = self.config.run.privacy
+        if privacy.is_on:
+            self.notice(privacy.promise(self.config.run.rounds))
+        if warning := self.config.method.spec.warning:
+            self.notice(warning)
 
     @property
     def dataset(self) -> str:
@@ -330,6 +336,10 @@ class RunLog:
             accuracy=scores.pop(ACCURACY, {}),
             relative=last.relative,
             metrics=scores,
+            privacy={
+                name: Spent(epsilon=epsilon, delta=self.config.run.privacy.delta)
+                for name, epsilon in last.epsilon.items()
+            },
             history=[PastRound.of(record) for record in self._history],
             bytes_up=_sum(record.bytes_up for record in self._history),
             bytes_down=_sum(record.bytes_down for record in self._history),

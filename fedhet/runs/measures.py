@@ -63,6 +63,8 @@ class Measured:
     memory_mb: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     """Of `FIGURES`, those that there are; each in [0, 1]."""
+    epsilon: float | None = None
+    """What the run has cost the client's samples so far; None: they are not protected."""
 
 
 def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[Place, float]:
@@ -79,16 +81,20 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat = {".".join(place): value for place, value in measured.scores.items()}
     if measured.loss is not None:
         flat["loss"] = measured.loss
+    if measured.epsilon is not None:
+        flat["epsilon"] = measured.epsilon
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
     return flat | measured.figures
 
 
+SPENT = "spent"
+"""Set beside an error: the client has no privacy left to spend."""
 FIGURES = ("pseudo_labels", "pseudo_error")
 """With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
 wrong, where the truth is known."""
-MEASURES = ("loss", "seconds.train", "seconds.evaluate", "memory", *FIGURES)
+MEASURES = ("loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", *FIGURES)
 """The names of `write_measures` besides the scores."""
 
 
@@ -114,6 +120,7 @@ def read_measures(
         _number(sender, metrics, "seconds.evaluate"),
         _number(sender, metrics, "memory"),
         {name: _number(sender, metrics, name, high=1.0) for name in FIGURES if name in metrics},
+        _number(sender, metrics, "epsilon") if "epsilon" in metrics else None,
     )
 
 

@@ -311,8 +311,9 @@ def round_line(record: RoundRecord, protocol: str) -> str:
     answered = f"{len(record.answered)}/{len(record.asked)} clients"
     bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
     loss = f"train loss {record.loss.mean:.4f}  " if record.loss else ""
+    spent = f"ε {max(record.epsilon.values()):.3g}  " if record.epsilon else ""
     return (
-        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{answered}  "
+        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{spent}{answered}  "
         f"{bytes_moved}  {record.seconds.total:.1f} s"
     )
 

@@ -160,6 +160,8 @@ class RoundRecord:
     """The method's own metrics of the round."""
     peak_memory_mb: Number = 0.0
     """The highest memory use that a client's process has reported so far, in MB."""
+    epsilon: dict[Text, Number] = field(default_factory=dict)
+    """What the run has cost each client's samples so far, of those that are protected."""
 
     @property
     def scores(self) -> dict[str, Scores]:
@@ -208,6 +210,15 @@ class PastRound(BaseModel):
         )  # fmt: skip
 
 
+class Spent(BaseModel):
+    """What a run has cost a client's samples: (epsilon, delta)-differential privacy."""
+
+    model_config = READING
+
+    epsilon: Number = NAN
+    delta: Number = NAN
+
+
 class Summary(BaseModel):
     """summary.json: a finished run. The accuracies are those of the last round, with the tail."""
 
@@ -228,6 +239,8 @@ class Summary(BaseModel):
     relative: dict[Text, Ratio] = {}
     metrics: dict[Text, FinalScores] = {}
     """The other metrics' scores, by metric."""
+    privacy: dict[Text, Spent] = {}
+    """Of the clients whose samples are protected."""
     history: list[PastRound] = []
     bytes_up: Whole = 0
     bytes_down: Whole = 0

@@ -10,7 +10,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.errors import KnowledgeError
 from fedhet.methods.registry import Method
 from fedhet.metrics import ACCURACY, measured_names
-from fedhet.runs.measures import Measured, read_measures
+from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply, from_outside
@@ -96,8 +96,7 @@ class Exchange:
             spooled = payload if isinstance(payload, SpooledReply) else None
             self._state.received(spooled.size if spooled else payload_bytes(payload))
             if result.status.code != Code.OK or "error" in result.metrics:
-                fault = str(result.metrics.get("error", result.status.message))[:300]
-                raise KnowledgeError(name, "answer", fault)
+                raise _error_of(name, result.metrics, result.status.message)
             if spooled:
                 (envelope, knowledge), known = spooled.message(), spooled.magnitudes
             else:
@@ -111,8 +110,14 @@ class Exchange:
         """Return a client's measurements from an evaluation. Raises KnowledgeError."""
         with from_outside(client.name):
             if "error" in result.metrics:
-                raise KnowledgeError(client.name, "answer", str(result.metrics["error"])[:300])
+                raise _error_of(client.name, result.metrics)
             return self._measures(client.name, result.metrics, client.classes)
 
     def _measures(self, name: str, metrics: Mapping[str, object], classes: int) -> Measured:
         return read_measures(name, metrics, self._kinds, measured_names(self._metrics, classes))
+
+
+def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> KnowledgeError:
+    """Return a client's own error; of the field SPENT if it has no privacy left to spend."""
+    fault = str(metrics.get("error", message))[:300]
+    return KnowledgeError(name, SPENT if metrics.get(SPENT) is True else "answer", fault)

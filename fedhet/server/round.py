@@ -21,7 +21,7 @@ from fedhet.errors import (
     one_line,
     words_of,
 )
-from fedhet.runs.measures import Measured
+from fedhet.runs.measures import SPENT, Measured
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.statistics import spread
 from fedhet.server.client_health import ClientHealth, Outcome
@@ -68,6 +68,8 @@ class RoundState:
         self._notice = notice
         self._lock = threading.Lock()
         self._losses: dict[str, float] = {}
+        self._epsilon: dict[str, float] = {}
+        """What the run has cost each client's samples, of those that are protected."""
         self._outcomes: dict[str, Outcome] = {}
         self._magnitudes: Mapping[str, Magnitudes] = {}
         self._peak_memory_mb = 0.0
@@ -123,6 +125,8 @@ class RoundState:
             self.scores.enter(name, measured.scores)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
+            if measured.epsilon is not None:
+                self._epsilon[name] = measured.epsilon
             self.record.seconds.train += measured.train_seconds
             self.record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
@@ -136,9 +140,10 @@ class RoundState:
         """Record that a client has not replied."""
         self._drop(name, reason, "silent")
 
-    def not_evaluated(self, name: str, reason: str, outcome: Outcome) -> None:
+    def not_evaluated(self, name: str, reason: str, outcome: Outcome | None) -> None:
         """Record that a client could not be evaluated."""
-        self._outcomes.setdefault(name, outcome)
+        if outcome is not None:
+            self._outcomes.setdefault(name, outcome)
         self._notice(f"client {name} was not evaluated: {reason}")
 
     @contextlib.contextmanager
@@ -165,9 +170,10 @@ class RoundState:
             fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
             self._drop(name, fault, "refused")
 
-    def _drop(self, name: str, reason: str, outcome: Outcome) -> None:
+    def _drop(self, name: str, reason: str, outcome: Outcome | None) -> None:
         reason = one_line(reason)
-        self._outcomes[name] = outcome
+        if outcome is not None:
+            self._outcomes[name] = outcome
         self.record.failed[name] = reason
         self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
@@ -254,6 +260,7 @@ class RoundState:
             self.scores.write(record)
         record.loss = spread(self._losses) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
+        record.epsilon = dict(sorted(self._epsilon.items()))
         self.clock.write(record.seconds, max(1, min(self._workers, len(record.asked))))
         return record
 
@@ -264,6 +271,7 @@ class RoundState:
                 **self.scores.to_dict(),
                 "health": self.health.to_dict(),
                 "usual": self.usual,
+                "epsilon": self._epsilon,
                 "good": self.good,
                 "formed": self.formed,
                 "divergences": self.divergences,
@@ -277,6 +285,7 @@ class RoundState:
         self.scores.load_dict(known)
         self.health.load_dict(known["health"])
         self.usual = {field: float(size) for field, size in known["usual"].items()}
+        self._epsilon = {name: float(each) for name, each in known.get("epsilon", {}).items()}
         self.good, self.formed = int(known["good"]), int(known["formed"])
         self.divergences, self.learned_once = int(known["divergences"]), bool(known["learned_once"])
 
@@ -303,6 +312,11 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
         state.learned()
 
 
-def _outcome_of(error: KnowledgeError) -> Outcome:
-    """Return a client's outcome: it replied with an error of its own, or its reply is refused."""
+def _outcome_of(error: KnowledgeError) -> Outcome | None:
+    """Return a client's outcome: it replied with an error of its own, or its reply is refused.
+
+    None: it has no privacy left to spend, which is no fault.
+    """
+    if error.field == SPENT:
+        return None
     return "error" if error.field == "answer" else "refused"

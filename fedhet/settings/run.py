@@ -16,6 +16,7 @@ from fedhet.metrics import ACCURACY, METRICS
 from fedhet.settings.data import DataSettings
 from fedhet.settings.defence import AttackSettings, DefenceSettings
 from fedhet.settings.engine import EngineSettings
+from fedhet.settings.privacy import PrivacySettings
 from fedhet.settings.schema import (
     A_FOLDER,
     A_METHOD,
@@ -190,6 +191,7 @@ class RunSettings(Schema):
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
     defence: DefenceSettings = DefenceSettings()
+    privacy: PrivacySettings = PrivacySettings()
 
     @model_validator(mode="after")
     def _a_run_to_resume_is_named(self) -> RunSettings:

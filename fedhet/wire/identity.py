@@ -18,7 +18,7 @@ MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 MAX_VALUES = 2**28
 """Values in one sample."""
-MAX_SAMPLES = 10**9
+LEAST_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
@@ -80,7 +80,7 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
         )
     model = _text(name, "model", properties.get("model"), _MODEL, "a model's name")
     shape = _shape(name, properties.get("shape"))
-    samples = _whole(name, "samples", properties.get("samples"), 2, MAX_SAMPLES)
+    samples = _whole(name, "samples", properties.get("samples"), LEAST_SAMPLES, MAX_SAMPLES)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
     rule = "16 hexadecimal digits, or empty"
     order = _text(name, "order", properties.get("order", ""), _ORDER, rule)

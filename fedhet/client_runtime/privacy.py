@@ -1,0 +1,303 @@
+"""A client's promise of differential privacy: what it trains and sends by, and what that costs.
+
+A client without it asks the same things of `Open`, which changes nothing. Everything that touches
+the client's own samples passes here: training, class means, measurements, errors, and the answers
+that are sent again instead of being computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from flwr.common import NDArrays, Scalar
+from torch import nn
+
+from fedhet.algorithms.classwise import ClassMeans, ClassSums
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.samples import ClientSamples
+from fedhet.config.resolve import Config
+from fedhet.devices import Compute, evaluation_batch
+from fedhet.disk.folder import Folder
+from fedhet.errors import FedhetError, PrivacyError, StateError
+from fedhet.models import HetModel
+from fedhet.privacy.accounting import (
+    Noise,
+    Plan,
+    Release,
+    combined,
+    epoch,
+    epsilon_of,
+    solved,
+)
+from fedhet.privacy.class_sums import clipped, noised_means
+from fedhet.privacy.ledger import Entry, Ledger, digest_of
+from fedhet.privacy.sgd import fresh_generator, privately
+from fedhet.runs.measures import SPENT, Measured
+from fedhet.storage import KEPT_STATES
+from fedhet.training import Optimization, evaluating
+from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+LOG = logging.getLogger("fedhet")
+ANSWER, ANSWERS = "answer-{:06d}.npz", "answer-*.npz"
+FAULT = "{} at a private client, whose own log says more"
+
+
+class Open:
+    """No promise: samples are used, and what is measured is sent, as it is."""
+
+    is_on = False
+
+    def __init__(self, least_per_class: int) -> None:
+        self._least = least_per_class
+
+    def described(self, info: ClientInfo) -> ClientInfo:
+        """Return what the client says of itself."""
+        return info
+
+    def begin(self, run: str, round: int) -> None:
+        """Begin a round."""
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        optimizing: Optimization,
+        models: Iterable[nn.Module],
+        rows: int,
+        batch_size: int,
+        epochs: int,
+    ) -> Iterator[Optimization]:
+        """Yield the optimiser for `epochs` over `rows` own samples, with gradients of `models`."""
+        yield optimizing
+
+    def class_means(self, gathered: ClassSums, model: HetModel) -> ClassMeans:
+        """Return the class means that may be sent: those `gathered` while `model` trained."""
+        return gathered.means(self._least)
+
+    def sent(self, answer: Knowledge) -> Knowledge:
+        """Return what may be sent of a method's reply."""
+        return answer
+
+    def measured(self, found: Measured) -> Measured:
+        """Return what may be sent of the client's measurements."""
+        return found
+
+    def answered(self) -> NDArrays | None:
+        """Return the answer of this round, if it was sent before and must be sent again."""
+        return None
+
+    def keep(self, arrays: NDArrays) -> NDArrays:
+        """Return the round's answer, after what has to be done before it is sent."""
+        return arrays
+
+    def fault(self, error: FedhetError) -> dict[str, Scalar]:
+        """Return what the server is told of an error."""
+        return {"error": str(error)}
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run the block; what is raised may be told to the server."""
+        yield
+
+
+class Private(Open):
+    """The promise of `[privacy]`, within the client's own budget."""
+
+    is_on = True
+
+    def __init__(
+        self, config: Config, node: Node, samples: ClientSamples, compute: Compute
+    ) -> None:
+        """Raise PrivacyError if delta means nothing for so few samples."""
+        super().__init__(config.run.engine.least_per_class)
+        self._config, self._settings = config, config.run.privacy
+        self._node, self._samples, self._compute = node, samples, compute
+        self._ledger = Ledger(node.state_dir, node.name)
+        self._run, self._round = "", 0
+        if node.folder:  # otherwise the classes of its own samples
+            samples.space = torch.arange(samples.info.classes, device=compute.device)
+        rows = len(samples.own.y)
+        if self._settings.delta * rows >= 1:
+            raise PrivacyError(
+                f"setting 'privacy.delta' = {self._settings.delta:g} means nothing for {rows} "
+                f"samples: it must be below {1 / rows:.2g}"
+            )
+
+    def described(self, info: ClientInfo) -> ClientInfo:
+        """Return the description without the number of samples: every client counts alike."""
+        return replace(info, samples=LEAST_SAMPLES)
+
+    def begin(self, run: str, round: int) -> None:
+        """Begin a round, whose steps are charged to `run`."""
+        if run != self._run:
+            self.__dict__.pop("noise", None)
+        self._run, self._round = run, round
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The noise of the run: enough for its own epsilon, and for what the site has left."""
+        noise = solved(self._settings, self.plan, self._settings.epsilon)
+        if self._node.budget is None:
+            return noise
+        past = tuple(each.release for each in self._ledger.entries() if each.run != self._run)
+        within = self._settings.model_copy(update={"delta": self._node.budget.delta})
+        own = solved(within, self.plan, self._node.budget.epsilon, past)
+        return own if own.gradients > noise.gradients else noise
+
+    @property
+    def plan(self) -> Plan:
+        """What the client does in the run if it is asked in every round."""
+        config, protection = self._config, self._config.method.spec.privacy
+        rounds = config.run.rounds + config.method.spec.learns_last
+        passes = protection.passes(config.own, self._node.training, rounds)
+        return Plan(len(self._samples.own.y), passes, rounds, protection.vectors)
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        optimizing: Optimization,
+        models: Iterable[nn.Module],
+        rows: int,
+        batch_size: int,
+        epochs: int,
+    ) -> Iterator[Optimization]:
+        """Yield the optimiser as DP-SGD, which is paid for before it begins."""
+        noise, norm = self.noise.gradients, self._settings.max_grad_norm
+        one = epoch(rows, batch_size, noise)
+        self._charge(replace(one, count=one.count * epochs))
+        with privately(optimizing, models, noise, norm, min(batch_size, rows)) as private:
+            yield private
+
+    @torch.no_grad()
+    def class_means(self, gathered: ClassSums, model: HetModel) -> ClassMeans:
+        """Return class means of clipped and noised sums, in a pass of their own.
+
+        Of what was gathered only the shape is used: its features are of many models, one a batch.
+        """
+        vectors, norm = self._config.method.spec.privacy.vectors, self._settings.class_clip
+        self._charge(Release(combined(self.noise.sums, self.noise.counts, vectors)))
+        own, sums = self._samples.own, gathered
+        sums.clear()
+        with evaluating(model):
+            size = evaluation_batch(model, own.x, self._compute)
+            for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
+                views = model.features_and_logits(self._compute.images(x))
+                features, logits = (clipped(view.float(), norm) for view in views)
+                sums.add(features, logits, y)
+        found = sums.features, sums.logits, sums.counts
+        return noised_means(*found, self.noise, norm, self._least, fresh_generator())
+
+    def sent(self, answer: Knowledge) -> Knowledge:
+        """Return the reply's tensors: its scalars are figures of the samples."""
+        return Knowledge(answer.tensors)
+
+    def measured(self, found: Measured) -> Measured:
+        """Return the scores on the shared test set, and epsilon.
+
+        The scores on the client's own test split, and its loss, are in its own log.
+        """
+        for (metric, protocol, kind), value in found.scores.items():
+            if protocol != "common":
+                about = self._node.name, self._round, metric, kind, protocol, value
+                LOG.info("%s: round %d: %s of the %s model, %s test split: %.4f", *about)
+        if found.loss is not None:
+            LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, found.loss)
+        shared = {place: value for place, value in found.scores.items() if place[1] == "common"}
+        return Measured(shared, epsilon=self.epsilon())
+
+    def epsilon(self) -> float:
+        """Return epsilon of the run so far, at the run's delta."""
+        spent = [each.release for each in self._ledger.entries() if each.run == self._run]
+        return epsilon_of(spent, self._settings.delta)
+
+    def answered(self) -> NDArrays | None:
+        """Return the answer of this round, if it was sent before: a second one would cost anew."""
+        path = self._folder.path / ANSWER.format(self._round)
+        if not path.is_file():
+            return None
+        with np.load(path, allow_pickle=False) as found:
+            return [found[name] for name in found.files]
+
+    def keep(self, arrays: NDArrays) -> NDArrays:
+        """Return the round's answer after it was stored, with those of a few rounds before."""
+        folder = self._folder
+        with folder.replacing(ANSWER.format(self._round), private=True) as path:
+            path.write_bytes(_packed(arrays))
+        stored = sorted(path.name for path in folder.path.glob(ANSWERS))
+        folder.remove(stored[:-KEPT_STATES])
+        return arrays
+
+    def fault(self, error: FedhetError) -> dict[str, Scalar]:
+        """Return what the server is told of an error: nothing that depends on the samples."""
+        LOG.warning("%s: %s", self._node.name, error)
+        if isinstance(error, PrivacyError):
+            return {"error": str(error), SPENT: True}
+        return {"error": FAULT.format(type(error).__name__)}
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run the block; of an error that is not ours the server is told the type alone."""
+        try:
+            yield
+        except FedhetError:
+            raise
+        except Exception as error:
+            LOG.exception("%s: round %d", self._node.name, self._round)
+            raise StateError(FAULT.format(type(error).__name__)) from None
+
+    @property
+    def _folder(self) -> Folder:
+        """The client's folder of the run."""
+        root = self._node.state_dir
+        return Folder(root / self._run / self._node.name, root, private=True)
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest_of(self._samples.own.x, self._samples.own.y)
+
+    def _charge(self, release: Release) -> None:
+        """Pay for a release before it begins. Raises PrivacyError if that is too much."""
+        self._ledger.charge(
+            [release],
+            lambda past: self._check(past, release),
+            run=self._run,
+            round=self._round,
+            method=self._config.method.name,
+            client=self._node.name,
+            data=self._digest,
+        )
+
+    def _check(self, past: list[Entry], release: Release) -> None:
+        settings = self._settings
+        of_run = [each.release for each in past if each.run == self._run]
+        limits = [("the run's 'privacy.epsilon'", settings.epsilon, settings.delta, of_run)]
+        if (own := self._node.budget) is not None:
+            everything = [each.release for each in past]
+            limits.append(("this site's 'privacy'", own.epsilon, own.delta, everything))
+        for name, epsilon, delta, spent in limits:
+            cost = epsilon_of([*spent, release], delta)
+            if epsilon and cost > epsilon * (1 + 1e-9):
+                raise PrivacyError(
+                    f"nothing more is released: {name} is {epsilon:g} at delta {delta:g}, and "
+                    f"round {self._round} would raise what is spent from "
+                    f"{epsilon_of(spent, delta):.3g} to {cost:.3g}"
+                )
+
+
+def _packed(arrays: NDArrays) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, *arrays)
+    return file.getvalue()
+
+
+def promise(config: Config, node: Node, samples: ClientSamples, compute: Compute) -> Open:
+    """Return the promise that a run and a node make for a client's samples."""
+    least = config.run.engine.least_per_class
+    return Private(config, node, samples, compute) if config.run.privacy.is_on else Open(least)

@@ -1,0 +1,145 @@
+"""A client's ledger: what of its samples' privacy was spent, by which run, over the data's life.
+
+A file of one JSON object a line, in the client's own folder outside all runs. A line is written and
+synced before the step that it pays for begins. So whatever is killed, and whenever, nothing that
+could leave the client is missing; what was paid for and never sent counts too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fedhet.disk.folder import Folder
+from fedhet.errors import StateError
+from fedhet.privacy.accounting import Release
+
+FOLDER = "_privacy"
+"""The folder of the ledgers in a folder of private state; no run has this name."""
+MOST_BYTES = 256 * 2**20
+
+
+class Entry(BaseModel):
+    """One line: what a client paid in one go."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    at: str
+    """When, in UTC: 2026-11-24T08:30:00."""
+    run: str
+    round: int
+    method: str
+    client: str
+    data: str
+    """A digest of the samples (`digest_of`)."""
+    noise: Annotated[float, Field(gt=0)]
+    sampling: Annotated[float, Field(gt=0, le=1)]
+    count: Annotated[int, Field(ge=1)]
+
+    @property
+    def release(self) -> Release:
+        """Return what was paid for."""
+        return Release(self.noise, self.sampling, self.count)
+
+
+class Ledger:
+    """The ledger of one client."""
+
+    def __init__(self, root: Path, client: str) -> None:
+        """`root` is the folder of private state; the file is made with the first entry."""
+        self._folder = Folder(root / FOLDER, root, private=True)
+        self._name = f"{client}.jsonl"
+        self.path = root / FOLDER / self._name
+
+    def charge(
+        self,
+        releases: Sequence[Release],
+        check: Callable[[list[Entry]], None],
+        **about: str | int,
+    ) -> None:
+        """Append entries for `releases`, and return once they are on the disk.
+
+        `check` is called with all earlier entries, and may refuse by raising. `about` are the
+        fields of `Entry` besides the releases. Raises StateError if the file cannot be used.
+        """
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        entries = [Entry(at=at, **about, **asdict(each)) for each in releases]
+        with self._locked() as file:
+            check(_parsed(self.path, _complete(file)))
+            text = "".join(f"{each.model_dump_json()}\n" for each in entries)
+            os.write(file, text.encode())
+            os.fsync(file)
+        with self._folder.opened() as folder:
+            os.fsync(folder)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries; none if nothing was ever spent. Raises StateError."""
+        return read_ledger(self.path) if self.path.exists() else []
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        try:
+            file = self._folder.open(self._name, os.O_RDWR | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot be written ({error.strerror})") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """Return all entries of a ledger. Raises StateError if it is absent or damaged."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read ({error.strerror})") from None
+    whole, _, _ = found.rpartition(b"\n")
+    return _parsed(path, whole)
+
+
+def digest_of(x: Tensor, y: Tensor) -> str:
+    """Return a digest of samples x [N, ...] and their classes y [N], whatever their order."""
+    rows = zip(x.cpu().contiguous().flatten(1).numpy(), y.cpu().tolist(), strict=True)
+    each = sorted(
+        hashlib.blake2b(row.tobytes() + str(label).encode(), digest_size=16).digest()
+        for row, label in rows
+    )
+    return hashlib.blake2b(b"".join(each), digest_size=16).hexdigest()
+
+
+def _complete(file: int) -> bytes:
+    """Return the file's whole lines, and cut off the end of a line that was never finished.
+
+    What it was to pay for has not begun.
+    """
+    found = os.pread(file, MOST_BYTES + 1, 0)
+    whole = found.rfind(b"\n") + 1
+    if whole < len(found) <= MOST_BYTES:
+        os.ftruncate(file, whole)
+    return found[:whole]
+
+
+def _parsed(path: Path, lines: bytes) -> list[Entry]:
+    if len(lines) >= MOST_BYTES:
+        raise StateError(f"{path}: is larger than {MOST_BYTES} bytes")
+    entries = []
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            entries.append(Entry.model_validate_json(line))
+        except ValidationError:
+            rule = "what was spent cannot be told, so that nothing more is released"
+            raise StateError(f"{path}: line {number} is damaged: {rule}") from None
+    return entries
