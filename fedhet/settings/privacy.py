@@ -53,7 +53,7 @@ class PrivacySettings(Schema):
         """Return what a private run costs each client, in words."""
         if not self.epsilon:
             return (
-                f"the noise multiplier is {self.noise_multiplier:g}: what the run costs a client at "
+                f"the noise multiplier is {self.noise_multiplier:g}: what a run costs a client at "
                 f"δ = {self.delta:g} depends on its number of samples; each round shows the most"
             )
         cost = f"cost each client at most ε = {self.epsilon:g} at δ = {self.delta:g}"
