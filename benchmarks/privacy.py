@@ -3,13 +3,13 @@
     python -m benchmarks.privacy --data DIR --out DIR [--methods a,b] [--seeds 3,4,5]
         [--epsilons 0,8,4,2,1] [--samples 6000,30000] [--frozen]
 
-Fashion-MNIST in DIR/FashionMNIST/raw, three clients, Dirichlet 1.0, ten rounds of one epoch. Epsilon
-0 is without privacy, on the same models, which have group norms. `--samples` are the training
-samples of all clients together. With `--frozen` the extractor is a fixed random one, of which
-nothing is learned from the clients' samples, and only the classifier is trained. A run that exists
-in --out is kept, so that the script can be stopped and started again.
-A cell is the accuracy on the shared test set of the method's best kind of model that a client can
-use, mean and standard deviation over the seeds.
+Fashion-MNIST in DIR/FashionMNIST/raw, three clients, Dirichlet 1.0, ten rounds of one epoch.
+Epsilon 0 is without privacy, on the same models, which have group norms. `--samples` are the
+training samples of all clients together. With `--frozen` the extractor is a fixed random one, of
+which nothing is learned from the clients' samples, and only the classifier is trained. A run that
+exists in --out is kept, so that the script can be stopped and started again. A cell is the accuracy
+on the shared test set of the method's best kind of model that a client can use, mean and standard
+deviation over the seeds.
 """
 
 from __future__ import annotations

@@ -70,13 +70,13 @@ class PrivateOptimization(Optimization):
 
         A sample whose gradient is not finite would otherwise defeat the bound, for all of them.
         """
-        made = [getattr(parameter, "grad_sample", None) for parameter in self.parameters()]
+        made = [getattr(parameter, "grad_sample", None) for parameter in self._private.params]
         found = [each for each in made if each is not None]
         count = len(found[0]) if found else 0
         finite = torch.ones(count, dtype=torch.bool, device=self.parameters()[0].device)
         for each in found:
             finite &= each.flatten(1).isfinite().all(1)
-        for parameter in self.parameters():
+        for parameter in self._private.params:
             own: Any = parameter
             if getattr(own, "grad_sample", None) is None:
                 own.grad_sample = own.new_zeros(1).expand(count, *own.shape)
@@ -85,7 +85,7 @@ class PrivateOptimization(Optimization):
                 own.grad_sample = own.grad_sample.where(kept, 0)
 
     def _add_gradient(self, penalty: Tensor) -> None:
-        parameters = self.parameters()
+        parameters = self._private.params
         grads = torch.autograd.grad(penalty, parameters, allow_unused=True)
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None and parameter.grad is not None:
