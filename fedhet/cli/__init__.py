@@ -16,6 +16,7 @@ from fedhet.cli.doctor import doctor_command
 from fedhet.cli.example import example_command
 from fedhet.cli.interrupt import end_at_once
 from fedhet.cli.options import console, errors
+from fedhet.cli.privacy import privacy_command
 from fedhet.cli.results import compare_command, report_command
 from fedhet.cli.run import run_command, sweep_command, table_command
 from fedhet.cli.schema import schema_command
@@ -47,6 +48,7 @@ app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
 app.command("status", cls=Command)(status_command)
 app.command("watch", cls=Command)(watch_command)
+app.command("privacy", cls=Command)(privacy_command)
 app.command("predict", cls=Command)(predict_command)
 app.command("export", cls=Command)(export_command)
 app.command("certs", cls=Command)(certs_command)

@@ -21,6 +21,7 @@ from fedhet.config.reference import (
     default_models,
     defences,
     field_rows,
+    privacy,
     setting_rows,
 )
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset
@@ -54,6 +55,7 @@ def _show_method(name: str) -> None:
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
     console.print(default_models(method), markup=False)
     console.print(defences(method), markup=False)
+    console.print(privacy(method), markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
@@ -70,7 +72,8 @@ def models_command() -> None:
     console.print(listing("model", "family", "what it is", "source", rows=rows))
     console.print(
         "A model of your own: a name with a colon, `package.module:function`; see docs/models.md. "
-        "A pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md."
+        "A pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md. "
+        "NAME-gn has group norms in place of batch norms, which privacy needs."
     )
 
 

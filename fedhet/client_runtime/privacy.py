@@ -123,7 +123,7 @@ class Private(Open):
         self._run, self._round = "", 0
         if node.folder:  # otherwise the classes of its own samples
             samples.space = torch.arange(samples.info.classes, device=compute.device)
-        rows = len(samples.own.y)
+        self._digest, rows = digest_of(samples.own.x, samples.own.y), len(samples.own.y)
         if self._settings.delta * rows >= 1:
             raise PrivacyError(
                 f"setting 'privacy.delta' = {self._settings.delta:g} means nothing for {rows} "
@@ -257,10 +257,6 @@ class Private(Open):
         """The client's folder of the run."""
         root = self._node.state_dir
         return Folder(root / self._run / self._node.name, root, private=True)
-
-    @cached_property
-    def _digest(self) -> str:
-        return digest_of(self._samples.own.x, self._samples.own.y)
 
     def _charge(self, release: Release) -> None:
         """Pay for a release before it begins. Raises PrivacyError if that is too much."""

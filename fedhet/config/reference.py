@@ -96,6 +96,7 @@ def _method(method: Method) -> str:
         f"Headline: the {spec.headline} protocol.\n",
         f"{default_models(method)}\n",
         f"{defences(method)}\n",
+        f"{privacy(method)}\n",
         f"The code: {', '.join(code)}.\n",
         "## What travels\n",
         _fields("The server sends", spec.instructions),
@@ -139,6 +140,19 @@ def default_models(method: Method) -> str:
     others = [kind for kind in KINDS.values() if kind is not IMAGE]
     parts = [f"for {kind.plural}, {_models(method, kind)}" for kind in others]
     return f"Models, if none are given: {'; '.join([as_text(method.spec.pool(IMAGE)), *parts])}."
+
+
+def privacy(method: Method) -> str:
+    """Return in a sentence whether a method can protect the clients' samples, and how."""
+    rule = method.spec.privacy
+    if rule.refused:
+        return f"`privacy.epsilon`: not with this method; {rule.refused}."
+    needs = [
+        f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
+        for name, allowed in rule.needs.items()
+    ]
+    needed = f"; it needs {', '.join(needs)}" if needs else ""
+    return f"`privacy.epsilon`: {rule.how}{needed}."
 
 
 def defences(method: Method) -> str:

@@ -92,7 +92,7 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
     if run.models.pool == default.models.pool:
         pool = spec.pool(data.sample_kind(run.data))
         if run.privacy.is_on:
-            pool = tuple(map(models.without_batch_norms, pool))
+            pool = models.private_pool(pool)
         changes["models"] = run.models.model_copy(update={"pool": pool})
     if run.privacy.is_on and run.engine.precision == "auto":
         changes["engine"] = run.engine.model_copy(update={"precision": "float32"})

@@ -14,6 +14,7 @@ from fedhet.models.registry import (
     describe,
     is_registered,
     names,
+    private_pool,
     shapes,
     without_batch_norms,
 )
@@ -22,6 +23,6 @@ from fedhet.models.weights import load_weights, to_arrays
 __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
     "Refitted", "Within", "assign", "base_and_width", "build", "build_any", "check", "check_name",
-    "describe", "is_registered", "load_weights", "names", "narrow_name", "shapes", "to_arrays",
-    "without_batch_norms",
+    "describe", "is_registered", "load_weights", "names", "narrow_name", "private_pool", "shapes",
+    "to_arrays", "without_batch_norms",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedhet.errors import ModelError
 from fedhet.kinds import IMAGE, Kind, Shape, kind_of
@@ -115,8 +115,17 @@ def _with_group_norms(extractor: Callable[..., nn.Module], shape: Shape, **own: 
         for name, child in part.named_children():
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
                 channels = child.num_features
-                setattr(part, name, nn.GroupNorm(math.gcd(channels, GROUPS), channels))
+                norm = nn.GroupNorm(math.gcd(channels, GROUPS), channels)
+                setattr(part, name, nn.Sequential(norm, _Copy()))
     return made
+
+
+class _Copy(nn.Module):
+    """x, in memory of its own: torchvision's blocks add to what a norm returns in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a copy of a tensor of any shape."""
+        return x.clone()
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
 """Names in a pool for which each client draws a model."""
+MIXING = frozenset({"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"})
+"""Recurrent and attentive networks, of which Opacus cannot tell the gradient of each sample."""
 TRIED: tuple[Shape, ...] = ((3, 64, 64), (3, 64), (8,))
 """Shapes of which a network of numbers takes one: an image, a signal, a row."""
 MOST_COMPUTED = 2**16
@@ -96,6 +98,11 @@ def _takes(info: ModelInfo, shape: Shape) -> bool:
     except ModelError:
         return False
     return True
+
+
+def private_pool(pool: Sequence[str]) -> tuple[str, ...]:
+    """Return those of a pool that can be trained by DP-SGD, with group norms for batch norms."""
+    return tuple(without_batch_norms(name) for name in pool if name not in MIXING)
 
 
 def without_batch_norms(name: str) -> str:

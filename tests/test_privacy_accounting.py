@@ -1,0 +1,138 @@
+"""What privacy costs: closed forms, other accountants, and what must be monotone."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as quickly
+from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from fedhet.errors import SettingsError
+from fedhet.methods.spec import Passes
+from fedhet.privacy.accounting import Plan, Release, combined, epoch, epsilon_of, solved
+from fedhet.settings.privacy import PrivacySettings
+
+DELTA = 1e-5
+noises = st.floats(0.5, 20)
+rates = st.floats(0.005, 1.0)
+
+
+def gaussian_epsilon(mu, delta=DELTA):
+    """The exact epsilon of mu-Gaussian differential privacy (Balle and Wang 2018, Theorem 8)."""
+
+    def excess(epsilon):
+        left = norm.cdf(mu / 2 - epsilon / mu)
+        return left - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return brentq(excess, 0, 200)
+
+
+@pytest.mark.parametrize(("noise", "count"), [(1.0, 1), (4.0, 20), (2.0, 3), (30.0, 1000)])
+def test_unsampled_noise_costs_little_more_than_the_exact_gaussian_mechanism(noise, count):
+    exact = gaussian_epsilon(math.sqrt(count) / noise)
+    assert exact <= epsilon_of([Release(noise, count=count)], DELTA) <= 1.12 * exact
+
+
+def test_sums_and_counts_of_classes_cost_what_the_design_computed():
+    """z_f = 4, z_n = 8, 20 rounds: 5.7 exactly, by Gaussian differential privacy."""
+    mu = math.sqrt(20) / combined(4, 8, 1)
+    assert gaussian_epsilon(mu) == pytest.approx(5.7, abs=0.05)
+    assert 5.68 < epsilon_of([Release(combined(4, 8, 1), count=20)], DELTA) < 6.2
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "steps"), [(1.5, 0.04, 2250), (1.1, 256 / 60_000, 14_062), (0.8, 0.01, 500)]
+)
+def test_sampled_noise_costs_what_another_accountant_says(noise, rate, steps):
+    other = RDPAccountant()
+    other.history = [(noise, rate, steps)]
+    found = epsilon_of([Release(noise, rate, steps)], DELTA)
+    assert found == pytest.approx(other.get_epsilon(DELTA), rel=0.02)
+
+
+def test_the_published_example_of_dp_sgd_on_mnist():
+    """TensorFlow Privacy's tutorial: noise 1.1, batches of 256 of 60,000, 60 epochs: 3.0 or less.
+
+    Its conversion to epsilon was looser than today's.
+    """
+    assert 2.3 < epsilon_of([Release(1.1, 256 / 60_000, 60 * 235)], DELTA) < 3.01
+
+
+def test_several_gaussians_on_the_same_samples_are_one():
+    apart = [Release(4.0), Release(4.0), Release(8.0)]
+    together = [Release(combined(4.0, 8.0, 2))]
+    assert epsilon_of(apart, DELTA) == pytest.approx(epsilon_of(together, DELTA), rel=1e-6)
+
+
+@quickly(max_examples=25, deadline=None)
+@given(noises, rates, st.integers(1, 500), st.floats(1e-8, 1e-3))
+def test_more_noise_or_fewer_samples_or_steps_or_a_larger_delta_never_costs_more(
+    z, q, count, delta
+):
+    one = epsilon_of([Release(z, q, count)], delta)
+    assert epsilon_of([Release(1.2 * z, q, count)], delta) <= one + 1e-9
+    assert epsilon_of([Release(z, q, count + 10)], delta) >= one - 1e-9
+    assert epsilon_of([Release(z, 0.5 * q, count)], delta) <= one + 1e-9
+    assert epsilon_of([Release(z, q, count)], min(2 * delta, 0.01)) <= one + 1e-9
+    assert epsilon_of([Release(z, q, count), Release(5.0)], delta) >= one - 1e-9
+
+
+def test_nothing_costs_nothing_and_no_noise_costs_everything():
+    assert epsilon_of([Release(0.0)], DELTA) == math.inf
+    assert epsilon_of([], DELTA) == 0
+
+
+def test_an_epoch_is_as_many_steps_as_batches():
+    assert epoch(100, 32, 2.0) == Release(2.0, 0.32, 4)
+    assert epoch(20, 32, 2.0) == Release(2.0, 1.0, 1)
+
+
+def plan(rows=500, rounds=10, vectors=2, batch=32, epochs=2):
+    return Plan(rows, (Passes(rounds, batch, epochs),), rounds, vectors)
+
+
+@quickly(max_examples=10, deadline=None)
+@given(st.sampled_from([1.0, 3.0, 8.0]), st.integers(50, 5000), st.integers(1, 30))
+def test_the_noise_for_an_epsilon_spends_nearly_all_of_it(epsilon, rows, rounds):
+    chosen, wanted = plan(rows, rounds), PrivacySettings(epsilon=epsilon)
+    noise = solved(wanted, chosen, epsilon)
+    sums = chosen.sums(noise.sums, noise.counts)
+    spent = epsilon_of([*chosen.steps(noise.gradients), *sums], DELTA)
+    assert 0.98 * epsilon < spent <= epsilon
+    assert epsilon_of(sums, DELTA) <= 0.25 * epsilon
+    assert noise.counts == 2 * noise.sums
+
+
+def test_what_was_spent_before_asks_for_more_noise():
+    chosen = plan()
+    first = solved(PrivacySettings(epsilon=8.0), chosen, 8.0)
+    before = tuple(chosen.steps(3 * first.gradients))
+    again = solved(PrivacySettings(epsilon=8.0), chosen, 8.0, before)
+    assert again.gradients > first.gradients
+    everything = [*before, *chosen.steps(again.gradients), *chosen.sums(again.sums, again.counts)]
+    assert epsilon_of(everything, DELTA) <= 8.0
+
+
+def test_noise_that_is_given_is_kept():
+    given_ = PrivacySettings(noise_multiplier=1.3, class_noise=6.0, count_noise=5.0)
+    noise = solved(given_, plan(), 0.0)
+    assert (noise.gradients, noise.sums, noise.counts) == (1.3, 6.0, 5.0)
+    assert solved(PrivacySettings(noise_multiplier=1.3), plan(), 0.0).sums == 4.0
+
+
+def test_what_no_noise_of_training_can_reach_is_refused():
+    little = PrivacySettings(epsilon=1.0, class_noise=2.0)
+    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too little for the rounds"):
+        solved(little, plan(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [{"epsilon": 1.0, "noise-multiplier": 1.0}, {"class-noise": 4.0}, {"count-noise": 4.0}],
+)
+def test_settings_that_contradict_each_other_are_refused(given_):
+    with pytest.raises(ValueError, match="is not allowed"):
+        PrivacySettings(**given_)

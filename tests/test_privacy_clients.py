@@ -1,0 +1,508 @@
+"""What a private client sends, pays, refuses and repeats."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from federation import SMALL, Server, client_of, records, run, settings, without_times
+from rounds import opened, replied
+from torch import nn
+
+from fedhet.client_runtime import privacy as promises
+from fedhet.client_runtime.limits import within_limits
+from fedhet.client_runtime.node import Budget, NodeSettings
+from fedhet.config.resolve import resolve
+from fedhet.data import Split
+from fedhet.errors import PrivacyError, SettingsError, StateError
+from fedhet.methods.registry import find_method, shipped_names
+from fedhet.privacy import sgd
+from fedhet.privacy.accounting import Release, epsilon_of
+from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
+from fedhet.settings.schema import build
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+
+OWN = {
+    "fedtype": {"backward": "symmetric", "labels": "all"},
+    "heterofl": {"masked": False},
+    "fedgems": {"fedgems.server-model": "mlp"},
+    "cofed": {"update_batch_size": 32},
+}
+SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.refused)
+PRIVATE_MESSAGES = {
+    "epsilon", "spent", "error", "seconds.train", "seconds.evaluate", "memory",
+}  # fmt: skip
+"""What a private client reports besides scores on the shared test set, which its model, that is
+private, determines. Of these, epsilon is a function of the settings and the number of rows; `spent`
+and `error` say that the budget, or the client, has failed; the rest is always 0."""
+
+
+def private(method, **changes):
+    """Return a small private federation."""
+    one = find_method(method).spec.one_model or method == "heterofl"
+    pool = ["cnn2-gn"] if one else ["mlp", "cnn2-gn"]
+    changes = {"models": pool, **OWN.get(method, {}), **changes}
+    named = {**SMALL, **settings(method, **changes)}
+    if not any(name.startswith("privacy.") for name in named):
+        named["privacy.epsilon"] = 8.0
+    return resolve(named)
+
+
+def entries(directory: Path, client="client-1"):
+    return Ledger(directory, client).entries()
+
+
+# Nothing but noised steps depends on the samples.
+
+
+def drawn_alike(monkeypatch):
+    """Let all secret draws be the same in each run of a test."""
+    count = iter(range(10**6))
+
+    def seeded(device=None):
+        return torch.Generator(device or "cpu").manual_seed(next(count))
+
+    for module in (sgd, promises):
+        monkeypatch.setattr(module, "fresh_generator", seeded)
+
+
+def other_samples(split: Split, seed: int) -> Split:
+    """Return as many samples of the same classes, which have nothing else in common with these."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, split.x.shape, generator=rng).to(split.x.dtype)
+    return Split(x, split.y[torch.randperm(len(split.y), generator=rng)])
+
+
+def replies(config, directory, seed, monkeypatch):
+    """Return what clients send in two rounds, if all have other samples than their own."""
+    drawn_alike(monkeypatch)
+    server, found = Server(config, directory), []
+    for number in (1, 2):
+        asked = server.ask(number)
+        for proxy, _ in asked:
+            client = client_of(proxy)
+            if number == 1:
+                client.samples.own = other_samples(client.samples.own, seed)
+        answers = server.answers(asked)
+        for proxy, result in answers:
+            assert "error" not in result.metrics, (proxy.name, result.metrics)
+            arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
+            found.append((decode(arrays, "test")[1], dict(result.metrics)))
+        server.strategy.aggregate_fit(number, answers, [])
+    return found
+
+
+def distance(one, other):
+    """Return the largest difference between what was sent in two runs."""
+    worst = 0.0
+    for (first, said), (second, told) in zip(one, other, strict=True):
+        assert first.tensors.keys() == second.tensors.keys()
+        assert said.keys() == told.keys()
+        for name, value in first.tensors.items():
+            if value.shape != second.tensors[name].shape:
+                return np.inf
+            difference = np.abs(value.astype(float) - second.tensors[name].astype(float))
+            worst = max(worst, float(difference.max(initial=0.0)))
+        for name in said.keys() & {"accuracy.common.private", "epsilon"}:
+            worst = max(worst, abs(said[name] - told[name]))
+    return worst
+
+
+@pytest.mark.parametrize("method", SUPPORTED)
+def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
+    method, tmp_path, monkeypatch
+):
+    """If every sample's gradient and features are scaled down to nothing, only what escapes the
+    bound could still depend on the samples. With an ordinary bound the replies differ."""
+
+    def sent(norm, seed):
+        config = private(
+            method,
+            optimizer="sgd",
+            momentum=0.0,
+            **{"training.lr": 0.05, "privacy.noise-multiplier": 1.0, "privacy.max-grad-norm": norm,
+               "privacy.class-clip": norm, "privacy.class-noise": 1.0,
+               "privacy.count-noise": 0.01},
+        )  # fmt: skip
+        return replies(config, tmp_path / f"{norm}-{seed}", seed, monkeypatch)
+
+    assert distance(sent(1e-9, 1), sent(1e-9, 2)) < 1e-5
+    if find_method(method).spec.replies.fields:
+        assert distance(sent(1.0, 1), sent(1.0, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("method", SUPPORTED)
+def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
+    server = Server(private(method), tmp_path)
+    contract = find_method(method).spec.replies
+    for proxy, result in server.play(1)[1]:
+        client = client_of(proxy)
+        assert result.num_examples == 2
+        assert client.get_properties({})["samples"] == 2
+        odd = {n for n in result.metrics if ".common." not in n} - PRIVATE_MESSAGES
+        assert not odd
+        assert result.metrics["seconds.train"] == result.metrics["memory"] == 0.0
+        arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
+        knowledge = decode(arrays, "test")[1]
+        assert not knowledge.scalars
+        contract.check(client.info.name, knowledge.tensors, {}, client.sizes())
+
+
+def test_the_classes_of_a_site_are_all_classes(tmp_path):
+    """With its own folder, a site would otherwise answer over those that it has samples of."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (80, 8, 8), dtype=np.uint8), rng.integers(2, 5, 80)
+    np.savez(folder / "train.npz", x=x, y=y)
+    config = private("felo", **{"models.num-classes": 10})
+    client = opened(config, tmp_path / "state", partition=-1, data=str(folder), name="site-a")
+    assert client.space.tolist() == list(range(10))
+
+
+def test_an_error_says_nothing_of_the_samples(tmp_path, monkeypatch, caplog):
+    client = opened(private("felo"), tmp_path)
+    for raised in (StateError("loss 3.25 of 17 samples"), ValueError("17 samples")):
+
+        def fails(*_, raised=raised):
+            raise raised
+
+        monkeypatch.setattr(client, "train", fails)
+        message = encode(Envelope("run", "felo", 1, "server"), Knowledge())
+        _, count, said = client.fit(message, {})
+        assert count == 0
+        assert said == {"error": "StateError at a private client, whose own log says more"} or (
+            said == {"error": said["error"]} and "17" not in said["error"]
+        )
+
+
+def test_personal_scores_and_losses_are_in_the_clients_own_log(tmp_path, caplog):
+    with caplog.at_level("INFO", "fedhet"):
+        replied(opened(private("felo"), tmp_path), 1, Knowledge())
+    text = caplog.text
+    assert "training loss" in text
+    assert "accuracy of the private model, personal test split" in text
+
+
+# What it costs
+
+
+def test_a_run_spends_what_its_settings_say(tmp_path):
+    config = private("felo", clients=2, rounds=3, fraction=1.0)
+    summary = run(config, tmp_path)
+    spent = summary["privacy"]
+    assert set(spent) == {"client-0", "client-1"}
+    for name, each_ in spent.items():
+        found = [e.release for e in Ledger(tmp_path / "state", name).entries()]
+        assert each_ == {"epsilon": pytest.approx(epsilon_of(found, 1e-5)), "delta": 1e-5}
+        assert 7.8 < each_["epsilon"] <= 8.0
+    rounds = [max(r["epsilon"].values()) for r in records(tmp_path)]
+    assert rounds == sorted(rounds)
+    assert "personal" not in summary["accuracy"]
+    page = (tmp_path / "report.html").exists()
+    assert not page or "epsilon" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "cofed", "fedmd", "cronus", "fedtype", "fml"])
+def test_the_planned_noise_lasts_for_all_rounds(method, tmp_path):
+    summary = run(private(method, clients=2), tmp_path)
+    assert set(summary["privacy"]) == {"client-0", "client-1"}
+    assert all(each_["epsilon"] <= 8.0 for each_ in summary["privacy"].values())
+    assert all(not r["failed"] for r in records(tmp_path))
+
+
+def test_a_client_pays_for_each_pass_and_release_before_it_begins(tmp_path, monkeypatch):
+    client, seen = opened(private("felo"), tmp_path), []
+
+    def step(self, *args):
+        seen.append(len(entries(tmp_path)))
+        return original(self, *args)
+
+    original = sgd.PrivateOptimization.step
+    monkeypatch.setattr(sgd.PrivateOptimization, "step", step)
+    replied(client, 1, Knowledge())
+    assert set(seen) == {1}
+    one, two = entries(tmp_path)
+    rows = len(client.y)
+    assert one.release == Release(one.noise, 32 / rows, -(-rows // 32))
+    assert two.release == Release(two.noise)
+    assert (one.run, one.round, one.method, one.client) == ("run", 1, "felo", "client-1")
+
+
+def test_a_run_that_is_spent_gives_nothing_more_and_is_not_to_blame(tmp_path):
+    config = private("felo", clients=2, rounds=1)
+    client = opened(config, tmp_path)
+    replied(client, 1, Knowledge())
+    before = len(entries(tmp_path))
+    message = encode(Envelope("run", "felo", 2, "server"), Knowledge())
+    arrays, _, said = client.fit(message, {})
+    assert arrays == []
+    assert said["spent"] is True
+    assert "nothing more is released: the run's 'privacy.epsilon' is 8" in said["error"]
+    assert len(entries(tmp_path)) == before
+    server = Server(private("felo", clients=2, rounds=1), tmp_path / "other")
+    server.play(1)
+    server.close(1)
+    for number in (2, 3, 4, 5):
+        server.play(number)
+        assert set(server.strategy.state.record.failed) == {"client-0", "client-1"}
+    assert server.strategy.state.health.eligible(6, ["client-0", "client-1"]) == [
+        "client-0", "client-1",
+    ]  # fmt: skip
+    assert server.strategy.state.health.to_dict()["silent"] == {}
+
+
+def test_a_sites_budget_lasts_for_all_runs(tmp_path):
+    own = {"privacy": "epsilon=10 delta=1e-5"}
+    first = opened(private("felo"), tmp_path, **own)
+    for number in (1, 2):
+        replied(first, number, Knowledge())
+    second = opened(private("felo"), tmp_path, **own)
+    second.promise.begin("other", 1)
+    noise = second.promise.noise
+    assert noise.gradients > first.promise.noise.gradients
+    past = [e.release for e in entries(tmp_path)]
+    plan = second.promise.plan
+    total = [*past, *plan.steps(noise.gradients), *plan.sums(noise.sums, noise.counts)]
+    assert 9.5 < epsilon_of(total, 1e-5) <= 10.0
+    spent = opened(private("felo"), tmp_path, privacy="epsilon=6 delta=1e-5")
+    message = encode(Envelope("third", "felo", 1, "server"), Knowledge())
+    _, _, said = spent.fit(message, {})
+    assert "error" in said
+
+
+def test_a_site_that_asks_for_privacy_refuses_a_run_without():
+    site = build(NodeSettings, {"privacy": "epsilon=8"}, prefix="node-config ")
+    assert site.budget() == Budget(8.0, 1e-5)
+    with pytest.raises(SettingsError, match="this site asks for privacy"):
+        within_limits(resolve({**SMALL, "method": "felo"}), site)
+    within_limits(private("felo"), site)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "epsilon=x", "epsilon=8 beta=1", "delta=1e-5", "epsilon=0", "epsilon=8 delta=1"]
+)
+def test_a_budget_that_cannot_be_read_is_refused(text):
+    with pytest.raises(SettingsError, match="expected 'epsilon=8 delta=1e-5'"):
+        Budget.read(text)
+
+
+def test_a_delta_that_means_nothing_is_refused(tmp_path):
+    with pytest.raises(PrivacyError, match=r"'privacy.delta' = 0.05 means nothing for"):
+        opened(private("felo", **{"privacy.delta": 0.05, "privacy.epsilon": 8.0}), tmp_path)
+
+
+# Again: resumed runs, second tries, killed clients
+
+
+def test_a_second_answer_is_the_first_one(tmp_path):
+    client = opened(private("felo"), tmp_path)
+    first = replied(client, 1, Knowledge())
+    paid = entries(tmp_path)
+    for again in (client, opened(private("felo"), tmp_path)):
+        second = replied(again, 1, Knowledge())
+        assert all(np.array_equal(second.tensors[k], v) for k, v in first.tensors.items())
+    assert entries(tmp_path) == paid
+
+
+def test_a_resumed_run_pays_once_for_each_round(tmp_path):
+    config = private("felo", clients=2, rounds=3)
+    run(private("felo", clients=2, rounds=3), tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    (tmp_path / "checkpoints" / "round-000003.safetensors").unlink()
+    paid = len(Ledger(tmp_path / "state", "client-0").entries())
+    again = run(config.replacing(resume=True, out=str(tmp_path)), tmp_path)
+    assert len(Ledger(tmp_path / "state", "client-0").entries()) == paid
+    assert without_times(again)["rounds"] == 3
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from test_privacy_clients import private, opened, replied
+    from fedhet.wire.knowledge import Knowledge
+    import fedhet.client_runtime.privacy as promises
+    import fedhet.client_runtime.state as states
+    import fedhet.privacy.ledger as ledgers
+    from fedhet.privacy import sgd
+
+    class At:
+        def __init__(self, owner, name, before):
+            original = getattr(owner, name)
+            def killed(*args, **kwargs):
+                result = None if before else original(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+                return result
+            setattr(owner, name, killed)
+
+    At(*{place})
+    replied(opened(private("felo"), Path({state!r})), 1, Knowledge())
+"""
+PLACES = {
+    "before it has paid": "(ledgers.os, 'write', True)",
+    "after it has paid": "(ledgers.os, 'fsync', False)",
+    "before a step": "(sgd.PrivateOptimization, 'step', True)",
+    "after a step": "(sgd.PrivateOptimization, 'step', False)",
+    "before its class means": "(promises, 'noised_means', True)",
+    "before its state is saved": "(states.ClientState, 'save', True)",
+    "after its state is saved": "(states.ClientState, 'save', False)",
+    "before its answer is kept": "(promises.Private, 'keep', True)",
+    "after its answer is kept": "(promises.Private, 'keep', False)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", PLACES)
+def test_a_client_that_is_killed_has_paid_for_all_that_has_begun(when, tmp_path):
+    """It is killed, asked again, and sends; what was computed in either try is paid for."""
+    script = KILLED.format(
+        tests=str(Path(__file__).parent), place=PLACES[when], state=str(tmp_path)
+    )
+    code = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(code, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    paid = entries(tmp_path) if Ledger(tmp_path, "client-1").path.exists() else []
+    trained = when not in ("before it has paid",)
+    assert len(paid) >= trained
+    replied(opened(private("felo"), tmp_path), 1, Knowledge())
+    now = entries(tmp_path)
+    assert now[: len(paid)] == paid
+    sent_before = when == "after its answer is kept"
+    assert len(now) == len(paid) + (0 if sent_before else 2)
+
+
+# The ledger
+
+
+def entry(**changes):
+    return {"run": "r", "round": 1, "method": "felo", "client": "a", "data": "d", **changes}
+
+
+def test_a_line_that_was_not_finished_paid_for_nothing_and_is_cut_off(tmp_path):
+    ledger = Ledger(tmp_path, "a")
+    ledger.charge([Release(1.0)], lambda past: None, **entry())
+    whole = ledger.path.read_bytes()
+    ledger.path.write_bytes(whole + whole[:-9])
+    assert len(ledger.entries()) == 1
+    ledger.charge([Release(2.0, 0.5, 3)], lambda past: None, **entry(round=2))
+    assert [e.release for e in ledger.entries()] == [Release(1.0), Release(2.0, 0.5, 3)]
+
+
+@pytest.mark.parametrize("line", ["", "nothing", '{"at": "x"}', '{"noise": -1}'])
+def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
+    ledger = Ledger(tmp_path, "a")
+    ledger.charge([Release(1.0)], lambda past: None, **entry())
+    text = ledger.path.read_text()
+    ledger.path.write_text(f"{line}\n{text}")
+    with pytest.raises(StateError, match="line 1 is damaged: what was spent cannot be told"):
+        ledger.charge([Release(1.0)], lambda past: None, **entry())
+    assert ledger.path.read_text() == f"{line}\n{text}"
+
+
+def test_what_is_refused_is_not_written(tmp_path):
+    ledger = Ledger(tmp_path, "a")
+
+    def refuse(past):
+        raise PrivacyError("no")
+
+    with pytest.raises(PrivacyError):
+        ledger.charge([Release(1.0)], refuse, **entry())
+    assert ledger.entries() == []
+
+
+def test_a_ledger_is_its_owners_alone_and_no_link(tmp_path):
+    ledger = Ledger(tmp_path, "a")
+    ledger.charge([Release(1.0)], lambda past: None, **entry())
+    assert ledger.path.stat().st_mode & 0o077 == 0
+    Ledger(tmp_path, "b").path.symlink_to(ledger.path)
+    with pytest.raises(StateError, match="link"):
+        Ledger(tmp_path, "b").charge([Release(1.0)], lambda past: None, **entry())
+
+
+def test_the_digest_names_samples_whatever_their_order():
+    x, y = torch.randn(9, 1, 4, 4), torch.arange(9) % 3
+    order = torch.randperm(9)
+    assert digest_of(x, y) == digest_of(x[order], y[order])
+    assert digest_of(x, y) != digest_of(x, (y + 1) % 3)
+    assert digest_of(x, y) != digest_of(x[:8], y[:8])
+
+
+def test_the_command_shows_what_was_spent_by_which_run(tmp_path, call):
+    for name, number in (("one", 1), ("one", 2), ("two", 1)):
+        about = entry(run=name, round=number)
+        Ledger(tmp_path, "a").charge([Release(4.0)], lambda past: None, **about)
+    status, out, _ = call("privacy", str(tmp_path), "--json")
+    assert status == 0
+    rows = json.loads(out)
+    assert [(r["run"], r["rounds"]) for r in rows] == [("one", 2), ("two", 1), ("all", 3)]
+    assert rows[0]["epsilon"] == pytest.approx(epsilon_of([Release(4.0, count=2)], 1e-5))
+    assert read_ledger(Ledger(tmp_path, "a").path)
+
+
+# What cannot be private
+
+
+@pytest.mark.parametrize("method", sorted(set(shipped_names()) - set(SUPPORTED)))
+def test_a_method_that_cannot_be_private_says_why(method):
+    reason = find_method(method).spec.privacy.refused
+    with pytest.raises(SettingsError, match=f"it takes 0 with {method}: {reason[:20]}"):
+        resolve({"method": method, "privacy.epsilon": 8.0})
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("felo", {"models": ["cnn2"]}, "it takes cnn2-gn in place of cnn2"),
+        ("fedtype", {"proxy": "cnn2"}, None),
+        ("fedtype", {"proxy": "cnn3"}, "'fedtype.proxy' = 'cnn3' .* it takes cnn3-gn"),
+        ("fedtype", {"backward": "conformal"}, "it takes symmetric or topk or none"),
+        ("felo", {"clip": 1.0}, "'training.clip' = 1.0 is not allowed: it takes 0"),
+        ("felo", {"schedule": "plateau"}, "it takes constant or cosine or step"),
+        ("felo", {"engine.precision": "bfloat16"}, "it takes float32"),
+        ("fedmd", {"models": ["sk-tree"]}, "a network"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(method, changes, said):
+    if said is None:
+        assert private(method, **changes).own.proxy == "cnn2-gn"
+        return
+    with pytest.raises(SettingsError, match=said):
+        private(method, **changes)
+
+
+def test_one_switch_chooses_models_that_fit():
+    config = resolve({"method": "felo", "privacy.epsilon": 8.0})
+    assert config.run.models.pool[:3] == ("cnn2-gn", "cnn3-gn", "mlp")
+    assert config.run.engine.precision == "float32"
+    assert resolve({"method": "fml", "privacy.epsilon": 8.0}).own.meme == "cnn2-gn"
+    assert (
+        "text-gru"
+        not in resolve(
+            {"method": "felo", "privacy.epsilon": 8.0, "data.dataset": "text:x"}
+        ).run.models.pool
+    )
+
+
+def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
+    class Attentive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(4, 1)
+
+    with pytest.raises(Exception, match="cannot be trained by DP-SGD"):
+        sgd.refuse_unfit(Attentive())
+
+
+def test_a_run_says_what_it_costs_before_it_starts():
+    assert private("felo", rounds=20).run.privacy.promise(20) == (
+        "20 rounds cost each client at most ε = 8 at δ = 1e-05"
+    )

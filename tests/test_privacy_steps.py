@@ -1,0 +1,263 @@
+"""DP-SGD and class sums against slow transcriptions, and the noise that is measured."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as quickly
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from fedhet import models
+from fedhet.devices import CPU
+from fedhet.errors import ModelError
+from fedhet.privacy import sgd
+from fedhet.privacy.accounting import Noise
+from fedhet.privacy.class_sums import clipped, noised_means
+from fedhet.settings.run import TrainingSettings
+from fedhet.training import cross_entropy_of, optimization, train_epoch
+
+PLAIN_SGD = TrainingSettings(optimizer="sgd", lr=0.5, momentum=0.0)
+
+
+def network(name="cnn2-gn", classes=3):
+    return models.build(name, (1, 8, 8), classes, seed=3).train()
+
+
+def batch(count=12, seed=0, classes=3):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 8, 8, generator=rng)
+    return x, torch.randint(classes, (count,), generator=rng)
+
+
+def transcribed(model, x, y, norm, batch_size, rate, weights=None):
+    """Algorithm 1 of Abadi et al. without noise: a sample at a time; return the parameters."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for image, label in zip(x, y, strict=True):
+        loss = F.cross_entropy(model(image[None]), label[None])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        length = torch.sqrt(sum(g.square().sum() for g in grads))
+        for whole, grad in zip(total, grads, strict=True):
+            whole += grad / max(1.0, float(length) / norm)
+    return [
+        p.detach() - rate * g / batch_size for p, g in zip(model.parameters(), total, strict=True)
+    ]
+
+
+def stepped(model, x, y, *, noise=0.0, norm=0.3, batch_size=10, penalty=0.0, loss=None):
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    with sgd.privately(plain, [model], noise, norm, batch_size) as private:
+        found = cross_entropy_of(model)(x, y) if len(y) else None
+        private.step(found if loss is None else loss(model, x, y), penalty)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(found, expected):
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["cnn2-gn", "mlp", "lenet5", "gems-resnet11-gn"])
+@pytest.mark.parametrize("norm", [0.05, 3.0])
+def test_a_step_is_the_sum_of_scaled_down_gradients_by_the_expected_batch(name, norm):
+    shape = (1, 16, 16)
+    model = models.build(name, shape, 3, seed=3).train()
+    x, y = torch.randn(9, *shape, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3
+    expected = transcribed(copy.deepcopy(model), x, y, norm, 16, 0.5)
+    assert close(stepped(model, x, y, norm=norm, batch_size=16), expected)
+
+
+def test_the_noise_is_drawn_for_every_weight_and_has_its_width():
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch(0)
+    after = stepped(model, x, y, noise=2.0, norm=0.3, batch_size=10)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+    assert moved.std() == pytest.approx(0.5 * 2.0 * 0.3 / 10, rel=0.05)
+    assert abs(float(moved.mean())) < 4 * float(moved.std()) / len(moved) ** 0.5
+    again = stepped(network(), x, y, noise=2.0, norm=0.3, batch_size=10)
+    assert not close(after, again)
+
+
+def test_a_sample_without_a_finite_gradient_counts_as_none():
+    x, y = batch()
+    x[4] = torch.inf
+    kept = torch.arange(12) != 4
+    expected = transcribed(network(), x[kept], y[kept], 0.3, 10, 0.5)
+    assert close(stepped(network(), x, y), expected)
+
+
+def test_a_term_of_the_weights_is_added_after_the_noise_and_not_scaled_down():
+    x, y = batch()
+    plain = stepped(network(), x, y, norm=0.3)
+    model = network()
+    anchor = [torch.zeros_like(p) for p in model.parameters()]
+    penalty = 10 * sum(
+        (p - a).square().sum() for p, a in zip(model.parameters(), anchor, strict=True)
+    )
+    found = stepped(model, x, y, norm=0.3, penalty=penalty)
+    start = network().parameters()
+    expected = [each - 0.5 * 20 * p.detach() for each, p in zip(plain, start, strict=True)]
+    assert close(found, expected)
+
+
+def test_a_loss_that_reaches_only_one_model_leaves_the_other_to_noise_alone():
+    one, other = network("mlp"), network("cnn2-gn")
+    before = [p.detach().clone() for p in other.parameters()]
+    plain = optimization([*one.parameters(), *other.parameters()], PLAIN_SGD, CPU)
+    x, y = batch()
+    with sgd.privately(plain, [one, other], 0.0, 0.3, 10) as private:
+        private.step(cross_entropy_of(one)(x, y))
+    assert close([p.detach() for p in other.parameters()], before)
+
+
+def test_frozen_parameters_stay_and_are_not_counted():
+    model = network()
+    model.extractor.requires_grad_(False)
+    before = [p.detach().clone() for p in model.extractor.parameters()]
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    with sgd.privately(plain, [model], 1.0, 0.3, 10) as private:
+        for seed in range(3):
+            x, y = batch(5 + seed, seed)
+            private.step(cross_entropy_of(model)(x, y))
+    assert close([p.detach() for p in model.extractor.parameters()], before)
+
+
+def test_nothing_of_it_is_left_on_a_model_afterwards():
+    model = network()
+    names = {name for p in model.parameters() for name in vars(p)}
+    stepped(model, *batch())
+    assert {name for p in model.parameters() for name in vars(p)} == names
+    assert not any(part._forward_hooks or part._backward_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("name", ["cnn2", "resnet10", "vgg11"])
+def test_a_model_whose_samples_meet_is_refused(name):
+    model = models.build(name, (3, 32, 32), 3, seed=0)
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    with pytest.raises(ModelError, match="DP-SGD"), sgd.privately(plain, [model], 1.0, 1.0, 8):
+        pass
+
+
+def test_a_parameter_of_no_model_is_refused():
+    alone = nn.Parameter(torch.zeros(3))
+    plain = optimization([*network().parameters(), alone], PLAIN_SGD, CPU)
+    refused = pytest.raises(ModelError, match="belongs to no model")
+    with refused, sgd.privately(plain, [network()], 1.0, 1.0, 8):
+        pass
+
+
+def test_batches_are_poisson_samples_that_the_seed_does_not_know():
+    model = network()
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    with sgd.privately(plain, [model], 1.0, 1.0, 8) as private:
+        seed = torch.Generator().manual_seed(0)
+        found = [list(private.batches(100, 8, seed, CPU.device)) for _ in range(80)]
+    assert {len(epoch) for epoch in found} == {13}
+    sizes = np.array([len(index) for epoch in found for index in epoch])
+    assert sizes.mean() == pytest.approx(8, abs=4 * sizes.std() / len(sizes) ** 0.5)
+    assert sizes.var() == pytest.approx(100 * 0.08 * 0.92, rel=0.2)
+    chosen = np.bincount(torch.cat([i for epoch in found for i in epoch]).numpy(), minlength=100)
+    expected = 80 * 13 * 0.08
+    assert np.abs(chosen - expected).max() < 5 * expected**0.5
+    assert not all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+
+
+def test_an_epoch_whose_batches_may_be_empty_trains():
+    model = network()
+    x, y = batch(4)
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    with sgd.privately(plain, [model], 1.0, 1.0, 1) as private:
+        loss = train_epoch(
+            x, y, cross_entropy_of(model), private,
+            batch_size=1, generator=torch.Generator(), compute=CPU,
+        )  # fmt: skip
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize("name", ["cnn3", "cnn4", "cofed-cnn2", "resnet10", "signal-cnn2"])
+def test_a_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_sample(name):
+    shape = (3, 64) if name.startswith("signal") else (3, 16, 16)
+    fit = models.without_batch_norms(name)
+    assert fit == f"{name}-gn" == models.without_batch_norms(fit)
+    model = models.build(fit, shape, 4, seed=0).train()
+    assert not any("BatchNorm" in type(part).__name__ for part in model.modules())
+    x = torch.randn(6, *shape)
+    assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
+    sgd.refuse_unfit(model)
+
+
+def test_narrow_models_have_group_norms_too():
+    assert models.without_batch_norms("cnn2-x0.5") == "cnn2-gn-x0.5"
+    assert models.is_registered("cnn2-gn-x0.5")
+    assert not models.is_registered("mlp-gn")
+
+
+# Class sums
+
+
+def means_transcribed(features, labels, norm, classes):
+    sums, counts = np.zeros((classes, features.shape[1])), np.zeros(classes)
+    for row, label in zip(features, labels, strict=True):
+        length = np.sqrt((row.astype(np.float64) ** 2).sum())
+        sums[label] += row * min(1.0, norm / length) if length else row
+        counts[label] += 1
+    return sums, counts
+
+
+def summed(features, labels, norm, classes):
+    bounded = clipped(torch.tensor(features), norm).numpy()
+    sums = np.stack([bounded[labels == c].sum(0) for c in range(classes)])
+    return torch.tensor(sums), torch.tensor(
+        np.bincount(labels, minlength=classes), dtype=torch.float
+    )
+
+
+def test_without_noise_the_means_are_those_of_the_scaled_down_vectors():
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(60, 5)).astype(np.float32), rng.integers(0, 3, 60)
+    sums, counts = summed(features, labels, 1.5, 4)
+    found = noised_means(sums, sums, counts, Noise(0, 0, 0), 1.5, 1, torch.Generator())
+    expected, number = means_transcribed(features, labels, 1.5, 4)
+    assert found.classes.tolist() == [0, 1, 2]
+    assert found.counts.tolist() == number[:3].tolist()
+    assert np.allclose(found.features, expected[:3] / number[:3, None], atol=1e-5)
+
+
+def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_have_it_too():
+    draws = torch.Generator().manual_seed(1)
+    zeros, counts = torch.zeros(4, 6), torch.full((4,), 1e6)
+    many = [
+        noised_means(zeros, zeros, counts, Noise(0, 3.0, 7.0), 2.0, 1, draws) for _ in range(400)
+    ]
+    sums = np.stack([m.features * m.counts[:, None] for m in many])
+    assert sums.std() == pytest.approx(3.0 * 2.0, rel=0.05)
+    assert np.stack([m.counts for m in many]).std() == pytest.approx(7.0, rel=0.07)
+
+
+def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
+    def sent(count, least=1):
+        zeros, draws = torch.zeros(1000, 1), torch.Generator().manual_seed(1)
+        counts = torch.full((1000,), float(count))
+        return len(noised_means(zeros, zeros, counts, Noise(0, 1, 7), 1.0, least, draws).classes)
+
+    assert sent(0) < 6
+    assert sent(60) == 1000
+    assert sent(60, least=100) == 0
+
+
+@quickly(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.floats(0.01, 100), st.floats(1e-6, 1e6), st.integers(0, 99))
+def test_no_vector_is_longer_than_the_norm_and_short_ones_are_kept(width, norm, scale, seed):
+    vectors = scale * torch.randn(20, width, generator=torch.Generator().manual_seed(seed))
+    found = clipped(vectors, norm)
+    assert (found.double().norm(dim=1) <= norm * (1 + 1e-5)).all()
+    short = vectors.norm(dim=1) <= norm
+    assert torch.equal(found[short], vectors[short])
+
+
+def test_a_vector_that_is_not_finite_becomes_zeros():
+    vectors = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [0.5, 0.5]])
+    assert clipped(vectors, 1.0).tolist() == [[0, 0], [0, 0], [0.5, 0.5]]
