@@ -28,7 +28,7 @@ from fedhet.data import RunData
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.engines.environment import for_training
-from fedhet.engines.own_models import check_own_models
+from fedhet.engines.readiness import check_own_models
 from fedhet.errors import FedhetError
 from fedhet.wire.identity import client_name
 

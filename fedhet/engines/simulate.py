@@ -20,7 +20,7 @@ from fedhet.data import RunData
 from fedhet.devices import settled
 from fedhet.disk.folder import Folder, write_text
 from fedhet.engines.choice import cluster_for, engine_of, show_waiting
-from fedhet.engines.own_models import check_own_models
+from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.errors import SettingsError
 from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
@@ -48,6 +48,7 @@ def simulate(
     show_waiting(watchers, what)
     config = settled_for(config, directory)
     data = RunData.of(config.run)
+    check_files(config, data)
     with contextlib.ExitStack() as ending:
         # Clients of this run may stay open in this process; its data does not.
         ending.callback(data.forget)

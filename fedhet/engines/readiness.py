@@ -1,4 +1,4 @@
-"""Builds models of one's own as a method's clients do, before anything is trained."""
+"""Refuses a run whose files or models cannot be used, before anything is started or trained."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import torch
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.clients.base import HetClient
-from fedhet.config.resolve import Config
+from fedhet.config.resolve import Config, check
 from fedhet.data import RunData, Split
+from fedhet.data.sources import paths_of
 from fedhet.errors import ModelError
 from fedhet.models import is_user_model
+from fedhet.models.pretrained import check_weights, is_pretrained
 from fedhet.wire.identity import ClientInfo
 
 LOG = logging.getLogger("fedhet")
+
+
+def check_files(config: Config, data: RunData) -> None:
+    """Raise FedhetError if the dataset or pretrained weights are not on this machine."""
+    for name in filter(is_pretrained, config.run.models.pool):
+        check_weights(name)
+    if not all(path.exists() for path in paths_of(config.run.data)):
+        check(config, data)  # says what is missing, or downloads it
 
 
 def check_own_models(config: Config, data: RunData) -> None:
