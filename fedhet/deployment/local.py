@@ -182,6 +182,7 @@ def deploy_local(
     Keys, logs and the sites' state go to a temporary folder, or to `keep`. Raises FedhetError if
     the run fails; the folder is then kept.
     """
+    say(f"reading {config.run.data.dataset}, and splitting it between the clients")
     data = RunData.of(config.run)
     check(config, data)
     check_own_models(config, data)
