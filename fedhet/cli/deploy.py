@@ -61,6 +61,7 @@ def register_command(
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
     with connected(server, ca) as connection:
+        connection.require_answer()
         for key in keys:
             known = name or key.name.removesuffix(".pub")
             new = connection.register(key, known)

@@ -21,7 +21,7 @@ from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
-from fedhet.runs.units import human_number, printable
+from fedhet.runs.units import human_number, plus_minus, printable
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"
@@ -183,14 +183,15 @@ def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
         name: [Cell(as_text(point[place])) for point in found.points]
         for place, name in enumerate(found.names)
     }
-    columns = {found.title_of(name): _column(found.spread(name)) for name in quantities}
+    columns = {found.title_of(name): _column(found.spread(name), name) for name in quantities}
     return Cells({**values, **columns}, words=len(values))
 
 
-def _column(spread: pd.DataFrame) -> list[Cell]:
+def _column(spread: pd.DataFrame, quantity: str) -> list[Cell]:
     """Return means over seeds, with standard deviations if there are several."""
+    shown = plus_minus if "accuracy, " in quantity else _mean_and_spread
     pairs = zip(spread["mean"], spread["std"], strict=True)
-    return [Cell(_mean_and_spread(mean, std), mean) for mean, std in pairs]
+    return [Cell(shown(mean, std), mean) for mean, std in pairs]
 
 
 def _mean_and_spread(mean: float, std: float) -> str:

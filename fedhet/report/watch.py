@@ -130,7 +130,7 @@ class Pages:
         runs = [_listed(name, path) for name, path in self._runs().items()]
         runs.sort(key=lambda run: natural(run.name))
         runs.sort(key=lambda run: run.started, reverse=True)
-        title = f"Runs in {self._folder.name or self._folder}"
+        title = f"Runs in {self._folder.name or self._folder}/"
         return render("runs.html", title=title, runs=runs)
 
 
