@@ -61,6 +61,7 @@ def call(monkeypatch, capsys):
 
     def ended(status):  # in place of this process, the Ray that is starting ends
         connection._end_unless_awaited()
+        connection.BACKGROUND.submit(int).result()
         sys.exit(status)
 
     def run(*words):

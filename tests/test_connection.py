@@ -1,13 +1,15 @@
 """What Flower's command line says, as a person gets to read it."""
 
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from fedhet.config.resolve import resolve
 from fedhet.deployment import flower_cli as connection
 from fedhet.deployment.certs import make_node_key
-from fedhet.deployment.flower_cli import Connection, readable
+from fedhet.deployment.flower_cli import Connection, readable, submit
 from fedhet.errors import FedhetError
 
 HEAD = [
@@ -112,3 +114,14 @@ def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, 
     assert "migrat" not in str(caught.value).lower()
     assert (tmp_path / "home" / "config.toml").read_text() == configured
     assert project.read_text() == PROJECT.replace("NAME", connection.CONNECTION)
+
+
+def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
+    sent = []
+    monkeypatch.setattr(Connection, "flwr", lambda self, *words: sent.append(words))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        Connection(tmp_path, address, Path("ca.crt")).require_answer()
+    with pytest.raises(FedhetError, match=f"no server answers at {address}"):
+        submit(resolve({"method": "local"}), Connection(tmp_path, address, Path("ca.crt")), print)
+    assert sent == []

@@ -15,6 +15,7 @@ from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.progress import Progress, State, accuracies_of
 from fedhet.runs.records import RoundRecord, Score, Seconds
+from fedhet.runs.units import time_left
 
 
 def test_lines_say_each_round(tmp_path):
@@ -170,6 +171,14 @@ def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
 def left(seconds):
     whole = round(seconds)
     return f"{whole // 60} min {whole % 60:02d} s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(6.94, "7 s"), (48.3, "48 s"), (59.7, "1 min 00 s"), (245.3, "4 min 05 s")],
+)
+def test_an_estimate_has_whole_seconds(seconds, words):
+    assert time_left(seconds) == f"about {words} left"
 
 
 def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():

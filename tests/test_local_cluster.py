@@ -204,6 +204,31 @@ def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
     assert "nowhere" in done.stderr
 
 
+def test_an_error_does_not_wait_for_workers_that_are_starting(tmp_path):
+    slow = (
+        "import ray, sys, time; ray.init = lambda **_: None; "
+        "from fedhet.engines.ray import local_cluster; "
+        "local_cluster.running_machines = lambda: time.sleep(300); "
+    )
+    words = ["fedhet", "run", "local", "--dataset", "breast-cancer", "--models", "cnn2"]
+    command = f"{slow}from fedhet.cli import main; sys.argv = {words!r}; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "cnn2" in done.stderr
+
+
+def test_absent_data_is_said_before_any_worker_starts(tmp_path, monkeypatch, call):
+    started = []
+    monkeypatch.setattr(connection, "_start", lambda: None)
+    monkeypatch.setattr("fedhet.engines.simulate.cluster_for", lambda *_: started.append("one"))
+    words = ["run", "local", "--dataset=mnist", f"--set=data.data-dir={tmp_path}"]
+    status, _, fault = call(*words, f"--out={tmp_path / 'run'}")
+    assert (status, started) == (2, [])
+    assert "not found" in fault
+
+
 def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatch):
     def fails(**_):
         raise RuntimeError("no room")

@@ -16,6 +16,9 @@ class Tired(nn.Module):
 
 def tired(shape, classes):
     return nn.Sequential(Tired(), nn.LazyLinear(8)), nn.Linear(8, classes)
+
+def fixed(shape, classes):  # its features cannot be given another width
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), nn.Sequential(nn.Linear(8, classes))
 """
 LINE = BROKEN.splitlines().index('            raise TypeError("my own bug")') + 1
 
@@ -57,3 +60,13 @@ def test_without_strict_the_others_go_on_and_each_kind_is_shown_once(own, tmp_pa
     assert [sorted(record["failed"]) for record in records(tmp_path / "run")] == [["client-0"]] * 2
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy"]["common"]["private"]["per_client"].keys() == {"client-1"}
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_model_that_the_method_cannot_use_is_refused_before_round_1(own, tmp_path, call, backend):
+    model = own.replace("tired", "fixed")
+    _, _, *settings = words(model, tmp_path, backend)
+    status, said, fault = call("run", "felo", *settings)
+    assert status == 2, said
+    assert f"model '{model}' has 8 features, not 64" in " ".join(fault.split())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

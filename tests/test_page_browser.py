@@ -204,7 +204,7 @@ def test_what_was_measured_once_is_in_a_table(opened: Opened) -> None:
     assert opened.tab.locator(".card svg").count() == 1  # classes_covered, over rounds
 
 
-@pytest.mark.parametrize("width", [420, 1400])
+@pytest.mark.parametrize("width", [390, 1400])
 def test_nothing_overflows_and_the_schemes_differ(
     browser: Any, report: Path, tmp_path: Path, width: int
 ) -> None:
@@ -213,8 +213,11 @@ def test_nothing_overflows_and_the_schemes_differ(
         make(tmp_path / f"long-{seed}", seed=seed, names=names, rounds=3, method="felo")
         make(tmp_path / f"other-{seed}", seed=seed, rounds=3, method="local")
     compare([tmp_path], out=tmp_path / "out")
+    with_baseline = make(tmp_path / "with", rounds=3, method="felo")
+    make(with_baseline / "baseline", rounds=3, method="local")
+    beside = write_report(with_baseline)
     backgrounds = []
-    for path in (report, tmp_path / "out" / "compare.html"):
+    for path in (report, beside, tmp_path / "out" / "compare.html"):
         for scheme in ("light", "dark"):
             page = Opened(browser, path, width, scheme)
             assert page.tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -211,11 +211,20 @@ def test_of_several_baselines_each_group_has_the_most_alike(tmp_path: Path) -> N
         make_seeds(folder, [0, 1], method=method, settings=settings, noise=number)
     found = compare([tmp_path])
     assert {(p.group.label, p.baseline.label) for p in found.pairs} == {
-        (f"felo data.alpha={alpha}", f"local data.alpha={alpha}") for alpha in (0.1, 0.5)
+        (f"felo alpha={alpha}", f"local alpha={alpha}") for alpha in (0.1, 0.5)
     }
-    one = compare([tmp_path], against="local data.alpha=0.1")
-    assert {p.baseline.label for p in one.pairs} == {"local data.alpha=0.1"}
+    one = compare([tmp_path], against="local alpha=0.1")
+    assert {p.baseline.label for p in one.pairs} == {"local alpha=0.1"}
     assert len(one.pairs) == 3
+
+
+def test_a_setting_is_named_by_its_last_part_where_that_is_unique(tmp_path: Path) -> None:
+    for lr, alpha in ((0.1, 1), (0.2, 2)):
+        settings = {"training.lr": lr, "data.alpha": alpha, "felo.alpha": alpha}
+        make(tmp_path / f"{lr}", method="felo", settings=settings)
+    assert {group.label for group in compare([tmp_path]).groups} == {
+        "felo data.alpha=1 alpha=1 lr=0.1", "felo data.alpha=2 alpha=2 lr=0.2"
+    }  # fmt: skip
 
 
 def test_other_kinds_can_be_compared(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from flwr.common import parameters_to_ndarrays
 from rounds import reply_of
 
 from fedhet.client_app import client_fn
-from fedhet.client_runtime.limits import SiteClient, within_limits
+from fedhet.client_runtime.limits import SiteClient, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.client_runtime.permissions import permitted
 from fedhet.errors import FedhetError, SettingsError
@@ -175,3 +175,16 @@ def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tm
     server.play(1)
     _, answers = server.play(2)
     assert [len(reply_of(result).tensors["classes"]) for _, result in answers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("/srv/a b/train.csv: has no column", "(a path of this site): has no column"),
+        ("cannot read /srv/a b: /etc/passwd, 1/2", "cannot read (a path of this site): (a path of "
+         "this site), 1/2"),
+    ],
+)  # fmt: skip
+def test_a_path_of_the_site_is_hidden_as_one(text, told):
+    site = NodeSettings(data="/srv/a b", name="ward")
+    assert without_paths(text, site) == told

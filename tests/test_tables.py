@@ -162,6 +162,24 @@ def test_a_fault_names_its_line_and_column(tmp_path, rows, changes, fault):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value", "noun"),
+    [("age", 0, "4O", "number"), ("admitted", 2, "2024-02-30", "date such as 2026-01-31")],
+)
+def test_a_column_with_one_odd_value_is_not_taken_for_words(tmp_path, name, place, value, noun):
+    rows = many(30)
+    rows[12][place] = value
+    path = write(tmp_path / "all.csv", rows)
+    with pytest.raises(DataError) as fault:
+        load(spec(path))
+    assert f"{path}: line 14, column '{name}': '{value}' is not a {noun}" in str(fault.value)
+    load(spec(path, categories=(name,)))
+    for row in rows[:4]:  # more than a tenth: words
+        row[place] = "unknown"
+    words = found_schema(read_table(path := write(path, rows), spec(path)), spec(path)).columns
+    assert {column.name: column.kind for column in words}[name] == "category"
+
+
 def test_a_header_with_one_name_twice_is_refused(tmp_path):
     path = write(tmp_path / "all.csv", head=["age", "age", "admitted", "ward", "died"])
     with pytest.raises(DataError, match="has two columns 'age'"):
@@ -286,3 +304,5 @@ def test_the_command_writes_a_schema(tmp_path, call):
     assert status == 0
     assert "age: number, mean 60 ± 16.33, may be missing" in said
     assert [column.name for column in read_schema(out).columns] == ["age", "sex"]
+    words = ("schema", tmp_path / "all.csv", "--target", "died", "--columns", "admitted")
+    assert "admitted: date, mean 2024-01-03 ± 1.841 days" in call(*words, "--out", out)[1]

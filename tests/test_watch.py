@@ -19,6 +19,7 @@ from test_page_browser import BROWSER, browser  # noqa: F401
 
 from fedhet.cli import main
 from fedhet.errors import SettingsError, StateError
+from fedhet.report import watch
 from fedhet.report.watch import serve
 from fedhet.runs.directory import claimed
 from fedhet.runs.log import Watcher
@@ -150,6 +151,26 @@ def test_pages_are_served_of_the_runs_that_are_there_alone(runs, tmp_path):
         assert get(address, "/", host="evil.example:80")[0] == 403
         make(runs / "later")
         assert "later" in get(address, "/")[1]
+
+
+def test_a_page_is_made_again_only_if_its_run_has_changed(runs, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        watch, "render_run", lambda run, live: (made.append(run), str(run.baseline is None))[1]
+    )
+    monkeypatch.setattr(watch, "comparison_page", lambda paths: str(made.append(paths)))
+    with serve(runs) as address:
+        assert [get(address, "/run/felo-0")[1] for _ in range(3)] == ["True"] * 3
+        assert len(made) == 1
+        make(runs / "felo-0" / "baseline", method="local")
+        assert [get(address, "/run/felo-0")[1] for _ in range(3)] == ["False"] * 3
+        assert len(made) == 2
+        for _ in range(3):
+            get(address, "/compare?run=felo-0&run=felo-1")
+        assert len(made) == 3
+        os.utime(runs / "felo-1" / "metrics.jsonl", (1, 1))
+        get(address, "/compare?run=felo-0&run=felo-1")
+        assert len(made) == 4
 
 
 def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs):

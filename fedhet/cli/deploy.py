@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhet.cli.options import NONE, say, with_settings
+from fedhet.cli.options import NONE, loading, say, with_settings
 from fedhet.config.values import validated
 from fedhet.errors import SettingsError
 
@@ -36,9 +36,10 @@ def deploy_local_command(
 ) -> None:
     """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
     validated(values)
-    from fedhet.config.resolve import resolve
-    from fedhet.deployment.local import deploy_local
-    from fedhet.server_app import run_directory
+    with loading():
+        from fedhet.config.resolve import resolve
+        from fedhet.deployment.local import deploy_local
+        from fedhet.server_app import run_directory
 
     chosen = resolve(values)
     directory = run_directory(chosen)
@@ -60,6 +61,7 @@ def register_command(
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
     with connected(server, ca) as connection:
+        connection.require_answer()
         for key in keys:
             known = name or key.name.removesuffix(".pub")
             new = connection.register(key, known)
@@ -82,8 +84,9 @@ def submit_command(
     if out is not None:
         values["out"] = out
     validated(values)
-    from fedhet.config.resolve import resolve
-    from fedhet.deployment.flower_cli import submit
+    with loading():
+        from fedhet.config.resolve import resolve
+        from fedhet.deployment.flower_cli import submit
 
     chosen = resolve(values)
     with connected(server, ca) as connection:

@@ -15,7 +15,7 @@ from fedhet.engines.environment import for_training, inherited
 from fedhet.engines.simulate import simulate
 from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
-from fedhet.runs.units import human_seconds
+from fedhet.runs.units import time_left
 
 T = TypeVar("T")
 RUNS_A_PROCESS = 20
@@ -42,7 +42,7 @@ def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
     begun = time.monotonic()
     for number, item in enumerate(items, 1):
         left = (time.monotonic() - begun) / number * (total - number)
-        yield f"  (about {human_seconds(left)} left)" if number < total else "", item
+        yield f"  ({time_left(left)})" if number < total else "", item
 
 
 def fault_of(config: Config, directory: Path, watchers: Sequence[Watcher] = ()) -> str:

@@ -162,12 +162,12 @@ def read_seeds(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
+def loading(what: str = "PyTorch and Flower") -> Iterator[None]:
     """Say in a terminal that libraries are being loaded, which takes seconds."""
     if not console.is_terminal:
         yield
         return
-    with console.status("loading PyTorch and Flower"):
+    with console.status(f"loading {what}"):
         yield
 
 

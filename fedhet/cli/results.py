@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedhet.cli.options import NONE
+from fedhet.cli.options import NONE, loading
 from fedhet.metrics import METRICS
 from fedhet.runs.records import KINDS, PROTOCOLS
 
@@ -70,8 +70,9 @@ def compare_command(
 
     Groups that share two seeds are also compared seed by seed. compare.json holds all numbers.
     """
-    from fedhet import report
-    from fedhet.cli.shown import show_comparison
+    with loading("pandas and Matplotlib"):
+        from fedhet import report
+        from fedhet.cli.shown import show_comparison
 
     found = report.compare(
         directories,
@@ -89,7 +90,8 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
 ) -> None:
     """Write a run's figures and report.html again; also of a run that was cut short."""
-    from fedhet import report
-    from fedhet.cli.shown import show_run
+    with loading("pandas and Matplotlib"):
+        from fedhet import report
+        from fedhet.cli.shown import show_run
 
     show_run(report.write(directory))

@@ -173,7 +173,8 @@ def table_command(
     A finished run is kept, and an interrupted one continues.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
-    from fedhet.cli import table
+    with loading():
+        from fedhet.cli import table
 
     if name is None:
         table.list_tables()

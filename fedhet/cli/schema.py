@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import date, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedhet.cli.options import say
+
+if TYPE_CHECKING:
+    from fedhet.data.tables import Column
 
 
 def schema_command(
@@ -46,11 +50,18 @@ def schema_command(
     schema = found_schema(read_table(table, spec), spec)
     write_text(out, schema.to_toml())
     for column in schema.columns:
-        spread = f"mean {column.mean:.4g} ± {column.deviation:.4g}"
-        said = ", ".join(column.categories) or spread
+        said = ", ".join(column.categories) or _spread(column)
         say(f"{column.name}: {column.kind}, {said}{', may be missing' * column.missing}")
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
         f"{', '.join(schema.classes)}"
     )
     say(f"schema: {out}")
+
+
+def _spread(column: Column) -> str:
+    """Return the mean and the standard deviation of a number or a date."""
+    if column.kind == "date":
+        mean = date(1970, 1, 1) + timedelta(days=round(column.mean))
+        return f"mean {mean} ± {column.deviation:.4g} days"
+    return f"mean {column.mean:.4g} ± {column.deviation:.4g}"

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedhet.cli import completion
 from fedhet.cli.listing import listing
-from fedhet.cli.options import console, with_settings
+from fedhet.cli.options import console, loading, with_settings
 from fedhet.config.reference import (
     FIELD_COLUMNS,
     SETTING_COLUMNS,
@@ -156,8 +156,9 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
 def partition_command(values: dict[str, object]) -> None:
     """Show how the data is partitioned: samples of each class at each client."""
     validated(values)
-    from fedhet.config.resolve import resolve
-    from fedhet.data import RunData
+    with loading("PyTorch"):
+        from fedhet.config.resolve import resolve
+        from fedhet.data import RunData
 
     data = RunData.of(resolve(values).run)
     data.validate()

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fedhet.cli.listing import listing
-from fedhet.cli.options import TRUST, console, say
+from fedhet.cli.options import TRUST, console, loading, say
 from fedhet.runs.units import printable, score
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def predict_command(
     trust: Trust = "",
 ) -> None:
     """Predict samples with a client's model: their classes and probabilities."""
-    from fedhet.inference import open_client, read_inputs
+    with loading("PyTorch"):
+        from fedhet.inference import open_client, read_inputs
 
     trained = open_client(directory, client, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
@@ -100,7 +101,8 @@ def export_command(
     trust: Trust = "",
 ) -> None:
     """Export a client's model, with a model card of its inputs and accuracy."""
-    from fedhet.inference import export, open_client
+    with loading("PyTorch"):
+        from fedhet.inference import export, open_client
 
     trained = open_client(directory, client, best=best, trust=trust)
     card = export(trained, form, out, kind)

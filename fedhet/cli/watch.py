@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from fedhet.cli.deploy import connected
 from fedhet.cli.listing import listing
-from fedhet.cli.options import NONE, console, say
+from fedhet.cli.options import NONE, console, loading, say
 from fedhet.errors import FedhetError, SettingsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -171,7 +171,8 @@ def watch_command(
     ] = 8090,
 ) -> None:
     """Serve the pages of runs on this machine alone; they are refreshed as rounds end."""
-    from fedhet.report.watch import serve
+    with loading("pandas and Matplotlib"):
+        from fedhet.report.watch import serve
 
     with serve(directory, port) as address:
         say(f"{address}  (Ctrl-C ends)")

@@ -22,7 +22,8 @@ from fedhet.config.resolve import Config
 from fedhet.errors import FedhetError, KnowledgeError, SettingsError, StateError, words_of
 
 LOG = logging.getLogger("fedhet")
-_PATH = re.compile(r"(?<![\w/])[~.]*/[^\s'\",;:()\[\]]+")
+_PART = r"[^\s'\",;:()\[\]]"
+_PATH = re.compile(rf"(?<![\w/])[~.]*/{_PART}+")
 _HIDDEN = "(a path of this site)"
 AGAIN = 30.0
 """Seconds after which what was not ended by its time limit is interrupted again."""
@@ -86,8 +87,8 @@ def time_limit(seconds: int) -> Iterator[None]:
 def without_paths(text: str, site: NodeSettings) -> str:
     """Return a message for the server: without the site's folders, and whatever looks like one."""
     for folder in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
-        text = text.replace(folder, _HIDDEN)
-    return _PATH.sub(_HIDDEN, text.replace(f"{_HIDDEN}/", f"{_HIDDEN} /"))
+        text = re.sub(f"{re.escape(folder)}{_PART}*", _HIDDEN, text)
+    return _PATH.sub(_HIDDEN, text)
 
 
 @contextlib.contextmanager

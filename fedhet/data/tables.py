@@ -34,6 +34,8 @@ MOST_CATEGORIES, MOST_CLASSES = 200, 1000
 MOST_NUMBER = 1e15
 """Squares of such numbers and their sums are finite."""
 DAY = 86_400.0
+MOST_ODD = 0.1
+"""A smaller share of values that are no numbers, in a column of numbers, is taken for mistakes."""
 _FLOAT = 4
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 Features = npt.NDArray[np.float32]
@@ -235,10 +237,11 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
     if not there:
         raise DataError(f"{cells.path}: the column {name!r} is empty; leave it out by data.columns")
     for kind, parse in ({} if has_words else PARSERS).items():
-        try:
-            numbers = np.array([parse(value) for value in there])
-        except ValueError:
+        if odd := list(_odd(parse, there)):
+            if len(odd) < MOST_ODD * len(there):
+                raise cells.fault_in(name)(values.index(odd[0]), _odd_fault(parse, odd[0]))
             continue
+        numbers = np.array([parse(value) for value in there])
         if np.abs(numbers).max() <= MOST_NUMBER:
             mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
             return Column(name=name, kind=kind, mean=mean, deviation=deviation, missing=missing)
@@ -249,6 +252,20 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
             f"{MOST_CATEGORIES} are allowed; name the columns that are features in data.columns"
         )
     return Column(name=name, kind="category", categories=categories, missing=missing)
+
+
+def _odd(parse: Callable[[str], float], values: Sequence[str]) -> Iterator[str]:
+    """Yield the values that cannot be parsed."""
+    for value in values:
+        try:
+            parse(value)
+        except ValueError:
+            yield value
+
+
+def _odd_fault(parse: Callable[[str], float], value: str) -> str:
+    fault = f"{value!r} is not a {_NOUNS[parse]}, as nearly all others are"
+    return f"{fault}: correct it, leave it empty, or name the column in data.categories"
 
 
 def owners(cells: Cells, by: str) -> list[str]:

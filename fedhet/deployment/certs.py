@@ -96,11 +96,11 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def ends(path: Path) -> str:
-    """Return when a certificate ends, in words. Raises FedhetError."""
+    """Return when a certificate expires, in words. Raises FedhetError."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
     when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"
-    return f"{path} ends on {end:%Y-%m-%d}, {when}"
+    return f"{path} expires on {end:%Y-%m-%d}, {when}"
 
 
 def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:

@@ -135,6 +135,13 @@ class Connection:
             ended.set()
             thread.join()
 
+    def require_answer(self) -> None:
+        """Raise FedhetError if nothing listens at the server's address."""
+        if not self.answers():
+            raise FedhetError(
+                f"no server answers at {self.address}: is it running, and is the port forwarded?"
+            )
+
     def answers(self) -> bool:
         """Return whether something listens at the server's address."""
         host, _, port = self.address.rpartition(":")
@@ -205,6 +212,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     Raises FedhetError if the run fails, and SettingsError for a method that is only simulated.
     """
     check_deployable(config)
+    connection.require_answer()
     say(f"sending the run to {connection.address} …")
     run_id = connection.submit(config)
     say(f"run {run_id} on {connection.address}; waiting for its server app to start …")

@@ -24,9 +24,11 @@ import psutil
 from fedhet.client_runtime.node import STATE_DIR_VARIABLE
 from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
+from fedhet.data import RunData
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.engines.environment import for_training
+from fedhet.engines.readiness import check_own_models
 from fedhet.errors import FedhetError
 from fedhet.wire.identity import client_name
 
@@ -180,7 +182,10 @@ def deploy_local(
     Keys, logs and the sites' state go to a temporary folder, or to `keep`. Raises FedhetError if
     the run fails; the folder is then kept.
     """
-    check(config)
+    say(f"reading {config.run.data.dataset}, and splitting it between the clients")
+    data = RunData.of(config.run)
+    check(config, data)
+    check_own_models(config, data)
     placed = absolute(config).replacing(out=str(directory))
     root = _root(keep)
     with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:

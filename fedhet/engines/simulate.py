@@ -20,6 +20,7 @@ from fedhet.data import RunData
 from fedhet.devices import settled
 from fedhet.disk.folder import Folder, write_text
 from fedhet.engines.choice import cluster_for, engine_of, show_waiting
+from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.errors import SettingsError
 from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
@@ -47,11 +48,13 @@ def simulate(
     show_waiting(watchers, what)
     config = settled_for(config, directory)
     data = RunData.of(config.run)
+    check_files(config, data)
     with contextlib.ExitStack() as ending:
         # Clients of this run may stay open in this process; its data does not.
         ending.callback(data.forget)
         own = ending.enter_context(cluster_for(config, data, directory, watchers))
         check(config, data)
+        check_own_models(config, data)
         engine = ending.enter_context(engine_of(config, data, directory, watchers, own))
         parts = components(
             config,

@@ -148,8 +148,8 @@ def _file_of_weights(base: str) -> Path:
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
     if not path.is_file():
         raise ModelError(
-            f"model '{base}': the weights are not on this machine, as {path}; with a network, "
-            f"python -c \"from torchvision import models as m; m.get_model('{theirs}', "
+            f"model '{base}': the weights are not on this machine, as {path}; with an internet "
+            f"connection, python -c \"from torchvision import models as m; m.get_model('{theirs}', "
             "weights='DEFAULT')\" puts them there"
         )
     return path

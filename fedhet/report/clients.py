@@ -47,7 +47,7 @@ def _labels(figure: Figure, counts: pd.DataFrame, classes: Sequence[str]) -> Non
     _names(ax, "x", classes)
     ax.set_xlabel("class")
     ax.set_ylabel("client" if len(counts) > NAMED else "")
-    style.head(ax, f"Labels: samples a class (at most {top:,})")
+    style.head(ax, f"Labels: samples per class (at most {top:,})")
 
 
 def _cell_counts(ax: Axes, counts: pd.DataFrame, norm: PowerNorm) -> None:

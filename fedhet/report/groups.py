@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,11 +177,20 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 
 
 def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
-    """Return, for each row, the method and the settings in which that method's rows differ."""
+    """Return, for each row, the method and the settings in which that method's rows differ.
+
+    A setting is named by its last part where that is unique, as on the command line.
+    """
     settings = settings.sort_index(axis="columns")
     varies = settings.groupby(pd.Series(methods)).nunique(dropna=False) > 1
+    ends = Counter(key.rpartition(".")[2] for key in settings)
+
+    def short(key: str, method: str) -> str:
+        end = key.rpartition(".")[2]
+        return end if ends[end] == 1 else key.removeprefix(method + ".")
+
     return [
-        " ".join([method, *(f"{key.removeprefix(method + '.')}={row[key]}" for key in row.index)])
+        " ".join([method, *(f"{short(key, method)}={row[key]}" for key in row.index)])
         for method, (_, every) in zip(methods, settings.iterrows(), strict=True)
         for row in [every[varies.loc[method]].dropna()]
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -46,6 +47,18 @@ SPARKS = 24
 """Maximum number of the method's own metrics that get a small curve."""
 
 
+@dataclass(frozen=True)
+class Live:
+    """What a served page has besides a written one."""
+
+    status: str
+    """Where the status of its run is."""
+    rounds: int
+    """How many rounds are recorded: when there are more, the page is loaded again."""
+    home: bool
+    """Whether there is a list of runs to go back to."""
+
+
 def write_report(path: Path | str) -> Path:
     """Write `report.html` into a run's directory and return its path."""
     return write_page(load_run(path))
@@ -61,8 +74,8 @@ def render(template: str, **content: object) -> str:
     return _environment().get_template(template).render({"live": None} | content)
 
 
-def render_run(run: Run, live: Mapping[str, object] | None = None) -> str:
-    """Return the page of one run; `live`: where a page that is served finds the run's status."""
+def render_run(run: Run, live: Live | None = None) -> str:
+    """Return the page of one run; `live`: of a page that is served."""
     own = run.figures
     over_rounds = [name for name in own if own[name].nunique() > 1]
     return render(

@@ -225,6 +225,10 @@ def grid(ax: Axes, axis: Literal["x", "y"]) -> None:
 
 
 def short(name: str, width: int = 16) -> str:
-    """Return a printable name, truncated to `width`."""
+    """Return a printable name of at most `width` characters, shortened in the middle.
+
+    Names of clients and runs often differ at their ends.
+    """
     name = printable(name)
-    return name if len(name) <= width else name[: width - 1] + "…"
+    tail = (width - 1) // 2
+    return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"

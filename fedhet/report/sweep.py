@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
-from fedhet.runs.units import human_number, printable
+from fedhet.runs.units import human_number, plus_minus, printable
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"
@@ -67,6 +68,12 @@ class Sweep:
         own = {name for some in self.runs.values() for run in some for name in run.figures}
         others = [name for name in self.results if "accuracy, " not in name]
         return sorted(others, key=lambda name: name not in own)
+
+    def title_of(self, quantity: str) -> str:
+        """Return what a quantity is called: one of the method's own has a title."""
+        if quantity not in self.figures:
+            return quantity
+        return next(iter(self.runs.values()))[0].title_of(quantity)
 
     def spread(self, quantity: str) -> pd.DataFrame:
         """Return mean, std and count of a quantity over the seeds of each point."""
@@ -176,15 +183,24 @@ def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
         name: [Cell(as_text(point[place])) for point in found.points]
         for place, name in enumerate(found.names)
     }
-    columns = {name: _column(found.spread(name)) for name in quantities}
+    columns = {found.title_of(name): _column(found.spread(name), name) for name in quantities}
     return Cells({**values, **columns}, words=len(values))
 
 
-def _column(spread: pd.DataFrame) -> list[Cell]:
+def _column(spread: pd.DataFrame, quantity: str) -> list[Cell]:
     """Return means over seeds, with standard deviations if there are several."""
-    means, stds = spread["mean"].map(human_number), spread["std"].map(human_number)
-    texts = means.where(spread["std"].isna(), means + " ± " + stds)
-    return [Cell(text, value) for text, value in zip(texts, spread["mean"], strict=True)]
+    shown = plus_minus if "accuracy, " in quantity else _mean_and_spread
+    pairs = zip(spread["mean"], spread["std"], strict=True)
+    return [Cell(shown(mean, std), mean) for mean, std in pairs]
+
+
+def _mean_and_spread(mean: float, std: float) -> str:
+    """Return "0.627 ± 0.019": a standard deviation has the decimals of its mean, at least two."""
+    text = human_number(mean)
+    if not math.isfinite(std):
+        return text
+    decimals = max(2, len(text.partition(".")[2]))
+    return f"{text} ± {human_number(round(std, decimals))}"
 
 
 def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
@@ -221,7 +237,7 @@ def _panel(ax: Axes, found: Sweep, name: str) -> None:
     ax.set_xlabel(found.names[0] + ("  (band: ± std over seeds)" if several else ""))
     style.ticks(ax, human_number)
     more = f" (first {CURVES})" if len(others) > CURVES else ""
-    style.head(ax, _title(name) + more)
+    style.head(ax, _title(found.title_of(name)) + more)
 
 
 def _curve_label(found: Sweep, other: Point) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +21,15 @@ from fedhet.disk.bounded import read_file
 from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.report.compare import comparison_page
 from fedhet.report.groups import runs_below
-from fedhet.report.page import render, render_run
+from fedhet.report.page import Live, render, render_run
 from fedhet.report.run import Run, load_run
+from fedhet.runs.files import BASELINE
 from fedhet.runs.records import NAN
 from fedhet.runs.status import Status, read_status
 from fedhet.runs.units import natural
 
 HOST = "127.0.0.1"
+Version = tuple[int, ...]
 MOST_PAGES = 32
 """How many runs' pages and records are kept in memory."""
 HEADERS = {
@@ -96,7 +97,8 @@ class Pages:
             return json.dumps(self._status(name)), "application/json"
         if head == "compare":
             runs = self._runs()
-            return comparison_page([runs[each] for each in query.get("run", [])]), "text/html"
+            paths = tuple(runs[each] for each in query.get("run", []))
+            return _compared(paths, tuple(map(_version, paths))), "text/html"
         if head == "run" and name:
             return self._run(name), "text/html"
         if head:
@@ -114,10 +116,10 @@ class Pages:
     def _run(self, name: str) -> str:
         path = self._runs()[name]
         rounds = _rounds(path)
-        live = {"status": f"/status/{quote(name)}", "rounds": rounds, "home": not self.single}
+        live = Live(f"/status/{quote(name)}", rounds, home=not self.single)
         if not rounds:
             return render("waiting.html", title=name, live=live)
-        return render_run(_loaded(path, _version(path)), live)
+        return _rendered(path, _version(path), live)
 
     def _status(self, name: str) -> dict[str, Any]:
         path = self._runs()[name]
@@ -128,7 +130,7 @@ class Pages:
         runs = [_listed(name, path) for name, path in self._runs().items()]
         runs.sort(key=lambda run: natural(run.name))
         runs.sort(key=lambda run: run.started, reverse=True)
-        title = f"Runs in {self._folder.name or self._folder}"
+        title = f"Runs in {self._folder.name or self._folder}/"
         return render("runs.html", title=title, runs=runs)
 
 
@@ -164,15 +166,26 @@ def _of_run(name: str, link: str, run: Run, status: Status) -> Listed:
     )
 
 
-def _version(path: Path) -> tuple[float, ...]:
-    """Return what changes when a run's records do."""
-    found = [path / "metrics.jsonl", path / "summary.json"]
-    return tuple(file.stat().st_mtime_ns if file.exists() else math.nan for file in found)
+def _version(path: Path) -> Version:
+    """Return what changes when the files do from which a run and its baseline are read."""
+    names = ("config.toml", "metrics.jsonl", "summary.json", "partition.json")
+    found = [folder / name for folder in (path, path / BASELINE) for name in names]
+    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in found)
 
 
 @lru_cache(maxsize=MOST_PAGES)
-def _loaded(path: Path, version: tuple[float, ...]) -> Run:
+def _loaded(path: Path, version: Version) -> Run:
     return load_run(path)
+
+
+@lru_cache(maxsize=MOST_PAGES)
+def _rendered(path: Path, version: Version, live: Live) -> str:
+    return render_run(_loaded(path, version), live)
+
+
+@lru_cache(maxsize=MOST_PAGES)
+def _compared(paths: tuple[Path, ...], versions: tuple[Version, ...]) -> str:
+    return comparison_page(paths)
 
 
 def _rounds(path: Path) -> int:

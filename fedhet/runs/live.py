@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.runs.progress import ClientProgress, Progress, State, accuracies_of
-from fedhet.runs.units import human_bytes, human_seconds, plural, printable, shown_path
+from fedhet.runs.units import human_bytes, human_seconds, plural, printable, shown_path, time_left
 
 COLOURS = {
     State.FAILED: "bold red",
@@ -112,7 +112,7 @@ class LiveDisplay:
                 f"{human_seconds(run.seconds_a_round)} per round",
             ]
             if run.seconds_left > 0:
-                cost.append(f"about {human_seconds(run.seconds_left)} left")
+                cost.append(time_left(run.seconds_left))
             lines.append(_cut(" · ".join(cost)))
         return lines
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from fedhet.config.resolve import Config
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score, Summary
-from fedhet.runs.units import human_bytes, human_seconds, natural, plural, position
+from fedhet.runs.units import human_bytes, natural, plural, position, time_left
 
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
@@ -240,7 +240,7 @@ class Progress(Watcher):
             names.setdefault(client.state, []).append(client.name)
         parts = [f"{state.words} {_first(names[state])}" for state in State if state in names]
         left = self.seconds_left
-        parts += [f"about {human_seconds(left)} left"] if math.isfinite(left) else []
+        parts += [time_left(left)] if math.isfinite(left) else []
         return f"round {self.round} of {self.rounds}: {' · '.join(parts)}"
 
     def in_view(self, room: int) -> list[ClientProgress]:

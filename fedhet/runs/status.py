@@ -22,7 +22,7 @@ from fedhet.runs.files import read_validated
 from fedhet.runs.progress import ClientProgress, Progress
 from fedhet.runs.records import NAN, READING, Number, Round, Text
 from fedhet.runs.repeated import Repeated
-from fedhet.runs.units import human_bytes, human_seconds, natural, score
+from fedhet.runs.units import human_bytes, natural, score, time_left
 
 FILE = "status.json"
 SECONDS = 1.0
@@ -116,7 +116,7 @@ class Status(BaseModel):
             parts.append(f"mean accuracy {score(self.mean)}")
         parts.append(f"{human_bytes(self.bytes)} sent")
         if self.stage == "running" and math.isfinite(self.seconds_left):
-            parts.append(f"about {human_seconds(self.seconds_left)} left")
+            parts.append(time_left(self.seconds_left))
         return " · ".join(parts)
 
 

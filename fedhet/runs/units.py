@@ -35,6 +35,12 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def time_left(seconds: float) -> str:
+    """Return an estimate in whole seconds: "about 7 s left", "about 4 min 05 s left"."""
+    rough = f"{round(seconds)} s" if seconds < 59.5 else human_seconds(round(seconds))
+    return f"about {rough} left"
+
+
 def human_number(value: float) -> str:
     """Return a number of any magnitude with four significant digits; integers in full."""
     if not math.isfinite(value):

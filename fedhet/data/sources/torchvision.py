@@ -45,7 +45,7 @@ def _absent(spec: DataSpec, root: str, error: Exception) -> str:
     if spec.download:
         return f"data.dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
     return (
-        f"data.dataset = {spec.dataset!r}: not found, or not whole, in data.data-dir = {root}; put "
+        f"data.dataset = {spec.dataset!r}: not found or incomplete in data.data-dir = {root}; put "
         "torchvision's files there, or download them with --set download=true, or use "
         "--set dataset=digits, which needs no files"
     )

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ BACKGROUND = ThreadPoolExecutor(1)
 """Its thread lives as long as this process: Ray's processes end with the one that started them."""
 _starting: list[Future[None]] = []
 """The start of a cluster for which nobody has waited yet."""
+_ending: list[Future[None]] = []
+"""The end of a cluster that was still starting when nobody needed it any more."""
 
 
 @contextlib.contextmanager
@@ -60,8 +62,13 @@ def starting() -> Iterator[None]:
 
 
 def is_starting() -> bool:
-    """Return whether a cluster has begun to start, and nobody has waited for it yet."""
-    return bool(_starting) and not _starting[-1].done()
+    """Return whether a cluster has begun to start, and nobody waits for it."""
+    return any(not last.done() for last in (*_starting[-1:], *_ending[-1:]))
+
+
+def end_later(close: Callable[[], None]) -> None:
+    """Call `close` in the background, once the cluster that is starting has started."""
+    _ending[:] = [BACKGROUND.submit(close)]
 
 
 def abandon() -> None:

@@ -12,7 +12,7 @@ from flwr.server import ServerAppComponents
 from fedhet.config.resolve import Config, absolute
 from fedhet.data import RunData
 from fedhet.devices import find_device
-from fedhet.engines.ray.connection import BACKGROUND, leave, start
+from fedhet.engines.ray.connection import BACKGROUND, end_later, leave, start
 from fedhet.engines.ray.machines import places, running_machines, taking_clients
 from fedhet.engines.ray.pool import WorkerPool
 from fedhet.engines.ray.ray_clients import Workers, actor_of
@@ -44,9 +44,15 @@ class LocalCluster:
             shutil.rmtree(self._decoded, ignore_errors=True)
 
     def end(self) -> None:
-        """End its workers, and Ray."""
+        """End its workers, and Ray; while they start, an error does not wait for that."""
         if self._started.cancel():  # Ray has not started: nobody needs it any more
             return
+        if self._started.done():
+            self._close()
+        else:
+            end_later(self._close)
+
+    def _close(self) -> None:
         with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
             self.workers().pool.close()
             leave()
