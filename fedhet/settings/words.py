@@ -28,7 +28,7 @@ _MEANT = {
     "training.lr": "learning-rate learningrate client-lr local-lr step-size eta",
     "training.optimizer": "optim opt optimiser local-optimizer",
     "training.weight-decay": "wd l2 weightdecay",
-    "training.clip": "grad-clip clip-grad gradient-clipping max-grad-norm",
+    "training.clip": "grad-clip clip-grad gradient-clipping max-norm",
     "training.schedule": "scheduler lr-schedule lr-scheduler",
     "training.decay": "lr-decay gamma",
     "training.augment": "augmentation data-augmentation transform transforms",

@@ -1,0 +1,62 @@
+"""The time of an epoch of DP-SGD over one of plain training, by model.
+
+    python -m benchmarks.private_epoch [--models mlp,cnn2-gn] [--repeats 7]
+
+Images of 3 x 32 x 32, 512 of them, batches of 64, one thread; both kinds of epoch by turns, and the
+median ratio with its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+
+from fedhet import models
+from fedhet.devices import CPU
+from fedhet.privacy.sgd import privately
+from fedhet.settings.run import TrainingSettings
+from fedhet.training import Optimization, cross_entropy_of, optimization, train_epoch
+
+SAMPLES, BATCH, SHAPE, CLASSES = 512, 64, (3, 32, 32), 10
+MODELS = "mlp,cnn2-gn,cnn3-gn,cnn4-gn,lenet5,gems-resnet11-gn,resnet10-gn"
+
+
+def main() -> None:
+    """Print a row for each model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, *SHAPE, generator=rng)
+    y = torch.randint(CLASSES, (SAMPLES,), generator=rng)
+    print("| model | plain, ms | private over plain | range |\n|---|---|---|---|")
+    for name in given.models.split(","):
+        model = models.build(name, SHAPE, CLASSES, seed=0).train()
+        plain = optimization(model.parameters(), TrainingSettings(), CPU)
+
+        def seconds(chosen: Optimization) -> float:
+            started = time.perf_counter()
+            train_epoch(
+                x, y, cross_entropy_of(model), chosen,  # noqa: B023
+                batch_size=BATCH, generator=rng, compute=CPU,
+            )  # fmt: skip
+            return time.perf_counter() - started
+
+        pairs = []
+        for _ in range(given.repeats):
+            without = seconds(plain)
+            with privately(plain, [model], 1.0, 1.0, BATCH) as private:
+                pairs.append((without, seconds(private)))
+        ratios = sorted(after / before for before, after in pairs[1:])
+        first = 1000 * median(before for before, _ in pairs[1:])
+        spread = f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
+        print(f"| `{name}` | {first:.0f} | {median(ratios):.1f} | {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
