@@ -36,12 +36,39 @@ OWN = {
     "cofed": {"update_batch_size": 32},
 }
 SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.refused)
-PRIVATE_MESSAGES = {
-    "epsilon", "spent", "error", "seconds.train", "seconds.evaluate", "memory",
-}  # fmt: skip
-"""What a private client reports besides scores on the shared test set, which its model, that is
-private, determines. Of these, epsilon is a function of the settings and the number of rows; `spent`
-and `error` say that the budget, or the client, has failed; the rest is always 0."""
+MEASURED = {
+    "epsilon": "follows from the settings and the number of rows",
+    "spent": "the budget is spent, which the ledger's entries determine",
+    "error": "the type of an error alone",
+    "seconds.train": "always 0",
+    "seconds.evaluate": "always 0",
+    "memory": "always 0",
+}
+"""Why a private client may report what it does, besides scores on the shared test set: these are a
+function of models that are private."""
+DESCRIBED = {
+    "name": "given by its owner",
+    "model": "given by its owner, or assigned",
+    "samples": "always 2",
+    "classes": "the task's",
+    "shape": "the task's",
+    "order": "a digest of the task's class names",
+    "training": "settings",
+    "own_data": "whether it is a site with a folder",
+}
+SENT = {
+    "weights": "trained by DP-SGD",
+    "proxy": "trained by DP-SGD, jointly with the private model",
+    "scores": "a private model's, on public data",
+    "logits": "a private model's, on public data; or noised sums over noised counts",
+    "probabilities": "a private model's, on public data",
+    "predictions": "a private model's, on public data",
+    "space": "the task's label space, or all classes",
+    "features": "noised sums over noised counts",
+    "classes": "those whose noised count is large",
+    "counts": "noised",
+}
+"""Why each tensor, by the first part of its name, may be sent."""
 
 
 def private(method, **changes):
@@ -145,13 +172,14 @@ def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
     for proxy, result in server.play(1)[1]:
         client = client_of(proxy)
         assert result.num_examples == 2
+        assert client.get_properties({}).keys() == DESCRIBED.keys()
         assert client.get_properties({})["samples"] == 2
-        odd = {n for n in result.metrics if ".common." not in n} - PRIVATE_MESSAGES
-        assert not odd
+        assert {n for n in result.metrics if ".common." not in n} <= MEASURED.keys()
         assert result.metrics["seconds.train"] == result.metrics["memory"] == 0.0
         arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
         knowledge = decode(arrays, "test")[1]
         assert not knowledge.scalars
+        assert {name.partition("/")[0] for name in knowledge.tensors} <= SENT.keys()
         contract.check(client.info.name, knowledge.tensors, {}, client.sizes())
 
 
