@@ -224,7 +224,7 @@ def test_personal_scores_and_losses_are_in_the_clients_own_log(tmp_path, caplog)
 
 def test_a_run_spends_what_its_settings_say(tmp_path):
     config = private("felo", clients=2, rounds=3, fraction=1.0)
-    summary = run(config, tmp_path)
+    summary = run(config, tmp_path, report=True)
     spent = summary["privacy"]
     assert set(spent) == {"client-0", "client-1"}
     for name, each_ in spent.items():
@@ -234,8 +234,9 @@ def test_a_run_spends_what_its_settings_say(tmp_path):
     rounds = [max(r["epsilon"].values()) for r in records(tmp_path)]
     assert rounds == sorted(rounds)
     assert "personal" not in summary["accuracy"]
-    page = (tmp_path / "report.html").exists()
-    assert not page or "epsilon" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "accuracy by epsilon, at the end 7.9" in page or "at the end 8" in page
+    assert ">epsilon<" in page
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cofed", "fedmd", "cronus", "fedtype", "fml"])
