@@ -40,8 +40,9 @@ from fedhet.privacy.class_sums import clipped, noised_means
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.sgd import fresh_generator, privately
 from fedhet.runs.measures import SPENT, Measured
+from fedhet.settings.run import TrainingSettings
 from fedhet.storage import KEPT_STATES
-from fedhet.training import Optimization, evaluating
+from fedhet.training import Epochs, Optimization, evaluating
 from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -71,10 +72,13 @@ class Open:
         optimizing: Optimization,
         models: Iterable[nn.Module],
         rows: int,
-        batch_size: int,
-        epochs: int,
+        settings: TrainingSettings,
+        options: Epochs,
     ) -> Iterator[Optimization]:
-        """Yield the optimiser for `epochs` over `rows` own samples, with gradients of `models`."""
+        """Yield the optimiser for training `models` on `rows` own samples.
+
+        For the epochs and batches of the `options` or, if they have none, of the `settings`.
+        """
         yield optimizing
 
     def class_means(self, gathered: ClassSums, model: HetModel) -> ClassMeans:
@@ -165,14 +169,16 @@ class Private(Open):
         optimizing: Optimization,
         models: Iterable[nn.Module],
         rows: int,
-        batch_size: int,
-        epochs: int,
+        settings: TrainingSettings,
+        options: Epochs,
     ) -> Iterator[Optimization]:
         """Yield the optimiser as DP-SGD, which is paid for before it begins."""
         noise, norm = self.noise.gradients, self._settings.max_grad_norm
-        one = epoch(rows, batch_size, noise)
+        size = options.get("batch_size") or settings.batch_size
+        one = epoch(rows, size, noise)
+        epochs = options.get("epochs") or settings.local_epochs
         self._charge(replace(one, count=one.count * epochs))
-        with privately(optimizing, models, noise, norm, min(batch_size, rows)) as private:
+        with privately(optimizing, models, noise, norm, min(size, rows)) as private:
             yield private
 
     @torch.no_grad()

@@ -207,7 +207,11 @@ class HetClient(NumPyClient):
         """
         own = labelled or Split(*self.training_set())
         if self.training.semi == "none":
-            self._train_own(own, loss_of, optimizing, generator, options)
+            promised = self.promise.training(
+                optimizing, self.models.values(), len(own.y), self.training, options
+            )
+            with promised as chosen:
+                self.train_epochs(own.x, own.y, loss_of, chosen, generator, **options)
             return
         if (penalty := options.pop("penalty", None)) is not None:
             loss_of = with_penalty(loss_of, penalty)
@@ -312,21 +316,6 @@ class HetClient(NumPyClient):
         self.recorder.leave(self.state.folder, envelope.run)
         whole = replace(envelope, sender=self.info.name)
         return self.promise.keep(encode(whole, self.promise.sent(answer))), seconds
-
-    def _train_own(
-        self,
-        own: Split,
-        loss_of: LossOfBatch,
-        optimizing: Optimization,
-        generator: torch.Generator,
-        options: Epochs,
-    ) -> None:
-        """Train on own samples as the client has promised."""
-        epochs = options.get("epochs") or self.training.local_epochs
-        size = options.get("batch_size") or self.training.batch_size
-        models = self.models.values()
-        with self.promise.training(optimizing, models, len(own.y), size, epochs) as chosen:
-            self.train_epochs(own.x, own.y, loss_of, chosen, generator, **options)
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import ClientSamples
-from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, check
 from fedhet.data import RunData, Split
 from fedhet.data.sources import paths_of
@@ -42,7 +42,7 @@ def check_own_models(config: Config, data: RunData) -> None:
             LOG.debug("set-up of %s: %s", name, error)
 
 
-def _client(config: Config, data: RunData, model: str) -> HetClient:
+def _client(config: Config, data: RunData, model: str) -> Any:
     """Return the first client, with that model and without samples."""
     place = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
     node = read_node({**place, "model": model}, config.run, data=data)
@@ -50,5 +50,4 @@ def _client(config: Config, data: RunData, model: str) -> HetClient:
     nothing = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
     info = ClientInfo(node.name, model, 0, classes, shape)
     samples = ClientSamples(info, nothing, nothing, {}, torch.arange(classes), 0)
-    client: HetClient = config.method.client(config, node, samples=samples)
-    return client
+    return config.method.client(config, node, samples=samples)
