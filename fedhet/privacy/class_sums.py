@@ -23,8 +23,8 @@ def clipped(vectors: Tensor, norm: float) -> Tensor:
     One that is not finite becomes zeros.
     """
     finite = torch.where(vectors.isfinite().all(1, keepdim=True), vectors, 0)
-    factors: Tensor = norm / torch.linalg.vector_norm(finite, dim=1, keepdim=True).clamp_min(norm)
-    return finite * factors
+    lengths: Tensor = torch.linalg.vector_norm(finite, dim=1, keepdim=True)
+    return finite * (norm / lengths).clamp_max(1.0)
 
 
 def noised_means(
