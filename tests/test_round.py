@@ -253,6 +253,28 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
     assert state.record.bytes_down == sum(sum(map(len, p.tensors)) for p in sent.values())
 
 
+def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
+    exchange = Exchange("run-1", small("felo").method, LIMIT, state, remember=True)
+    same, other = means(), means(counts=np.array([2, 2]))
+    exchange.encode_all(1, {"a": same, "b": same})
+    exchange.encode_all(1, {"a": other}, training=False)
+    exchange.encode(2, "a", other)
+    assert exchange.sent_to("a", 1) is exchange.sent_to("b", 1) is same
+    assert exchange.sent_to("a", 2) is other
+    exchange.forget_sent("a", 1)
+    exchange.forget_sent("a", 1)
+    exchange.forget_sent("c", 1)
+    assert exchange.sent_to("a", 1) is exchange.sent_to("b", 2) is exchange.sent_to("c", 1) is None
+    assert exchange.sent_to("b", 1) is same
+
+
+def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
+    exchange.encode_all(1, {"a": means()})
+    exchange.encode(2, "a", means())
+    exchange.forget_sent("a", 1)
+    assert exchange.sent_to("a", 1) is exchange.sent_to("a", 2) is None
+
+
 def test_a_reply_is_read_and_counted(exchange, state):
     result = answer(means(), {"accuracy.common.private": 0.5})
     reply = decoded(exchange, result)

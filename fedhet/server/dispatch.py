@@ -64,7 +64,7 @@ class Dispatch:
         ]
 
     def _payload(self, round: int, client: ClientInfo, instruct: Instruct) -> Parameters:
-        return self._exchange.encode(round, instruct(round, client))
+        return self._exchange.encode(round, client.name, instruct(round, client))
 
     def _proxy(self, member: Member) -> NamedProxy:
         return NamedProxy(member, self._on_answer, self._spool)

@@ -16,6 +16,7 @@ from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply, from_outside
 from fedhet.server.reply_spool import SpooledReply
 from fedhet.server.round import RoundState
+from fedhet.server.sent import SentInstructions
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
     Envelope,
@@ -38,18 +39,36 @@ class Exchange:
         max_bytes: int,
         state: RoundState,
         metrics: Sequence[str] = (ACCURACY,),
+        *,
+        remember: bool = False,
     ) -> None:
         """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
 
-        `metrics` are those that clients measure.
+        `metrics` are those that clients measure. `remember` keeps what clients are sent to train
+        on, for `sent_to`.
         """
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._max_bytes, self._metrics = max_bytes, metrics
         self._state = state
+        self._sent = SentInstructions() if remember else None
 
-    def encode(self, round: int, knowledge: Knowledge) -> Parameters:
+    def sent_to(self, client: str, round: int) -> Knowledge | None:
+        """Return what a client was sent to train on in a round, as it decodes it.
+
+        None: it was sent nothing, it is forgotten, or nothing is remembered.
+        """
+        return self._sent.get(client, round) if self._sent else None
+
+    def forget_sent(self, client: str, round: int) -> None:
+        """Forget what a client was sent to train on in a round."""
+        if self._sent:
+            self._sent.forget(client, round)
+
+    def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Return one client's instruction as a payload, and count its bytes."""
         payload = self._encoded(round, knowledge)
+        if self._sent:
+            self._sent.keep(client, round, knowledge)
         self._state.sent(payload_bytes(payload))
         return payload
 
@@ -63,6 +82,9 @@ class Exchange:
         different = {id(knowledge): knowledge for knowledge in instructions.values()}
         encoded = {key: self._encoded(round, each) for key, each in different.items()}
         payloads = {name: encoded[id(each)] for name, each in instructions.items()}
+        if self._sent and training:
+            for name, each in instructions.items():
+                self._sent.keep(name, round, each)
         self._state.sent(sum(map(payload_bytes, payloads.values())), training=training)
         return payloads
 
