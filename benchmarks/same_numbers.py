@@ -79,7 +79,7 @@ RUNS = {
     "paf": f"fedgems {TWO} --set fedgems.server-model=mlp2 --set attack.kind=paf",
     "lie": f"fedmd {TWO} --set fedmd.public-epochs=1 --set attack.kind=lie",
     "ofom": f"fedavg {ONE} --set attack.kind=ofom",
-    "faults": f"felo {TWO} --rounds 4 --set engine.drop-outs=0.3 --set fraction=0.7",
+    "faults": f"felo {TWO} --rounds 4 --set pace.drop-outs=0.3 --set fraction=0.7",
     # Ways of training and of judging.
     "semi": f"fedavg {ONE} --set training.semi=fixmatch --set training.semi-threshold=0.3",
     "assigned": f"felo {TWO} --set training.lr=0.01,0.001 --set training.batch-size=16,32",

@@ -40,22 +40,22 @@ class OnDemand(Mapping[str, Array]):
 
     def __init__(self, sources: Mapping[str, Array | Callable[[], Array]]) -> None:
         """`sources`: the arrays, or for those that are read when they are used, what reads them."""
-        self._sources = sources
+        self.sources = sources
 
     def __getitem__(self, name: str) -> Array:
-        source = self._sources[name]
+        source = self.sources[name]
         return source() if callable(source) else source
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.sources)
 
     def group(self, name: str) -> OnDemand:
         """Return the arrays `name/<key>` by key; none is read."""
-        return OnDemand(group(self._sources, name))
+        return OnDemand(group(self.sources, name))
 
     def replacing(self, values: Arrays) -> OnDemand:
         """Return these arrays, with `values` replacing those of the same names."""
-        return OnDemand({**self._sources, **values})
+        return OnDemand({**self.sources, **values})

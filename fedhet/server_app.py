@@ -38,13 +38,18 @@ class _StoppedEarly(Exception):  # noqa: N818
 
 
 class FederationServer(Server):
-    """Flower's server, extended to resume after the last complete round and to close the log."""
+    """Flower's server, with rounds that need not wait for all, and that resumes where it ended.
+
+    A round has Flower's order: `configure_fit`, the clients' answers, `aggregate_fit`, and the same
+    of the evaluation.
+    """
 
     def __init__(
         self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
     ) -> None:
         strategy = config.method.strategy(config, log, data)
         super().__init__(client_manager=manager, strategy=strategy)
+        self._method = strategy
         self.set_max_workers(min(config.run.clients, ASKED_A_WORKER * log.workers))
         self._log = log
 
@@ -54,8 +59,12 @@ class FederationServer(Server):
         Raises FedhetError if no client has answered in the last rounds: the run then has no result.
         """
         result: tuple[History, float] = (History(), 0.0)
-        with contextlib.suppress(_StoppedEarly):
-            result = super().fit(num_rounds - self._log.done, timeout)
+        self._method.collector.open(self.max_workers or 1)
+        try:
+            with contextlib.suppress(_StoppedEarly):
+                result = super().fit(num_rounds - self._log.done, timeout)
+        finally:
+            self._method.collector.close()
         self._log.finish()
         if fault := self._log.unanswered():
             raise FedhetError(fault)
@@ -63,14 +72,26 @@ class FederationServer(Server):
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
         """Train round `server_round` of the remaining rounds."""
-        number = self._log.done + server_round
+        number, method = self._log.done + server_round, self._method
         if number > self._log.last_round:
             raise _StoppedEarly
-        return super().fit_round(number, timeout)
+        asked = method.configure_fit(number, self.parameters, self.client_manager())
+        if not asked and not method.collector.busy:
+            return None
+        found = method.collector.fit(number, asked, method.state.needed, timeout)
+        method.close_round(found)
+        parameters, metrics = method.aggregate_fit(number, found.results, found.failures)
+        return parameters, metrics, (found.results, found.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
         """Evaluate round `server_round` of the remaining rounds."""
-        return super().evaluate_round(self._log.done + server_round, timeout)
+        number, method = self._log.done + server_round, self._method
+        asked = method.configure_evaluate(number, self.parameters, self.client_manager())
+        if not asked:
+            return None
+        found = method.collector.evaluate(number, asked, timeout)
+        loss, metrics = method.aggregate_evaluate(number, found.results, found.failures)
+        return loss, metrics, (found.results, found.failures)
 
 
 def components(

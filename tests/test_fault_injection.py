@@ -38,7 +38,7 @@ def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
         fails = {n for n in record["asked"] if drops_out(config.run, n, record["round"])}
         assert set(record["failed"]) == fails
         assert set(record["answered"]) == set(record["asked"]) - fails
-        assert all("'engine.drop-outs'" in reason for reason in record["failed"].values())
+        assert all("'pace.drop-outs'" in reason for reason in record["failed"].values())
         lost += len(fails)
     assert lost > 0
 
@@ -67,7 +67,7 @@ def test_in_a_deployment_sites_fail_by_themselves(setting):
 
 
 def test_a_site_does_not_follow_them():
-    asked = {**SHIPPED, "engine.drop-outs": 0.9, "engine.stragglers": 1.0, "engine.slowdown": 1e3}
+    asked = {**SHIPPED, "pace.drop-outs": 0.9, "pace.stragglers": 1.0, "pace.slowdown": 1e3}
     taken = permitted(PARTITION, asked)
     assert not {name for name in taken if name.startswith("engine.")}
 

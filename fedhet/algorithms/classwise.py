@@ -93,16 +93,20 @@ def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
     return total
 
 
-def average(means: Sequence[ClassMeans], *, by_samples: bool) -> ClassMeans:
+def average(
+    means: Sequence[ClassMeans], *, by_samples: bool, factors: Sequence[float] | None = None
+) -> ClassMeans:
     """Return, per class, the mean over the clients that have it (Section 3.1.2).
 
-    A client's weight is 1, or its samples of the class. The returned counts are of samples. The
-    order of `means` may affect the last bit of the result: pass them sorted.
+    A client's weight is 1, or its samples of the class, times its factor. The returned counts are
+    of samples. The order of `means` may affect the last bit of the result: pass them sorted.
     """
     if not means:
         none = np.zeros(0, np.int64)
         return ClassMeans(none, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32), none)
     weights = [m.counts if by_samples else np.ones(len(m.counts)) for m in means]
+    if factors is not None:
+        weights = [each * factor for each, factor in zip(weights, factors, strict=True)]
     pairs = list(zip(means, weights, strict=True))
     classes, features = class_average([(m.classes, m.features, w) for m, w in pairs])
     _, logits = class_average([(m.classes, m.logits, w) for m, w in pairs])

@@ -21,7 +21,7 @@ from fedhet.settings.schema import Scalar, build
 ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 POOL, DATA_DIR = "models.pool", "data.data-dir"
-SIMULATED = ("engine.drop-outs", "engine.stragglers", "engine.slowdown")
+SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
 """Settings for simulations only, which a site ignores."""
 
 

@@ -51,11 +51,13 @@ class Recipe:
         self._shape, self._change = info.shape, augmentation(run.training.augment, info.shape)
         self._optimizing: Optimization | None = None
         """The optimiser whose state is to be kept."""
+        self.work = 0
+        """The samples that the round's training has used, each time that it used one."""
         self.begin(1)
 
     def begin(self, round: int) -> None:
         """Begin a round: its learning rate, and its random draws."""
-        self._round, self._optimizing = round, None
+        self._round, self._optimizing, self.work = round, None, 0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
         """The generator of the round's augmentations."""
 
@@ -107,6 +109,7 @@ class Recipe:
         """
         options["epochs"] = options.get("epochs") or settings.local_epochs
         options["batch_size"] = options.get("batch_size") or settings.batch_size
+        self.work += options["epochs"] * len(y) * options.get("steps", 1)
         change = self.augmentation(augment)
         train = partial(train_epochs, generator=generator, compute=self._compute, augment=change)
         return train(x, y, loss_of, optimizing, **options)

@@ -38,7 +38,7 @@ from fedhet.errors import FedhetError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.runs.measures import timed, write_measures
+from fedhet.runs.measures import WORK, timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import (
@@ -270,6 +270,8 @@ class HetClient(NumPyClient):
                     scores, eval_seconds = timed(self.evaluation, instruction)
                 measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
                 said = write_measures(self.promise.measured(measured))
+                if self.run.pace.is_simulated:
+                    said[WORK] = float(max(self.recipe.work, len(self.y)))
         except FedhetError as error:
             return [], 0, self.promise.fault(error)
         return arrays, self.info.samples, dict(said)

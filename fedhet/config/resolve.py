@@ -19,6 +19,7 @@ from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.kinds import KINDS, augmentation
 from fedhet.methods.registry import Method, all_methods
+from fedhet.settings.pace import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
 from fedhet.wire.contract import floating, poisonable
@@ -132,6 +133,11 @@ def _check_names(config: Config) -> None:
     if run.data.public_dataset not in ("", *data.MADE_HERE):
         data.find_source(run.data.public_dataset, "data.public-dataset")
     _check_attack_and_defence(run, method)
+    if run.pace.is_asynchronous and method.spec.late != "averaged":
+        methods, _ = all_methods()
+        able = ", ".join(name for name, each in methods.items() if each.spec.late == "averaged")
+        rule = f"synchronous with {run.method}; {able} may be asynchronous"
+        raise refused("pace.mode", run.pace.mode, rule)
     if run.privacy.is_on:
         check_private(run, method, own)
     if run.training.semi != "none":
@@ -220,14 +226,10 @@ def check_deployable(config: Config) -> None:
             "would have to leave the sites; `fedhet run` simulates it"
         )
         raise refused("method", config.method.name, rule)
-    _check_no_injected_faults(config)
-
-
-def _check_no_injected_faults(config: Config) -> None:
-    for name in ("drop_outs", "stragglers"):
-        if value := getattr(config.run.engine, name):
-            rule = "0 in a deployment, whose sites fail by themselves"
-            raise refused(f"engine.{kebab(name)}", value, rule)
+    for name, value in SIMULATED_ONLY.items():
+        if (found := getattr(config.run.pace, name)) != value:
+            rule = f"{value} in a deployment, whose sites are slow and fail by themselves"
+            raise refused(f"pace.{kebab(name)}", found, rule)
 
 
 def absolute(config: Config) -> Config:

@@ -45,6 +45,7 @@ SPEC = MethodSpec(
     title="one model, averaged by samples",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
     headline="common",
+    late="averaged",
     settings=FedAvgSettings,
     sizes=part_sizes,
     kinds=("private", "global"),

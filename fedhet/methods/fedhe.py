@@ -44,6 +44,7 @@ SPEC = MethodSpec(
     title="class-wise logits alone, averaged over the clients",
     paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
     headline="common",
+    late="averaged",
     settings=FedHeSettings,
     defences=ROBUST,
     instructions=INSTRUCTIONS,

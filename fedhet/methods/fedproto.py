@@ -47,6 +47,7 @@ SPEC = MethodSpec(
     title="class prototypes: mean features, to which all clients' features are drawn",
     paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients",
     headline="personal",
+    late="averaged",
     settings=FedProtoSettings,
     sizes=prototype_sizes,
     kinds=("private", "prototype"),

@@ -136,6 +136,7 @@ SPEC = MethodSpec(
     title="identical small proxies, and conformal sets between proxy and private model",
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
     headline="personal",
+    late="averaged",
     settings=FedTypeSettings,
     sizes=proxy_sizes,
     kinds=("private", "proxy", "global"),

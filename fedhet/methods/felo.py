@@ -71,6 +71,7 @@ SPEC = MethodSpec(
     title="class-wise features and logits, and weights within an architecture",
     paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
     headline="common",
+    late="averaged",
     settings=FeloSettings,
     sizes=felo_sizes,
     kinds=("private", "global"),

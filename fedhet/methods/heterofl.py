@@ -69,6 +69,7 @@ SPEC = MethodSpec(
     title="sub-models of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
+    late="averaged",
     settings=HeteroFlSettings,
     sizes=part_sizes,
     kinds=("private", "global", "server"),

@@ -8,6 +8,7 @@ SPEC = MethodSpec(
     title="each client trains alone; the baseline of every table",
     paper="no paper",
     headline="common",
+    late="averaged",
     any_model=True,
     privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
 )

@@ -70,6 +70,7 @@ class Protection:
     """The method's own settings, by field, and the values that it allows with privacy."""
 
 
+Late = Literal["averaged", "kept", "refused"]
 UNDECLARED = Protection(refused="it does not declare that all it sends could be noised")
 DP_SGD = Protection("DP-SGD; the weights that are sent are its result")
 BOTH_MODELS = Protection("DP-SGD of both models, whose joint gradient is scaled down")
@@ -117,6 +118,10 @@ class MethodSpec:
 
     If so, an instruction is made just before it is sent, and replies are stored on disk.
     """
+    late: Late = "refused"
+    """What a reply is worth when its round has closed. averaged: it enters averages with a smaller
+    weight, and weights as the change that the client made. kept: it is the client's own, and
+    replaces its last one. refused: its rows belong to the round."""
     learns_last: bool = False
     """Whether clients train once more, on what the last round has formed, before they evaluate."""
     defences: tuple[Average, ...] = ()

@@ -98,6 +98,7 @@ SPEC = MethodSpec(
     title="personalised semi-supervised learning with helpers chosen by their uncertainty",
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
     headline="personal",
+    late="kept",
     settings=UmPfsslSettings,
     sizes=model_sizes,
     needs_unlabelled=True,

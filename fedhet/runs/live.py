@@ -25,6 +25,7 @@ COLOURS = {
     State.FAILED: "bold red",
     State.TRAINING: "yellow",
     State.WAITING: "dim",
+    State.LATE: "yellow",
     State.DONE: "green",
     State.NOT_ASKED: "dim",
     State.RESTING: "dim",

@@ -63,7 +63,7 @@ class Watcher:
         """The run has started; `models` maps client names to models."""
 
     def set_aside(self, clients: Mapping[str, str]) -> None:
-        """Clients that the next round leaves out, each "resting", "excluded" or "away"."""
+        """Clients that the next round leaves out: each "late", "resting", "excluded" or "away"."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """A round has started; `asked` are its clients."""

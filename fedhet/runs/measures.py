@@ -94,7 +94,9 @@ SPENT = "spent"
 FIGURES = ("pseudo_labels", "pseudo_error")
 """With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
 wrong, where the truth is known."""
-MEASURES = ("loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", *FIGURES)
+WORK = "work"
+"""With a simulated clock: the training samples that a client has used, each time it was used."""
+MEASURES = ("loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *FIGURES)
 """The names of `write_measures` besides the scores."""
 
 
@@ -106,6 +108,8 @@ def read_measures(
     `wanted`: the names under which the run's metrics are reported. Raises KnowledgeError naming the
     sender and the metric, for any other metric too.
     """
+    if WORK in metrics:
+        _number(sender, metrics, WORK)
     places = {".".join(place): place for place in product(wanted, PROTOCOLS, kinds)}
     known = (*places, *MEASURES)
     for name in metrics:

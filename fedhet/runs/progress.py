@@ -17,7 +17,7 @@ from statistics import fmean
 from fedhet.config.resolve import Config
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score, Summary
-from fedhet.runs.units import human_bytes, natural, plural, position, time_left
+from fedhet.runs.units import human_bytes, human_seconds, natural, plural, position, time_left
 
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
@@ -33,12 +33,14 @@ class State(IntEnum):
     FAILED = 0
     TRAINING = 1
     WAITING = 2
-    DONE = 3
-    NOT_ASKED = 4
-    RESTING = 5
+    LATE = 3
+    """It is still at work, although its round has closed."""
+    DONE = 4
+    NOT_ASKED = 5
+    RESTING = 6
     """It is asked only now and then, since it was silent."""
-    EXCLUDED = 6
-    AWAY = 7
+    EXCLUDED = 7
+    AWAY = 8
     """It has joined before, and is not connected."""
 
     @property
@@ -149,7 +151,7 @@ class Progress(Watcher):
             name: replace(
                 client,
                 state=State.WAITING if name in chosen else self._aside.get(name, State.NOT_ASKED),
-                began=NAN,
+                began=client.began if self._aside.get(name) is State.LATE else NAN,
             )
             for name, client in all_clients.items()
         }
@@ -177,6 +179,11 @@ class Progress(Watcher):
         for name, reason in record.failed.items():
             line = f"round {record.round}: {reason}"
             self._change(name, state=State.FAILED, began=NAN, line=line)
+        for name in record.late:
+            self._change(name, state=State.LATE, line=f"round {record.round}: still at work")
+        for name, age in record.ages.items():
+            line = f"round {record.round}: answered round {record.round - age}"
+            self._change(name, state=State.DONE, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
         _, kinds = shown_scores(record, self.protocol)
@@ -308,13 +315,16 @@ def duration(summary: Summary) -> str:
 
 def round_line(record: RoundRecord, protocol: str) -> str:
     """Return a round's headline numbers in one line."""
-    answered = f"{len(record.answered)}/{len(record.asked)} clients"
+    in_time = len(record.answered) - len(record.ages)
+    answered = f"{in_time}/{len(record.asked)} clients"
+    answered += f" + {len(record.ages)} late" if record.ages else ""
     bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
     loss = f"train loss {record.loss.mean:.4f}  " if record.loss else ""
+    clock = "" if math.isnan(record.clock) else f"{human_seconds(record.clock)} simulated  "
     spent = f"ε {max(record.epsilon.values()):.3g}  " if record.epsilon else ""
     return (
         f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{spent}{answered}  "
-        f"{bytes_moved}  {record.seconds.total:.1f} s"
+        f"{bytes_moved}  {clock}{record.seconds.total:.1f} s"
     )
 
 

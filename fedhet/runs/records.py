@@ -142,6 +142,12 @@ class RoundRecord:
     answered: list[Text] = field(default_factory=list)
     failed: dict[Text, Text] = field(default_factory=dict)
     """Client -> reason."""
+    late: list[Text] = field(default_factory=list)
+    """The clients that were still at work when the round closed."""
+    ages: dict[Text, Round] = field(default_factory=dict)
+    """Of the clients that answered an earlier round than this: how many rounds ago it was."""
+    clock: Number = NAN
+    """Simulated seconds since the run began, of a run with a clock of its own."""
     absent: list[Text] = field(default_factory=list)
     """The clients that had joined and were not connected when the round began."""
     accuracy: Scores = field(default_factory=dict)
@@ -196,6 +202,8 @@ class PastRound(BaseModel):
     bytes_up: Whole = 0
     bytes_down: Whole = 0
     seconds: Number = NAN
+    clock: Number = NAN
+    """Simulated seconds since the run began; NaN, in the file null: it has no clock of its own."""
 
     @classmethod
     def of(cls, record: RoundRecord) -> PastRound:
@@ -207,6 +215,7 @@ class PastRound(BaseModel):
         return cls(
             round=record.round, accuracy=means, bytes_up=record.bytes_up,
             bytes_down=record.bytes_down, seconds=round(record.seconds.total, 3),
+            clock=record.clock,
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class ClientStatus(BaseModel):
     name: Text
     model: Text = ""
     state: Text = ""
-    """done, failed, training, waiting, not asked, resting, excluded, away."""
+    """done, failed, training, waiting, late, not asked, resting, excluded, away."""
     accuracy: Number = NAN
     loss: Number = NAN
     seconds: Number = NAN

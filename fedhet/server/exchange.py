@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
 from flwr.server.client_proxy import ClientProxy
@@ -14,7 +14,7 @@ from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply, from_outside
-from fedhet.server.reply_spool import SpooledReply
+from fedhet.server.reply_spool import SpooledReply, bytes_of
 from fedhet.server.round import RoundState
 from fedhet.server.sent import SentInstructions
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -41,12 +41,14 @@ class Exchange:
         metrics: Sequence[str] = (ACCURACY,),
         *,
         remember: bool = False,
+        max_age: int = 0,
     ) -> None:
         """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
 
         `metrics` are those that clients measure. `remember` keeps what clients are sent to train
-        on, for `sent_to`.
+        on, for `sent_to`. `max_age` is 'pace.max-age'.
         """
+        self._late, self._max_age = method.spec.late, max_age
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._max_bytes, self._metrics = max_bytes, metrics
         self._state = state
@@ -63,6 +65,11 @@ class Exchange:
         """Forget what a client was sent to train on in a round."""
         if self._sent:
             self._sent.forget(client, round)
+
+    def restore_sent(self, client: str, round: int, knowledge: Knowledge) -> None:
+        """Remember again what a client was sent, which was kept elsewhere."""
+        if self._sent:
+            self._sent.keep(client, round, knowledge)
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Return one client's instruction as a payload, and count its bytes."""
@@ -98,13 +105,18 @@ class Exchange:
         failures: Failures,
         members: Mapping[str, Member],
     ) -> Iterator[Reply]:
-        """Yield the replies of the clients asked in this round, by name, as they are decoded.
+        """Yield the replies of this round's clients, by name, as they are decoded.
 
-        A client without a reply, or with one that cannot be decoded, is dropped from the round.
+        A client without a reply, or with one that cannot be decoded, is dropped from the round. A
+        late one whose method has no use for it, or that has left, is refused without a mark.
         """
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
-        for name in self._state.record.asked:
+        for name in self._state.expected:
+            if why_not := self._too_late(name, members) if name in answers else "":
+                self._state.too_late(name, why_not)
+                self._state.received(bytes_of(answers[name].parameters))
+                continue
             if name not in answers:
                 self._state.absent(name, why.get(name, "did not answer in time"))
                 continue
@@ -116,17 +128,33 @@ class Exchange:
         payload, name, known = result.parameters, client.name, None
         with from_outside(name):
             spooled = payload if isinstance(payload, SpooledReply) else None
-            self._state.received(spooled.size if spooled else payload_bytes(payload))
+            self._state.received(bytes_of(payload))
             if result.status.code != Code.OK or "error" in result.metrics:
                 raise _error_of(name, result.metrics, result.status.message)
             if spooled:
                 (envelope, knowledge), known = spooled.message(), spooled.magnitudes
             else:
                 envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
-            number = self._state.record.round
+            age = self._state.age_of(name)
+            number = self._state.record.round - age
             expect(envelope, run=self._run, method=self._method, round=number, sender=name)
             measured = self._measures(name, result.metrics, client.classes)
-        return Reply(client, knowledge, measured, known)
+        sent = self.sent_to(name, number)
+        self.forget_sent(name, number)
+        return Reply(client, knowledge, measured, known, age, sent)
+
+    def _too_late(self, name: str, members: Collection[str]) -> str:
+        """Return why a late reply is not used, or ""; one that is not late is."""
+        age = self._state.age_of(name)
+        if not age:
+            return ""
+        if name not in members:
+            return "it has left"
+        if self._late == "refused":
+            return f"what {self._method} sends belongs to its round"
+        if 0 < self._max_age < age:
+            return f"it is {age} rounds old ('pace.max-age')"
+        return ""
 
     def decode_evaluation(self, client: ClientInfo, result: EvaluateRes) -> Measured:
         """Return a client's measurements from an evaluation. Raises KnowledgeError."""

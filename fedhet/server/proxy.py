@@ -11,6 +11,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.errors import one_line, words_of
 from fedhet.server.members import Member
 from fedhet.server.reply_spool import ReplySpool
+from fedhet.wire.knowledge import payload_bytes
 
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnAnswer = Callable[[str, str], None]
@@ -32,6 +33,10 @@ class NamedProxy(ClientProxy):
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.spool = spool
+        self.in_time: Callable[[], bool] = lambda: True
+        """Whether a reply that has come belongs to the round: a late one is not spooled."""
+        self.sent = 0
+        """Bytes of the message that it was sent last."""
         self._proxy = member.proxy
         self._on_answer = on_answer
 
@@ -41,8 +46,9 @@ class NamedProxy(ClientProxy):
             with self.turn:
                 if self.instruction is not None:
                     ins = FitIns(self.instruction(), ins.config)
+                self.sent = payload_bytes(ins.parameters)
                 result = self._proxy.fit(ins, timeout, group_id)
-                if self.spool is not None:
+                if self.in_time() and self.spool is not None:
                     result.parameters = self.spool.put(self.name, result.parameters)
         except Exception as error:
             self._on_answer(self.name, words_of(error))
@@ -70,6 +76,14 @@ class NamedProxy(ClientProxy):
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
         return self._proxy.reconnect(ins, timeout, group_id)
+
+
+class FormerProxy(NamedProxy):
+    """A client that was asked before the server was started again: only its name is known."""
+
+    def __init__(self, name: str) -> None:
+        ClientProxy.__init__(self, name)
+        self.name = name
 
 
 class ClientFailureError(Exception):

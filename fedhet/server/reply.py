@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fedhet.errors import FedhetError, KnowledgeError, words_of
+from fedhet.pace.staleness import staleness_weight
 from fedhet.runs.measures import Measured
 from fedhet.server.magnitudes import Magnitudes, magnitudes_of
 from fedhet.wire.identity import ClientInfo
@@ -22,11 +23,25 @@ class Reply:
     measured: Measured
     known: Magnitudes | None = field(default=None, repr=False)
     """The magnitudes of `knowledge`, if they were measured when the reply arrived."""
+    age: int = 0
+    """The rounds since the client was asked; 0: it was asked in this round."""
+    sent: Knowledge | None = field(default=None, repr=False)
+    """What the client was sent to train on, if replies may be late."""
 
     @property
     def samples(self) -> int:
         """The client's number of training samples, as reported when it joined."""
         return self.client.samples
+
+    @property
+    def freshness(self) -> float:
+        """The factor by which the reply counts for its age: 1 if it is not late."""
+        return staleness_weight(self.age)
+
+    @property
+    def weight(self) -> float:
+        """The reply's weight in an average by samples; one that is late counts less."""
+        return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:
         """Return the root mean square of each floating-point field."""

@@ -87,6 +87,11 @@ class SpooledReply(Parameters):
         else:
             _write(path, payload)
 
+    def payload(self) -> Parameters:
+        """Return the payload, read from the disk."""
+        content = self._mapped()
+        return Parameters([bytes(content[a:b]) for a, b in self._places], self.tensor_type)
+
     def message(self) -> tuple[Envelope, Knowledge]:
         """Return the decoded reply. Raises KnowledgeError."""
         if self._fault is not None:
@@ -118,6 +123,11 @@ class SpooledReply(Parameters):
                 f"cannot read the reply of {self._path.name}: {error}; what a method keeps of a "
                 "reply's weights after the round it must copy"
             ) from error
+
+
+def bytes_of(payload: Parameters) -> int:
+    """Return the bytes of a payload, wherever it lies."""
+    return payload.size if isinstance(payload, SpooledReply) else payload_bytes(payload)
 
 
 def _write(path: Path, payload: Parameters) -> None:

@@ -53,6 +53,10 @@ class RoundState:
         """`workers`: number of clients that train at once; `notice` shows a message to the user."""
         self.record = RoundRecord(0)
         self.selection = Selection(())
+        self.needed = 0
+        """The answers that the round needs before 'pace.enough' is applied."""
+        self.arrived: dict[str, int] = {}
+        """The late clients whose answers this round has got, and the rounds that these are of."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
         self.usual: dict[str, float] = {}
@@ -78,12 +82,49 @@ class RoundState:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self._magnitudes = {}, {}
+            self._outcomes, self._magnitudes, self.arrived = {}, {}, {}
             self.clock.start()
 
-    def ask(self, selection: Selection) -> None:
-        """Record the selected clients."""
+    def ask(self, selection: Selection, needed: int, at_work: Collection[str] = ()) -> None:
+        """Record the selected clients, of which the round needs some, and those still at work."""
         self.selection, self.record.asked = selection, selection.names
+        self.needed, self.record.late = needed, sorted(at_work)
+
+    def closed(
+        self, late: Collection[str], arrived: Mapping[str, int], withdrawn: Collection[str] = ()
+    ) -> None:
+        """Record which clients are late, which late ones have answered, and who was not needed."""
+        self.record.asked = [name for name in self.record.asked if name not in withdrawn]
+        self.record.late, self.arrived = sorted(late), dict(arrived)
+
+    def news_of_the_late(self) -> Iterator[str]:
+        """Yield what to tell of the clients that are late since this round, and of late answers."""
+        number, asked = self.record.round, {*self.record.asked}
+        if new := [name for name in self.record.late if name in asked]:
+            yield f"round {number} has closed without {', '.join(new)}: late, and still at work"
+        for name, of in sorted(self.arrived.items()):
+            yield f"client {name}'s answer to round {of} has come, in round {number}"
+
+    @property
+    def expected(self) -> list[str]:
+        """The clients whose answers the round has, or would have: those that are not late."""
+        late = {*self.record.late}
+        return sorted({name for name in self.record.asked if name not in late} | {*self.arrived})
+
+    def age_of(self, name: str) -> int:
+        """Return the rounds since a client of this round was asked; 0: it was asked in this one."""
+        return self.record.round - self.arrived.get(name, self.record.round)
+
+    def too_late(self, name: str, reason: str) -> None:
+        """Record that a late answer is not used, which is nobody's fault."""
+        self._notice(
+            f"client {name}'s answer to round {self.arrived[name]} came in round "
+            f"{self.record.round}, and is not used: {reason}"
+        )
+
+    def changed(self) -> set[str]:
+        """Return the clients whose models have changed, as far as the server knows."""
+        return {*self.selection.training, *self.arrived} & {*self.expected}
 
     def sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""
@@ -102,7 +143,8 @@ class RoundState:
         number, asked = self.record.round, {*self.record.asked}
         found = {name: self.health.left_out(number, name) for name in names if name not in asked}
         away = dict.fromkeys(self.record.absent, "away")
-        return {name: why for name, why in (found | away).items() if why}
+        late = dict.fromkeys(self.record.late, "late")
+        return {name: why for name, why in (found | away | late).items() if why}
 
     def received(self, size: int) -> None:
         """Count the bytes of a message from a client."""
@@ -205,6 +247,7 @@ class RoundState:
         reply, and earlier instructions have worked.
         """
         self.record.answered = list(answered)
+        self.record.ages = {name: age for name in answered if (age := self.age_of(name))}
         unable = sum(outcome != "silent" for outcome in self._outcomes.values())
         if unable > len(answered):
             return self.formed > self.good
@@ -247,7 +290,7 @@ class RoundState:
 
     def enter_health(self, members: Collection[str]) -> list[str]:
         """Record the clients' outcomes of the round; return whom the method must forget."""
-        fared = {name: self._outcomes.get(name) for name in (*self.record.asked, *self._outcomes)}
+        fared = {name: self._outcomes.get(name) for name in (*self.expected, *self._outcomes)}
         return self.health.enter(self.record.round, fared, members)
 
     def close(self, *, evaluated: bool) -> RoundRecord:

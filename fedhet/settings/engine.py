@@ -100,17 +100,6 @@ class EngineSettings(ComputeSettings):
         description="consecutive rounds without a reply after which a client is asked less and "
         "less often; 0 = it is asked in every round",
     )
-    drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0,
-        description="in a simulation, the share of the asked clients that do not reply in a round, "
-        "drawn for each client and round",
-    )
-    stragglers: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="in a simulation, the share of the asked clients that are slow in a round"
-    )
-    slowdown: Annotated[float, Field(ge=1, le=1000)] = Field(
-        3.0, description="factor by which a straggler takes longer"
-    )
     divergences: CountOrNone = Field(
         3,
         description="consecutive rounds in which the training of the server's own model diverges "

@@ -16,6 +16,7 @@ from fedhet.metrics import ACCURACY, METRICS
 from fedhet.settings.data import DataSettings
 from fedhet.settings.defence import AttackSettings, DefenceSettings
 from fedhet.settings.engine import EngineSettings
+from fedhet.settings.pace import PaceSettings
 from fedhet.settings.privacy import PrivacySettings
 from fedhet.settings.schema import (
     A_FOLDER,
@@ -188,6 +189,7 @@ class RunSettings(Schema):
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
+    pace: PaceSettings = PaceSettings()
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
     defence: DefenceSettings = DefenceSettings()

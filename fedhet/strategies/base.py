@@ -7,7 +7,9 @@ evaluation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -24,18 +26,21 @@ from fedhet.errors import DataError, StateError
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures
-from fedhet.seeding import numpy_rng
 from fedhet.server.admission import admission_of
 from fedhet.server.client_health import ClientHealth
+from fedhet.server.collector import Collected, Collector
 from fedhet.server.dispatch import NOTHING, Dispatch
 from fedhet.server.evaluation import measured_on
 from fedhet.server.exchange import Exchange
+from fedhet.server.late_replies import LateReplies
 from fedhet.server.members import Member, Members
 from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.reply import Reply
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
+from fedhet.server.selecting import Selecting
+from fedhet.server.staleness import CarriedOver
 from fedhet.server.steps import checks, through
 from fedhet.storage import Checkpoint
 from fedhet.wire.contract import Sizes
@@ -68,14 +73,28 @@ class HetStrategy(Strategy):
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
+        self._exchange = Exchange(
+            log.run_name,
+            config.method,
+            limit,
+            self.state,
+            log.metrics,
+            remember=self.run.pace.may_be_late and spec.late == "averaged",
+            max_age=self.run.pace.max_age,
+        )
         self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies)
+        spool = self._spool if spec.large_messages or spec.replies.weights else None
         self._dispatch = Dispatch(
             self._exchange,
             log.client_answered,
-            self._spool if spec.large_messages or spec.replies.weights else None,
+            spool,
             (engine.in_flight or log.workers) if spec.large_messages else None,
         )
+        self._selecting = Selecting(self.run)
+        self._late = LateReplies(log.directory, log.run_name)
+        self.collector = Collector(self.run, self._exchange, self._late, spool)
+        self._seconds: dict[str, float] = {}
+        """How long the clients of this round took, by the run's clock."""
 
     # The hooks: what a method implements.
 
@@ -83,11 +102,11 @@ class HetStrategy(Strategy):
         """Initialise the server's state; `self.members` is already set."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the round's clients: by default a random share `fraction`, at least one."""
-        names = sorted(member.name for member in members)
-        count = max(1, int(self.run.fraction * len(names) + 0.5))
-        order = numpy_rng(self.run.seed, "sample", round).permutation(len(names))
-        return Selection(tuple(sorted(names[index] for index in order[:count])))
+        """Select the round's clients: by default a share `fraction`, at least one.
+
+        `members` leaves out those that are still at work. `[pace]` says how clients are chosen.
+        """
+        return Selection(tuple(self._selecting.choose(round, members)))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the instruction for `client`; an object shared by several clients is encoded once.
@@ -174,6 +193,8 @@ class HetStrategy(Strategy):
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self._spool.clear()
+        if not self.log.resumed:
+            self._late.restore({})
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.scores.outdate(self.members)
@@ -192,8 +213,11 @@ class HetStrategy(Strategy):
         self.log.joined(member.info for member in self.members.values())
         self.state.missing(self.log.models.keys() - self.members.keys())
         eligible = self.state.health.eligible(server_round, self.members)
-        selection = self.select(server_round, [self.members[name].info for name in eligible])
-        self.state.ask(selection)
+        busy = self.collector.busy
+        idle = [self.members[name].info for name in eligible if name not in busy]
+        self._selecting.start(len(eligible) - len(idle))
+        selection = self.select(server_round, idle) if idle else Selection(())
+        self.state.ask(selection, self._selecting.needed(selection), busy)
         self.log.round_started(server_round, selection.names, self.state.aside(self.members))
         at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
         evaluated = selection.training if at_once else ()
@@ -205,6 +229,14 @@ class HetStrategy(Strategy):
         self.state.clock.wait()
         return instructions
 
+    def close_round(self, found: Collected) -> None:
+        """Take over which clients a round has got when it closed, and tell who is late."""
+        self.state.closed(found.late, found.arrived, found.withdrawn)
+        self.state.record.clock, self._seconds = found.clock, found.seconds
+        if not self.run.pace.is_simulated:
+            for line in self.state.news_of_the_late():
+                self.log.notice(line)
+
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
@@ -212,9 +244,12 @@ class HetStrategy(Strategy):
         self.state.clock.replied()
         self._code_faults.enter(failures)
         with self._spool.read():
-            self.state.scores.outdate(self.state.selection.training)
+            self.state.scores.outdate(self.state.changed())
             replies = self._exchange.decode_all(results, failures, self.members)
             steps = checks(self.run, self.spec.replies, self.sizes, self.state, self.members)
+            if self.run.pace.may_be_late and self.spec.late == "averaged":
+                now = partial(self.instruct, server_round)
+                steps.insert(1, CarriedOver(self.run.pace, self.spec.replies, now))
             accepted = list(through([*steps, self._accepted], replies))
             if self.state.settle([reply.client.name for reply in accepted]):
                 self._go_back()
@@ -229,7 +264,10 @@ class HetStrategy(Strategy):
         for reply in replies:
             with self.state.dropping(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                self.state.measured(reply.client.name, reply.measured)
+                name, round = reply.client.name, self.state.record.round
+                self.state.measured(name, reply.measured)
+                seconds = self._seconds.get(name, reply.measured.train_seconds)
+                self._selecting.answered(reply.client, round, reply.measured, seconds)
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -271,6 +309,9 @@ class HetStrategy(Strategy):
         """Resume after the last complete round. Raises StateError."""
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
+            pace = json.loads(str(checkpoint.facts["pace"]))
+            self.collector.load_dict(pace["collector"])
+            self._selecting.load_dict(pace["selection"])
             _refuse_other_types(checkpoint.tensors, self.state_dict())
             self.load_state_dict(checkpoint.tensors)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -294,7 +335,7 @@ class HetStrategy(Strategy):
     def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
         """Return the instructions to evaluate, for clients that are due and have not failed."""
         found: dict[str, Knowledge] = {}
-        for name in self.state.present(self.members):
+        for name in self.state.present(self.members.keys() - self.collector.busy):
             knowledge = self.eval_instruction(round, self.members[name].info)
             if knowledge is not None or self.state.scores.is_outdated(name):
                 found[name] = knowledge or Knowledge()
@@ -307,10 +348,17 @@ class HetStrategy(Strategy):
             self.state.measured(SERVER, measured_on(common, models, self.run))
         for name in self.state.enter_health(self.members):
             self.forget(name)
+        self._selecting.finish()
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        facts = {"state": self.state.to_json()}
+        facts = {"state": self.state.to_json(), "pace": self._pace_as_json()}
         self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
+        self.collector.settled(self.state.arrived)
+
+    def _pace_as_json(self) -> str:
+        """Return what is known of clients at work, and of those to select, for the checkpoint."""
+        parts = {"collector": self.collector.to_dict(), "selection": self._selecting.to_dict()}
+        return json.dumps(parts)
 
 
 def _refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:

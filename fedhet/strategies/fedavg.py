@@ -77,4 +77,4 @@ class FedAvgStrategy(HetStrategy):
 
 def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
     """Return the average of a group of the replies' tensors, weighted by samples."""
-    return average_weights([(reply.knowledge.group(group), reply.samples) for reply in replies])
+    return average_weights([(reply.knowledge.group(group), reply.weight) for reply in replies])

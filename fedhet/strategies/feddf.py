@@ -76,7 +76,7 @@ class FedDfStrategy(HetStrategy):
         if not (np.abs(logits) <= MAX_MAGNITUDE).all():  # False for NaN
             fault = "its logits on the public data are too large, or not finite"
             raise KnowledgeError(client.name, "weights", fault)
-        self._averages[client.model].add(weights, reply.samples)
+        self._averages[client.model].add(weights, reply.weight)
         self._ensemble.add({"logits": logits}, 1)
         return reply.with_knowledge(Knowledge())
 

@@ -44,15 +44,19 @@ class FedHeStrategy(HetStrategy):
         """Store the clients' class means; return the number of classes that any client has."""
         for reply in replies:
             name = reply.client.name
-            self.latest[name] = self.kept(self.latest.get(name), dict(reply.knowledge.tensors))
+            tensors = dict(reply.knowledge.tensors) | {"weight": np.array(reply.freshness)}
+            self.latest[name] = self.kept(self.latest.get(name), tensors)
         self._instruct_all()
         return {"classes_covered": float(len(self._instruction.tensors["classes"]))}
 
     def kept(self, before: Mapping[str, Array] | None, reply: dict[str, Array]) -> dict[str, Array]:
-        """Return what is kept of a client: its reply, or the mean of all, with their number."""
+        """Return what is kept of a client: its reply, or the mean of all, with their number.
+
+        A late reply counts less in either: `weight` is its factor.
+        """
         if self.settings.replies == "latest":
             return reply
-        reply["replies"] = np.ones(len(reply["classes"]))
+        reply["replies"] = np.ones(len(reply["classes"])) * reply.pop("weight")
         if before is None:
             return reply
         parts = [(each["classes"], each["logits"], each["replies"]) for each in (before, reply)]
@@ -79,7 +83,7 @@ class FedHeStrategy(HetStrategy):
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:
         """Return a client's weight [P] in the mean of each class that it has."""
-        return np.ones(len(tensors["classes"]))
+        return np.ones(len(tensors["classes"])) * tensors.get("weight", 1.0)
 
     def _instruct_all(self) -> None:
         """Build the one instruction that all clients share; it is empty before any reply."""

@@ -45,4 +45,5 @@ class FedProtoStrategy(FedHeStrategy):
     def weights(self, tensors: Mapping[str, Array]) -> Array:
         """Return the client's samples of each class (Eq. 6), or 1."""
         by_samples = self.settings.weighting == "samples"
-        return tensors["counts"] if by_samples else super().weights(tensors)
+        alike = super().weights(tensors)
+        return tensors["counts"] * alike if by_samples else alike

@@ -76,5 +76,5 @@ class FedTypeStrategy(HetStrategy):
 
 
 def _average(replies: Sequence[Reply], group: str) -> dict[str, Array]:
-    models = [(weights, r.samples) for r in replies if (weights := r.knowledge.group(group))]
+    models = [(weights, r.weight) for r in replies if (weights := r.knowledge.group(group))]
     return average_weights(models) if models else {}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, average, capped
-from fedhet.arrays import Array, Arrays, grouped, groups
+from fedhet.arrays import Array, Arrays, group, grouped, groups
 from fedhet.methods.felo import SPEC, FeloSettings
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
@@ -27,6 +29,8 @@ class FeloStrategy(HetStrategy):
         """Start without knowledge: in the first round, clients train on their own data only."""
         self.means: dict[str, ClassMeans] = {}
         """The server dataset: each client's latest class means."""
+        self.freshness: dict[str, float] = {}
+        """The factor by which each client's class means count: less than 1 if they came late."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
@@ -55,6 +59,7 @@ class FeloStrategy(HetStrategy):
         """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""
         for reply in replies:
             self.means[reply.client.name] = read_means(reply.knowledge)
+            self.freshness[reply.client.name] = reply.freshness
         self.weights |= average_by_architecture(replies)
         self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
@@ -65,6 +70,7 @@ class FeloStrategy(HetStrategy):
         Clients of its architecture continue from their own weights until the next average.
         """
         self.means.pop(client, None)
+        self.freshness.pop(client, None)
         self.weights.pop(self.log.models.get(client, ""), None)
         self._instructions_by_model = {}
 
@@ -73,6 +79,7 @@ class FeloStrategy(HetStrategy):
         kept: dict[str, Array] = {}
         for client, means in self.means.items():
             kept |= grouped(f"means/{client}", dict(vars(means)))
+        kept |= grouped("freshness", {k: np.array(v) for k, v in self.freshness.items()})
         for model, weights in self.weights.items():
             kept |= grouped(f"weights/{model}", weights)
         return kept
@@ -80,12 +87,15 @@ class FeloStrategy(HetStrategy):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore what `state_dict` returned."""
         self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
+        self.freshness = {name: float(kept) for name, kept in group(state, "freshness").items()}
         self.weights = groups(state, "weights")
 
     def average(self) -> ClassMeans:
         """Return the averages over all clients that have replied so far."""
-        latest = [self.means[name] for name in sorted(self.means)]
-        return average(latest, by_samples=self.settings.weighting == "samples")
+        names = sorted(self.means)
+        latest, factors = [self.means[n] for n in names], [self.freshness[n] for n in names]
+        by_samples = self.settings.weighting == "samples"
+        return average(latest, by_samples=by_samples, factors=factors)
 
     def entries(self) -> dict[str, Array]:
         """Return the classes that have an average, with the features and logits of each.
@@ -114,5 +124,5 @@ def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Arr
     groups: dict[str, list[tuple[Arrays, float]]] = {}
     for reply in replies:
         if weights := reply.knowledge.group("weights"):
-            groups.setdefault(reply.client.model, []).append((weights, reply.samples))
+            groups.setdefault(reply.client.model, []).append((weights, reply.weight))
     return {model: average_weights(group) for model, group in groups.items()}

@@ -89,5 +89,5 @@ class HeteroFlStrategy(HetStrategy):
     def _submodel(self, reply: Reply) -> SubModel:
         own, sent = self.settings, reply.knowledge
         labels = sent.tensors["labels"] if own.masked else None
-        weight = reply.samples if own.weighting == "samples" else 1
+        weight = reply.weight if own.weighting == "samples" else reply.freshness
         return SubModel(sent.group("weights"), weight, labels)

@@ -82,11 +82,12 @@ class UmPfsslStrategy(HetStrategy):
         names = [member.name for member in members]
         self._number(names)
         sampled = super().select(round, members).training if self.step(round) > 0 else ()
-        self.plans = {name: self._plan(round, name, name in sampled) for name in names}
-        for name, plan in self.plans.items():
+        plans = {name: self._plan(round, name, name in sampled) for name in names}
+        self.plans |= plans  # a client that is still at work keeps the plan that it has
+        for name, plan in plans.items():
             if not plan.refresh:
                 self.refreshes[name] = max(self._due(round), 0)
-        asked = {name: plan for name, plan in self.plans.items() if not plan.idle}
+        asked = {name: plan for name, plan in plans.items() if not plan.idle}
         training = tuple(name for name, plan in asked.items() if plan.train or plan.warm_up)
         return Selection(training, tuple(sorted(asked.keys() - set(training))))
 
@@ -104,14 +105,14 @@ class UmPfsslStrategy(HetStrategy):
         return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Store an uploaded model in the pool, as the version of this round."""
+        """Store an uploaded model in the pool, as the version of the round that it is of."""
         weights = reply.knowledge.group("weights")
         if not weights:
             return reply
         number = self.numbers[reply.client.name]
-        self.pool.put((number, round), weights)
+        self.versions[number] = round - reply.age
+        self.pool.put((number, self.versions[number]), weights)
         self.pool.trim(number, KEPT_VERSIONS)
-        self.versions[number] = round
         lists = {k: v for k, v in reply.knowledge.tensors.items() if "/" not in k}
         return reply.with_knowledge(Knowledge(lists, reply.knowledge.scalars))
 
@@ -123,12 +124,16 @@ class UmPfsslStrategy(HetStrategy):
                 self.lists[name] = self._read_list(reply)
             except KnowledgeError as error:
                 self.log.notice(f"client {name}'s helper list is unchanged: {error}")
-            self.sent.setdefault(name, {}).update(self.plans[name].models)
+            self.sent.setdefault(name, {}).update(self._models_sent(name))
             self.refreshes[name] = self._due(round)
         scalars = [reply.knowledge.scalars for reply in replies]
-        sent = sum(len(self.plans[reply.client.name].models) for reply in replies)
+        sent = sum(len(self._models_sent(reply.client.name)) for reply in replies)
         found = {"replaced": sum(int(each["replaced"]) for each in scalars), "models_sent": sent}
         return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
+
+    def _models_sent(self, client: str) -> Sequence[Key]:
+        """Return the models that a client was sent; of one that came before a restart, none."""
+        return self.plans[client].models if client in self.plans else ()
 
     def forget(self, client: str) -> None:
         """Send a client's model to no client until it uploads one again."""

@@ -1,0 +1,80 @@
+"""When a round closes.
+
+A round closes when enough of the clients that it waits for have answered, and either all of them
+have or a grace time has passed since; or at its timeout. NVFlare has the same rule (min_responses,
+wait_time_after_min_received).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fedhet.settings.pace import PaceSettings
+
+RECENT = 20
+"""The number of last rounds whose median duration is the usual one."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The rule of one round."""
+
+    enough: int
+    """Answers with which the round closes, from 1."""
+    grace: float = 0.0
+    """Seconds."""
+    timeout: float = math.inf
+    """Seconds since the round began."""
+
+    def closes_at(self, answers: Iterable[float], began: float) -> float:
+        """Return when a round that began at `began` closes, if answers come at these times.
+
+        It waits for all of them.
+        """
+        times = sorted(answers)
+        if not times:
+            return began
+        graced = times[self.enough - 1] + self.grace if self.enough <= len(times) else math.inf
+        return max(began, min(times[-1], graced, began + self.timeout))
+
+    def waits(self, now: float, answers: Sequence[float], awaited: int) -> float:
+        """Return for how many seconds to wait for the next answer; 0: the round closes.
+
+        `now` and `answers`, the times of those that have come, in their order, are seconds since
+        the round began; `awaited` are yet to come.
+        """
+        if not awaited:
+            return 0.0
+        graced = answers[self.enough - 1] + self.grace if self.enough <= len(answers) else math.inf
+        return max(0.0, min(graced, self.timeout) - now)
+
+
+def wanted(members: int, fraction: float) -> int:
+    """Return how many of a federation's clients a round needs: a share of them, at least one."""
+    return max(1, int(fraction * members + 0.5))
+
+
+def asked(number: int, over_selection: float) -> int:
+    """Return how many clients are asked so that a round gets `number` answers in good time."""
+    return math.ceil(round((1 + over_selection) * number, 9))
+
+
+def closing(
+    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = ()
+) -> Closing:
+    """Return the rule of a round that needs `needed` answers, or as many as are awaited.
+
+    `durations` are the seconds of the rounds before.
+    """
+    share = pace.enough if pace.enough <= 1 else 1.0
+    number = math.ceil(round(share * needed, 9)) if pace.enough <= 1 else int(pace.enough)
+    return Closing(max(1, min(number, awaited)), pace.grace, pace.seconds_at_most(usual(durations)))
+
+
+def usual(durations: Iterable[float]) -> float:
+    """Return the median of the last rounds' seconds; infinity before the first has ended."""
+    last = list(durations)[-RECENT:]
+    return median(last) if last else math.inf

@@ -1,0 +1,176 @@
+"""Which of a federation's clients take part in a round.
+
+Power-of-choice: Cho, Wang and Joshi, Towards Understanding Biased Client Selection in Federated
+Learning, AISTATS 2022; by the losses that the server knows (their rpow-d), without extra messages.
+Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via Guided Participant
+Selection, OSDI 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from fedhet.settings.pace import PaceSettings
+
+EXPLORATION, LEAST_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
+"""Oort, Section 7.1: the share of clients that were never asked, its least and its decay."""
+CUTOFF = 0.95
+"""Oort, Algorithm 1, line 13: of the last utility that would be chosen, what still may be."""
+CLIP_AT = 0.95
+"""Oort, Section 4.4: utilities are clipped at this quantile."""
+PENALTY = 2.0
+"""Oort, Eq. 2: alpha, by which slow clients are held back."""
+WINDOW = 20
+"""Oort, Section 7.1: rounds between two looks at what the rounds were worth."""
+FIRST_QUANTILE, QUANTILE_STEP = 0.3, 0.05
+"""The quantile of the clients' durations that is the preferred one, and by how much it rises."""
+
+
+@dataclass
+class Past:
+    """What the server knows of a client's last answer."""
+
+    round: int
+    loss: float
+    """Its mean training loss."""
+    seconds: float
+    """How long it took."""
+    samples: float
+
+
+@dataclass
+class History:
+    """What is known of all clients that have answered, and what their rounds were worth."""
+
+    clients: dict[str, Past] = field(default_factory=dict)
+    worth: list[float] = field(default_factory=list)
+    """The sum of the statistical utilities of each round's answers."""
+
+
+def power_of_choice(
+    names: Sequence[str],
+    samples: Mapping[str, float],
+    history: History,
+    count: int,
+    candidates: int,
+    rng: np.random.Generator,
+) -> list[str]:
+    """Return the `count` clients with the highest loss of `candidates` drawn by their samples.
+
+    rpow-d (Section 4): candidates are drawn with probability p_k, without replacement; a client
+    whose loss is not known yet comes first.
+    """
+    number = min(len(names), max(count, candidates or 2 * count))
+    share = np.array([max(samples[name], 1e-9) for name in names], dtype=np.float64)
+    drawn = rng.choice(len(names), size=number, replace=False, p=share / share.sum())
+
+    def loss_of(index: int) -> float:
+        known = history.clients.get(names[index])
+        return math.inf if known is None else known.loss
+
+    order = sorted(map(int, drawn), key=lambda index: (-loss_of(index), names[index]))
+    return [names[index] for index in order[:count]]
+
+
+def oort(
+    names: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
+) -> list[str]:
+    """Return `count` clients: some never asked, the others drawn by their utility (Algorithm 1)."""
+    known = [name for name in names if name in history.clients]
+    fresh = [name for name in names if name not in history.clients]
+    explored = min(len(fresh), round_half_up(_exploration(round) * count))
+    explored = max(explored, min(len(fresh), count - len(known)))
+    new = [fresh[int(i)] for i in rng.permutation(len(fresh))[:explored]]
+    return [*_exploited(known, history, round, count - explored, rng), *new]
+
+
+def round_half_up(value: float) -> int:
+    """Return the nearest integer; of a half, the one above."""
+    return int(value + 0.5)
+
+
+def _exploration(round: int) -> float:
+    return max(LEAST_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
+
+
+def _exploited(
+    known: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
+) -> list[str]:
+    """Return `count` of the known clients, drawn by utility among those above the cutoff."""
+    if count <= 0 or not known:
+        return []
+    utility = utilities({name: history.clients[name] for name in known}, round, preferred(history))
+    order = sorted(known, key=lambda name: (-utility[name], name))
+    least = CUTOFF * utility[order[min(count, len(order)) - 1]]
+    pool = [name for name in order if utility[name] >= least]
+    weight = np.array([utility[name] for name in pool])
+    share = weight / weight.sum() if weight.sum() > 0 else None
+    drawn = rng.choice(len(pool), size=min(count, len(pool)), replace=False, p=share)
+    return [pool[int(index)] for index in drawn]
+
+
+def utilities(clients: Mapping[str, Past], round: int, preferred: float) -> dict[str, float]:
+    """Return each client's utility (Eq. 2): what it teaches, times (T / t)^alpha if it is slow.
+
+    The statistical utility |B| sqrt(1/|B| sum of loss^2) is taken from the mean loss, since that is
+    what clients report. It is clipped, and grows with the rounds since the client was last asked
+    (Algorithm 1, line 10; in units of the largest, ours). None is zero, so that all may be drawn.
+    """
+    plain = {name: worth_of(past) for name, past in clients.items()}
+    most = float(np.quantile(list(plain.values()), CLIP_AT)) if plain else 0.0
+    found: dict[str, float] = {}
+    for name, past in clients.items():
+        unseen = math.sqrt(0.1 * math.log(max(round, 2)) / max(past.round, 1))
+        value = min(plain[name], most) + unseen * most
+        if past.seconds > preferred > 0:
+            value *= (preferred / past.seconds) ** PENALTY
+        found[name] = max(value, 1e-12)
+    return found
+
+
+def worth_of(past: Past) -> float:
+    """Return a client's statistical utility, by the mean loss of its samples."""
+    return past.samples * abs(past.loss) if math.isfinite(past.loss) else 0.0
+
+
+def preferred(history: History) -> float:
+    """Return T, the preferred duration of a round in seconds (Section 4.3, the pacer).
+
+    It is a quantile of the clients' durations, which rises each time that the rounds of a window
+    were worth less than those of the window before.
+    """
+    sums = [sum(history.worth[at : at + WINDOW]) for at in _windows(len(history.worth))]
+    rises = sum(later < earlier for earlier, later in pairwise(sums))
+    quantile = min(1.0, FIRST_QUANTILE + QUANTILE_STEP * rises)
+    seconds = [past.seconds for past in history.clients.values()]
+    return float(np.quantile(seconds, quantile)) if seconds else 0.0
+
+
+def _windows(rounds: int) -> range:
+    """Return where each whole window of rounds begins."""
+    return range(0, rounds - WINDOW + 1, WINDOW)
+
+
+def chosen(
+    pace: PaceSettings,
+    names: Sequence[str],
+    samples: Mapping[str, float],
+    history: History,
+    round: int,
+    count: int,
+    rng: np.random.Generator,
+) -> list[str]:
+    """Return, sorted, the `count` of the clients `names` that are asked in a round."""
+    ordered, count = sorted(names), min(count, len(names))
+    if pace.select == "power-of-choice":
+        found = power_of_choice(ordered, samples, history, count, pace.candidates, rng)
+    elif pace.select == "oort":
+        found = oort(ordered, history, round, count, rng)
+    else:
+        found = [ordered[int(index)] for index in rng.permutation(len(ordered))[:count]]
+    return sorted(found)

@@ -1,0 +1,281 @@
+"""Collects the answers of a round until it closes, by this machine's clock or a simulated one.
+
+A client whose answer comes after that is late: it is not asked while it is at work, and its answer
+is handed to the round in which it comes. Flower's own server would wait for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.common import EvaluateIns, FitRes
+from flwr.server.client_proxy import ClientProxy
+
+from fedhet.errors import StateError
+from fedhet.pace.clock import SimulatedClock
+from fedhet.pace.closing import RECENT, Closing, closing
+from fedhet.server.callers import Answer, Call, Callers, names_of
+from fedhet.server.exchange import Exchange
+from fedhet.server.late_replies import LateReplies, LateReply
+from fedhet.server.proxy import ClientFailureError, FormerProxy, NamedProxy
+from fedhet.server.reply_spool import ReplySpool, SpooledReply, bytes_of
+from fedhet.settings.run import RunSettings
+
+Instructions = Sequence[tuple[ClientProxy, Any]]
+"""Flower's pairs of a client, by its `NamedProxy`, and a message."""
+
+
+@dataclass
+class Job:
+    """A client that has been asked to train, and whose answer no round has got yet."""
+
+    round: int
+    began: float
+    call: Call | None = None
+    """None: it was made before the server was started again."""
+    due: float = math.inf
+    """When the answer comes, by the run's clock; infinity: it is not known yet."""
+    answer: Answer | None = None
+    """None if `due` is known: the answer is on disk."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the answer is there."""
+        return math.isfinite(self.due)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the answer is there, and no failure."""
+        return self.is_there and (self.answer is None or self.answer.is_usable)
+
+
+@dataclass
+class Collected:
+    """What a round has got when it closes."""
+
+    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
+    failures: list[Any] = field(default_factory=list)
+    arrived: dict[str, int] = field(default_factory=dict)
+    """The clients that answer an earlier round, and which."""
+    late: set[str] = field(default_factory=set)
+    """The clients that are still at work."""
+    withdrawn: set[str] = field(default_factory=set)
+    """The clients that need not begin any more."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long each client took, by the run's clock."""
+    clock: float = math.nan
+    """Simulated seconds since the run began."""
+
+    def add(self, proxy: ClientProxy, answer: Answer) -> None:
+        """Add an answer that is in memory."""
+        if answer.error is not None:
+            self.failures.append(answer.error)
+        else:
+            self.results.append((proxy, answer.result))
+
+
+class Collector:
+    """The calls of one run, of which some outlast the rounds in which they are made."""
+
+    def __init__(
+        self, run: RunSettings, exchange: Exchange, late: LateReplies, spool: ReplySpool | None
+    ) -> None:
+        """`spool`: where replies are written, None: they stay in memory."""
+        self._pace, self._exchange, self._late, self._spool = run.pace, exchange, late, spool
+        self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
+        self._callers = Callers(1, self._keep_call)
+        self._jobs: dict[str, Job] = {}
+        self._evaluating: dict[str, Call] = {}
+        self._evaluated: list[Answer] = []
+        self._durations: list[float] = []
+        self._simulated = 0.0
+        """Simulated seconds since the run began."""
+
+    def open(self, most: int) -> None:
+        """Prepare to call `most` clients at once."""
+        self._callers = Callers(most, self._keep_call)
+
+    def close(self) -> None:
+        """End the threads that call clients, as they become free."""
+        self._callers.close()
+
+    @property
+    def busy(self) -> set[str]:
+        """The clients that are not asked: they are at work, or their answer awaits a round."""
+        return self._jobs.keys() | self._evaluating.keys()
+
+    # A round.
+
+    def fit(
+        self, round: int, instructions: Instructions, needed: int, timeout: float | None
+    ) -> Collected:
+        """Ask clients to train, and return what the round has got when it closes.
+
+        It needs `needed` answers, or 'pace.enough' of them.
+        """
+        began, calls = self._now(), _calls(instructions, round, timeout)
+        self._jobs |= {call.name: Job(round, began, call) for call in calls}
+        awaited = names_of(calls)
+        if self._pace.is_asynchronous or not calls:
+            awaited = set(self._jobs)
+        rule = closing(self._pace, needed if calls else 1, len(awaited), self._durations)
+        found = Collected()
+        if self._clock is None:
+            found.withdrawn = self._wait(calls, awaited, rule)
+            ends = self._now()
+        else:
+            self._wait(calls, names_of(calls), Closing(len(calls)))
+            jobs = [self._jobs[name] for name in awaited]
+            ends = rule.closes_at([job.due for job in jobs if job.is_usable], began)
+            self._simulated = found.clock = ends
+        self._durations = [*self._durations, ends - began][-RECENT:]
+        for name in sorted(self._jobs):
+            self._take(name, round, ends, found)
+        found.late = set(self._jobs)
+        return found
+
+    def evaluate(self, round: int, instructions: Instructions, timeout: float | None) -> Collected:
+        """Ask clients to evaluate, and return the answers that come before the round closes.
+
+        By a simulated clock evaluation takes no time, and all are awaited.
+        """
+        calls, rule = _calls(instructions, round, timeout), Closing(len(instructions))
+        if self._clock is None:
+            rule = closing(self._pace, len(calls), len(calls), self._durations)
+        self._evaluating |= {call.name: call for call in calls}
+        found = Collected(withdrawn=self._wait(calls, names_of(calls), rule))
+        for answer in self._evaluated:
+            found.add(answer.call.proxy, answer)
+        self._evaluated = []
+        found.late = set(self._evaluating)
+        return found
+
+    def settled(self, arrived: Iterable[str]) -> None:
+        """Remove the late replies that the last round has used: its checkpoint is written."""
+        self._late.remove(set(arrived) - self._jobs.keys())
+
+    # What a checkpoint holds.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is known of the clients at work, as JSON has it."""
+        jobs = {
+            name: [job.round, job.began, job.due if job.is_there else None]
+            for name, job in self._jobs.items()
+        }
+        return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
+
+    def load_dict(self, known: Mapping[str, Any]) -> None:
+        """Restore what `to_dict` returned, of clients whose late replies are on disk.
+
+        The others were at work when the server ended, and are asked again. Raises ValueError,
+        KeyError or TypeError.
+        """
+        self._simulated = float(known["clock"])
+        self._durations = [float(each) for each in known["durations"]]
+        saved = {str(name): job for name, job in known["jobs"].items()}
+        rounds = {name: int(job[0]) for name, job in saved.items()}
+        for name, round in self._late.restore(rounds).items():
+            began, due = saved[name][1:] if self._clock else (0.0, 0.0)
+            self._jobs[name] = Job(round, float(began), due=float(due))
+
+    # What these methods call.
+
+    def _now(self) -> float:
+        return time.monotonic() if self._clock is None else self._simulated
+
+    def _wait(self, calls: Sequence[Call], awaited: set[str], rule: Closing) -> set[str]:
+        """Make the calls, and wait until the rule closes the round; return who need not begin.
+
+        A call is waited for all the same if only one can be made at a time: the server has nothing
+        else to do then.
+        """
+        began = time.monotonic()
+        there = {name for name in awaited & self._jobs.keys() if self._jobs[name].is_there}
+        usable = [self._jobs[name] for name in there if self._jobs[name].is_usable]
+        times, missing = sorted(job.due - began for job in usable), awaited - there
+        self._callers.begin(calls)
+        while (left := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
+            answer = self._callers.next(left)
+            if answer is not None and self._receive(answer) in missing:
+                missing.remove(answer.call.name)
+                times += [answer.at - began] if answer.is_usable else []
+        withdrawn = names_of(self._callers.withdraw())
+        for name in withdrawn:
+            self._jobs.pop(name, None)
+            self._evaluating.pop(name, None)
+        begun = [call for call in calls if call.name in missing - withdrawn]
+        coming = {c.name for c in begun if self._callers.most == 1 or not c.closes()}
+        while coming:
+            coming.discard(self._receive(self._callers.next()))
+        return withdrawn
+
+    def _receive(self, answer: Answer | None) -> str:
+        """Take note of an answer, and return whose it is; a late evaluation is of no use."""
+        assert answer is not None
+        call = answer.call
+        if isinstance(call.message, EvaluateIns):
+            del self._evaluating[call.name]
+            self._evaluated += [] if answer.is_late else [answer]
+            return call.name
+        job = self._jobs[call.name]
+        job.answer, job.due = answer, answer.at
+        if self._clock is not None:
+            job.due = job.began + self._seconds_of(answer)
+        return call.name
+
+    def _seconds_of(self, answer: Answer) -> float:
+        """Return how long a client takes by the simulated clock; a failure is known at once."""
+        call, result = answer.call, answer.result
+        if not isinstance(result, FitRes) or not answer.is_usable or self._clock is None:
+            return 0.0
+        size = call.proxy.sent + bytes_of(result.parameters)
+        return self._clock.seconds(call.name, call.round, answer.work, size)
+
+    def _take(self, name: str, round: int, ends: float, found: Collected) -> None:
+        """Hand a client's answer to the round if it is there in time, or else keep it."""
+        job = self._jobs[name]
+        if job.due > ends:
+            if job.answer is not None and job.call is not None:
+                self._keep_call(job.call, job.answer.result)
+                job.answer = None
+            return
+        del self._jobs[name]
+        if job.round != round:
+            found.arrived[name] = job.round
+        if job.call is not None:
+            found.seconds[name] = job.due - job.began
+        proxy = FormerProxy(name) if job.call is None else job.call.proxy
+        if job.answer is not None and not job.answer.is_kept:
+            found.add(proxy, job.answer)
+            return
+        try:
+            found.results.append((proxy, self._read(name)))
+        except (StateError, OSError) as error:
+            found.failures.append(ClientFailureError(name, str(error)))
+
+    def _keep_call(self, call: Call, result: Any) -> None:
+        """Write a reply that is late, with what the client was sent. Raises StateError."""
+        payload, name, round = result.parameters, call.name, call.round
+        if isinstance(payload, SpooledReply):
+            payload = payload.payload()
+        whole = FitRes(result.status, payload, result.num_examples, result.metrics)
+        self._late.put(name, LateReply(round, whole, self._exchange.sent_to(name, round)))
+        self._exchange.forget_sent(name, round)
+
+    def _read(self, name: str) -> FitRes:
+        """Return a late reply. Raises StateError or OSError."""
+        late = self._late.get(name)
+        if late.sent is not None:
+            self._exchange.restore_sent(name, late.round, late.sent)
+        if self._spool is not None:
+            late.result.parameters = self._spool.put(name, late.result.parameters)
+        return late.result
+
+
+def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:
+    named = [(proxy, message) for proxy, message in instructions if isinstance(proxy, NamedProxy)]
+    return [Call(proxy, message, round, timeout) for proxy, message in named]
