@@ -537,12 +537,12 @@ def test_bytes_to_a_target(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, rounds=12) for n in range(3)]
     for target, fraction in ((0.5, 0.5), (50, 0.5), (0.62, 0.62)):
         found = compare(runs, target=target)
-        spread = found.groups[0].bytes_to(found.headline, found.target)
+        spread = found.groups[0].cost_to("bytes", found.headline, found.target)
         assert found.target == fraction
         assert spread.n == 3
         assert spread.mean == pytest.approx(np.mean([cost(run, fraction) for run in runs]))
     never = compare(runs, target=99.5)
-    assert never.groups[0].bytes_to(never.headline, never.target).n == 0
+    assert never.groups[0].cost_to("bytes", never.headline, never.target).n == 0
     row = next(line for line in shown(comparison_table(never)).splitlines() if "felo" in line)
     assert row.split()[-3] == "—"
 
@@ -563,8 +563,8 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     assert found.headline == ("common", "server")
     assert [group.method for group in found.groups] == ["fedgems", "felo"]
     cost = sum(line["bytes_up"] + line["bytes_down"] for line in lines[:4])
-    assert found.groups[0].bytes_to(found.headline, found.target).mean == cost
-    assert found.groups[1].bytes_to(found.headline, found.target).n == 0
+    assert found.groups[0].cost_to("bytes", found.headline, found.target).mean == cost
+    assert found.groups[1].cost_to("bytes", found.headline, found.target).n == 0
     assert any(
         "Not evaluated under common server, and therefore last: felo" in note
         for note in found.notes
@@ -579,7 +579,7 @@ def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
     found = compare(runs)
     lowest = min(lines_of(run)[-1]["accuracy"]["common"]["private"]["mean"] for run in runs)
     assert 0.9 * lowest - 0.001 < found.target <= 0.9 * lowest
-    assert found.groups[0].bytes_to(found.headline, found.target).n == 4
+    assert found.groups[0].cost_to("bytes", found.headline, found.target).n == 4
     assert any(f"bytes to {100 * found.target:.4g} %" in note for note in found.notes)
 
 

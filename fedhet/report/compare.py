@@ -174,6 +174,8 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
         **{cost: asdict(group.total(cost)) for cost in COSTS},
         "seconds_a_round": asdict(group.seconds_a_round()),
         "bytes_to_target": asdict(comparison.bytes_to_target(group)),
+        "clock": asdict(group.clock()),
+        "clock_to_target": asdict(comparison.clock_to_target(group)),
         "curve": _curve(group.curve(column)),
         "figures": {name: _curve(group.figure(name)) for name in comparison.figures},
     }  # fmt: skip

@@ -32,8 +32,20 @@ class Comparison:
 
     def bytes_to_target(self, group: Group) -> Spread:
         """Return the bytes that a group sent until it reached the target, over its runs."""
+        return self._to_target(group, "bytes")
+
+    def clock_to_target(self, group: Group) -> Spread:
+        """Return the simulated seconds until a group reached the target, over its runs."""
+        return self._to_target(group, "clock")
+
+    def _to_target(self, group: Group, cost: str) -> Spread:
         lower = self.metric.lower_is_better
-        return group.bytes_to(self.headline, self.target, lower_is_better=lower)
+        return group.cost_to(cost, self.headline, self.target, lower_is_better=lower)
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether any group has a simulated clock."""
+        return any(group.clock().n for group in self.groups)
 
     @property
     def said_target(self) -> str:

@@ -28,6 +28,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
         _alone("curves", f"{comparison.metric.title} over rounds", _accuracy_by_round, comparison),
         _alone("costs", f"{comparison.metric.title} by bytes sent", _accuracy_by_bytes, comparison),
         *_costs_of_privacy(comparison),
+        *_costs_in_time(comparison),
         *(_alone(f"compare-{n}", f"{n} by round", _own, comparison, n) for n in comparison.figures),
     ]
 
@@ -100,6 +101,23 @@ def _accuracy_by_epsilon(ax: Axes, comparison: Comparison) -> None:
     ax.set_xlim(left=0)
     ax.set_xlabel("epsilon spent, the largest of any client")
     style.head(ax, f"{comparison.title} for epsilon{_best(comparison)}")
+
+
+def _costs_in_time(comparison: Comparison) -> list[Drawing]:
+    """Return the accuracy by simulated time, if any group has such a clock."""
+    if not comparison.has_clock:
+        return []
+    alt = f"{comparison.metric.title} by simulated time"
+    return [_alone("clock", alt, _accuracy_by_clock, comparison)]
+
+
+def _accuracy_by_clock(ax: Axes, comparison: Comparison) -> None:
+    _accuracies(ax, comparison, x="clock")
+    canvas.panel(ax, mode="point", x_unit="seconds")
+    ax.set_xlim(left=0)
+    style.ticks(ax, style.in_hours, "x")
+    ax.set_xlabel("simulated hours")
+    style.head(ax, f"{comparison.title} by simulated time{_best(comparison)}")
 
 
 def _accuracies(ax: Axes, comparison: Comparison, x: str = "") -> list[int]:

@@ -44,7 +44,7 @@ def drawings(run: Run) -> list[Drawing]:
         accuracy(run, run.protocols) if run.protocols else None,
         Drawing("bytes", partial(_traffic, run=run), _traffic_in_words(run)),
         Drawing("time", partial(_time, run=run), "seconds by stage"),
-        *(loss(run), privacy(run), metrics(run.besides)),
+        *(loss(run), privacy(run), clock(run), metrics(run.besides)),
         *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
         clients.curves(run),
     ]
@@ -73,17 +73,41 @@ def privacy(run: Run) -> Drawing | None:
 
 def _privacy(figure: Figure, run: Run) -> None:
     ax = figure.subplots()
+    _by_cost(ax, run, "epsilon")
+    canvas.panel(ax, mode="point", x_unit="number")
+    ax.set_xlabel("epsilon spent, the largest of any client")
+    style.head(ax, f"Accuracy by epsilon: {TEST_SETS.get(run.headline, run.headline)}")
+
+
+def clock(run: Run) -> Drawing | None:
+    """Draw the headline accuracy by simulated time; None without such a clock."""
+    if not run.has_clock or not run.columns:
+        return None
+    alt = f"accuracy by simulated time, in all {human_seconds(run.records[-1].clock)}"
+    return Drawing("clock", partial(_clock, run=run), alt)
+
+
+def _clock(figure: Figure, run: Run) -> None:
+    ax = figure.subplots()
+    _by_cost(ax, run, "clock")
+    canvas.panel(ax, mode="point", x_unit="seconds")
+    style.ticks(ax, style.in_hours, "x")
+    ax.set_xlabel("simulated hours")
+    late = float(np.mean([len(record.late) for record in run.records]))
+    where = TEST_SETS.get(run.headline, run.headline)
+    style.head(ax, f"Accuracy by simulated time: {where}; {late:.3g} clients late at a time")
+
+
+def _by_cost(ax: Axes, run: Run, cost: str) -> None:
+    """Draw the headline accuracy of each kind of model over a cumulative cost."""
     for kind in run.kinds(run.headline):
         means = run.curve(run.headline, kind)["mean"]
-        spent = means.set_axis(run.costs["epsilon"].loc[means.index].rename("epsilon"))
+        spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
         colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
         style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
-    canvas.panel(ax, mode="point", x_unit="number")
     ax.set_xlim(left=0)
-    ax.set_xlabel("epsilon spent, the largest of any client")
     ax.legend()
     style.ticks(ax)
-    style.head(ax, f"Accuracy by epsilon: {TEST_SETS.get(run.headline, run.headline)}")
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:

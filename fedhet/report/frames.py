@@ -35,9 +35,10 @@ def by_client(records: Sequence[RoundRecord], protocol: str, kind: str) -> pd.Da
 
 
 def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return bytes and seconds of each round; `bytes` are cumulative, and `epsilon`.
+    """Return bytes and seconds of each round; `bytes`, `epsilon` and `clock` are cumulative.
 
-    `epsilon` is the largest of the clients', NaN if no client's samples are protected.
+    `epsilon` is the largest of the clients', NaN if no client's samples are protected. `clock` is
+    in simulated seconds, NaN without a simulated clock.
 
     `seconds` is wall-clock time, with one column per stage; see `fedhet.runs.records.Seconds`.
     """
@@ -47,7 +48,8 @@ def costs(records: Sequence[RoundRecord]) -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows, index=_rounds(records)).rename(columns={"total": "seconds"})
     spent = [max(record.epsilon.values(), default=NAN) for record in records]
-    return frame.assign(bytes=(frame["bytes_up"] + frame["bytes_down"]).cumsum(), epsilon=spent)
+    so_far = (frame["bytes_up"] + frame["bytes_down"]).cumsum()
+    return frame.assign(bytes=so_far, epsilon=spent, clock=[record.clock for record in records])
 
 
 def losses(records: Sequence[RoundRecord]) -> pd.DataFrame:

@@ -94,15 +94,24 @@ class Group:
         """Return the mean wall-clock seconds of a round, over the runs."""
         return Spread.of(float(run.costs["seconds"].mean()) for run in self.runs)
 
-    def bytes_to(self, column: Column, target: float, *, lower_is_better: bool = False) -> Spread:
-        """Return the bytes sent until the target was reached, over the runs that reached it."""
+    def cost_to(
+        self, cost: str, column: Column, target: float, *, lower_is_better: bool = False
+    ) -> Spread:
+        """Return what a cost was when the target was reached, over the runs that reached it.
+
+        `cost` is cumulative, one of `frames.costs`: `bytes` or `clock`.
+        """
         sign = -1 if lower_is_better else 1
-        return Spread.of(bytes_to_target(run, column, target, sign) for run in self.runs)
+        return Spread.of(cost_to_target(run, cost, column, target, sign) for run in self.runs)
+
+    def clock(self) -> Spread:
+        """Return the simulated seconds of the whole run, over the runs that have such a clock."""
+        return Spread.of(float(run.costs["clock"].iloc[-1]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
-        """Return mean and std of the accuracy by round, and mean bytes and epsilon so far."""
+        """Return mean and std of the accuracy by round, and its mean costs so far."""
         curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
-        for cost in ("bytes", "epsilon"):
+        for cost in ("bytes", "epsilon", "clock"):
             mean = over_seeds([run.costs[cost] for run in self.runs])["mean"]
             curve = curve.join(mean.rename(cost))
         return curve
@@ -117,14 +126,14 @@ class Group:
         return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
 
 
-def bytes_to_target(run: Run, column: Column, target: float, sign: int = 1) -> float:
-    """Return the bytes sent up and down until the mean value reached a target, or NaN.
+def cost_to_target(run: Run, cost: str, column: Column, target: float, sign: int = 1) -> float:
+    """Return a cumulative cost when the mean value reached a target first, or NaN.
 
     `sign` is -1 for a metric of which lower values are better.
     """
     means = run.curve(*column)["mean"]
     reached = means.index[sign * means >= sign * target]
-    return float(run.costs["bytes"][reached[0]]) if len(reached) else NAN
+    return float(run.costs[cost][reached[0]]) if len(reached) else NAN
 
 
 def find_runs(folders: Sequence[Path | str]) -> list[Path]:

@@ -7,7 +7,8 @@ is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -214,11 +215,22 @@ class Run:
     @cached_property
     def away(self) -> Mapping[str, list[int]]:
         """The rounds in which a client that had joined was not connected, by client."""
-        found: dict[str, list[int]] = {}
-        for record in self.records:
-            for name in record.absent:
-                found.setdefault(name, []).append(record.round)
-        return found
+        return _rounds_by_name({record.round: record.absent for record in self.records})
+
+    @cached_property
+    def late(self) -> Mapping[str, list[int]]:
+        """The rounds that closed while a client was at work, by client; not by a simulated clock.
+
+        There late clients are the rule, and are counted among the figures.
+        """
+        if self.has_clock:
+            return {}
+        return _rounds_by_name({record.round: record.late for record in self.records})
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the run has a simulated clock."""
+        return not math.isnan(self.records[-1].clock)
 
     @cached_property
     def _over_rounds(self) -> pd.DataFrame:
@@ -248,7 +260,7 @@ class Run:
         known.
         """
         if self.summary is None:
-            so_far = self.costs.drop(columns=["bytes", "epsilon"]).sum()
+            so_far = self.costs.drop(columns=["bytes", "epsilon", "clock"]).sum()
             return pd.concat([so_far, pd.Series({"start": NAN})])
         sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
         return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
@@ -323,9 +335,18 @@ def _dataset(settings: Mapping[str, object]) -> str:
 
 
 def _lost(record: RoundRecord) -> dict[str, str]:
-    """Return the clients that did not reply, with the reason."""
-    silent = set(record.asked) - set(record.answered) - set(record.failed)
+    """Return the clients that did not reply, with the reason; late ones are no failures."""
+    silent = set(record.asked) - set(record.answered) - set(record.failed) - set(record.late)
     return {**record.failed, **dict.fromkeys(silent, "no answer")}
+
+
+def _rounds_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    """Return the rounds of each name, from the names of each round."""
+    found: dict[str, list[int]] = {}
+    for number, those in names.items():
+        for name in those:
+            found.setdefault(name, []).append(number)
+    return found
 
 
 def _settings(path: Path) -> Mapping[str, object]:

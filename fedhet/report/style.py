@@ -171,6 +171,11 @@ def in_bytes(value: float) -> str:
     return f"{float(number):g} {unit}"
 
 
+def in_hours(seconds: float) -> str:
+    """Return a tick's number of seconds in hours."""
+    return f"{seconds / 3600:.3g}"
+
+
 def mark(number: int) -> tuple[str, str]:
     """Return the colour and the marker of a series; pairs repeat only after many series."""
     rounds, place = divmod(number, len(SERIES))

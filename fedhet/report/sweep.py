@@ -107,6 +107,8 @@ def _quantities(run: Run) -> dict[str, float]:
     for title, view in run.besides:
         for protocol, kind in view.columns:
             found[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
+    if run.has_clock:
+        found["simulated hours"] = run.records[-1].clock / 3600
     return {**found, **run.figures.ffill().iloc[-1].to_dict()}
 
 

@@ -164,10 +164,11 @@ def legend(run: Run) -> str:
 
 
 def away_lines(run: Run) -> list[str]:
-    """Return a sentence on each client that was not connected in some rounds."""
+    """Return a sentence on each client that was not connected, or late, in some rounds."""
     return [
-        f"{name} was not connected in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
-        for name, rounds in run.away.items()
+        f"{name} was {what} in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
+        for what, found in (("not connected", run.away), ("late", run.late))
+        for name, rounds in found.items()
     ]
 
 
@@ -215,6 +216,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
         f"bytes to {comparison.said_target}": [
             _sized(comparison.bytes_to_target(group), len(group.runs)) for group in groups
         ],
+        **_simulated(comparison),
         "time": [_timed(group.total("seconds")) for group in groups],
         "start": [_timed(group.total("start")) for group in groups],
         "per round": [_timed(group.seconds_a_round()) for group in groups],
@@ -230,18 +232,34 @@ def _spent(groups: Sequence[Group]) -> dict[str, list[Cell]]:
     return {"epsilon": [Cell(score(spread.mean), spread.mean) for spread in found]}
 
 
+def _simulated(comparison: Comparison) -> dict[str, list[Cell]]:
+    """Return the simulated time of each group, and to the target; nothing without such a clock."""
+    if not comparison.has_clock:
+        return {}
+    groups = comparison.groups
+    return {
+        "simulated time": [_timed(group.clock()) for group in groups],
+        f"simulated time to {comparison.said_target}": [
+            _timed(comparison.clock_to_target(group), len(group.runs)) for group in groups
+        ],
+    }
+
+
 def _accuracy(spread: Spread) -> Cell:
     return Cell(plus_minus(spread.mean, spread.std), spread.mean)
 
 
-def _timed(spread: Spread) -> Cell:
-    return Cell(human_seconds(spread.mean), spread.mean)
+def _timed(spread: Spread, runs: int = 0) -> Cell:
+    return Cell(human_seconds(spread.mean) + _some(spread, runs), spread.mean)
 
 
 def _sized(spread: Spread, runs: int = 0) -> Cell:
-    """Return a number of bytes, with the number of `runs` it covers if not all of them."""
-    some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
-    return Cell(human_bytes(spread.mean) + some, spread.mean)
+    return Cell(human_bytes(spread.mean) + _some(spread, runs), spread.mean)
+
+
+def _some(spread: Spread, runs: int) -> str:
+    """Return how many of the `runs` a number covers, if not all of them."""
+    return f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:

@@ -27,10 +27,10 @@ PARTS_OF_A_RECORD = 20
 def record_line(record: RoundRecord) -> str:
     """Return a record as a line of metrics.jsonl, with null for what is not finite.
 
-    Without `metrics`, `absent` and `epsilon` if there are none.
+    What only some rounds have is left out if there is none.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    for name in ("metrics", "absent", "epsilon"):
+    for name in ("metrics", "absent", "late", "ages", "clock", "epsilon"):
         if not content[name]:
             del content[name]
     return json.dumps(content, allow_nan=False) + "\n"

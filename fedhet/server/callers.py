@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from flwr.common import Code, EvaluateIns, EvaluateRes, FitIns, FitRes
 
 from fedhet.runs.measures import MOST, WORK
-from fedhet.server.proxy import NamedProxy
+from fedhet.server.proxy import NamedProxy, always
 
 Result = FitRes | EvaluateRes
 
@@ -55,10 +55,14 @@ class Call:
 
     def make(self) -> Result:
         """Call the client and return its answer."""
-        self.proxy.in_time = self.arrives
-        if isinstance(self.message, FitIns):
-            return self.proxy.fit(self.message, self.timeout, self.round)
-        return self.proxy.evaluate(self.message, self.timeout, self.round)
+        proxy, message = self.proxy, self.message
+        if isinstance(message, EvaluateIns):
+            return proxy.evaluate(message, self.timeout, self.round)
+        proxy.in_time = self.arrives
+        try:
+            return proxy.fit(message, self.timeout, self.round)
+        finally:
+            proxy.in_time = always  # the other refers to this call, which refers to the proxy
 
 
 @dataclass(frozen=True)

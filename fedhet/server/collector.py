@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flwr.common import EvaluateIns, FitRes
@@ -87,7 +88,8 @@ class Collector:
         """`spool`: where replies are written, None: they stay in memory."""
         self._pace, self._exchange, self._late, self._spool = run.pace, exchange, late, spool
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
-        self._callers = Callers(1, self._keep_call)
+        self._keep = partial(_keep, exchange, late)
+        self._callers = Callers(1, self._keep)
         self._jobs: dict[str, Job] = {}
         self._evaluating: dict[str, Call] = {}
         self._evaluated: list[Answer] = []
@@ -97,7 +99,7 @@ class Collector:
 
     def open(self, most: int) -> None:
         """Prepare to call `most` clients at once."""
-        self._callers = Callers(most, self._keep_call)
+        self._callers = Callers(most, self._keep)
 
     def close(self) -> None:
         """End the threads that call clients, as they become free."""
@@ -240,7 +242,7 @@ class Collector:
         job = self._jobs[name]
         if job.due > ends:
             if job.answer is not None and job.call is not None:
-                self._keep_call(job.call, job.answer.result)
+                self._keep(job.call, job.answer.result)
                 job.answer = None
             return
         del self._jobs[name]
@@ -257,15 +259,6 @@ class Collector:
         except (StateError, OSError) as error:
             found.failures.append(ClientFailureError(name, str(error)))
 
-    def _keep_call(self, call: Call, result: Any) -> None:
-        """Write a reply that is late, with what the client was sent. Raises StateError."""
-        payload, name, round = result.parameters, call.name, call.round
-        if isinstance(payload, SpooledReply):
-            payload = payload.payload()
-        whole = FitRes(result.status, payload, result.num_examples, result.metrics)
-        self._late.put(name, LateReply(round, whole, self._exchange.sent_to(name, round)))
-        self._exchange.forget_sent(name, round)
-
     def _read(self, name: str) -> FitRes:
         """Return a late reply. Raises StateError or OSError."""
         late = self._late.get(name)
@@ -274,6 +267,16 @@ class Collector:
         if self._spool is not None:
             late.result.parameters = self._spool.put(name, late.result.parameters)
         return late.result
+
+
+def _keep(exchange: Exchange, late: LateReplies, call: Call, result: Any) -> None:
+    """Write a reply that is late, with what the client was sent. Raises StateError."""
+    payload, name, round = result.parameters, call.name, call.round
+    if isinstance(payload, SpooledReply):
+        payload = payload.payload()
+    whole = FitRes(result.status, payload, result.num_examples, result.metrics)
+    late.put(name, LateReply(round, whole, exchange.sent_to(name, round)))
+    exchange.forget_sent(name, round)
 
 
 def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:

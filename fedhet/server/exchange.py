@@ -152,8 +152,8 @@ class Exchange:
             return "it has left"
         if self._late == "refused":
             return f"what {self._method} sends belongs to its round"
-        if 0 < self._max_age < age:
-            return f"it is {age} rounds old ('pace.max-age')"
+        if age > self._max_age:
+            return f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
         return ""
 
     def decode_evaluation(self, client: ClientInfo, result: EvaluateRes) -> Measured:

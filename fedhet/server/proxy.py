@@ -18,6 +18,11 @@ OnAnswer = Callable[[str, str], None]
 """Called with the name of a client that replied, and the error message or an empty string."""
 
 
+def always() -> bool:
+    """Return True."""
+    return True
+
+
 class NamedProxy(ClientProxy):
     """A member's proxy with the client's name; it reports when the client has replied.
 
@@ -33,7 +38,7 @@ class NamedProxy(ClientProxy):
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.spool = spool
-        self.in_time: Callable[[], bool] = lambda: True
+        self.in_time: Callable[[], bool] = always
         """Whether a reply that has come belongs to the round: a late one is not spooled."""
         self.sent = 0
         """Bytes of the message that it was sent last."""

@@ -85,7 +85,7 @@ class RoundState:
             self._outcomes, self._magnitudes, self.arrived = {}, {}, {}
             self.clock.start()
 
-    def ask(self, selection: Selection, needed: int, at_work: Collection[str] = ()) -> None:
+    def ask(self, selection: Selection, needed: int = 0, at_work: Collection[str] = ()) -> None:
         """Record the selected clients, of which the round needs some, and those still at work."""
         self.selection, self.record.asked = selection, selection.names
         self.needed, self.record.late = needed, sorted(at_work)

@@ -61,7 +61,7 @@ class PaceSettings(Schema):
     )
     max_age: CountOrNone = Field(
         100,
-        description="rounds after which a late answer is not used any more; 0 = it is always used",
+        description="rounds after which a late answer is not used any more; 0 = none is used",
     )
     server_lr: Positive = Field(
         1.0, description="asynchronous: factor of the mean change of the weights (eta of FedBuff)"

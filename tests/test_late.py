@@ -1,0 +1,296 @@
+"""Rounds that do not wait for the slowest: who is late, what becomes of it, and resuming."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from federation import Server, records, run, small, without_times
+from interruption import CutError, CutOff, resumed, same_but_for_the_name
+
+from fedhet.clients.fedavg import FedAvgClient
+from fedhet.methods.registry import find_method, shipped_names
+from fedhet.report import load_run
+from fedhet.server.late_replies import LateReplies
+from fedhet.storage import ClientStore
+
+DEVICES = "client,sample-ms,mbit\n" + "".join(
+    f"client-{k},{ms},{mbit}\n"
+    for k, (ms, mbit) in enumerate([(1, 100), (2, 50), (3, 80), (8, 20)])
+)
+"""Three clients alike, and one that is slow."""
+
+
+@pytest.fixture
+def devices(tmp_path):
+    """The file of these devices."""
+    (tmp_path / "devices.csv").write_text(DEVICES)
+    return str(tmp_path / "devices.csv")
+
+
+def by_hand(config, directory, enough, *, asynchronous):
+    """Simulate the rounds of a method whose messages are all of one size, event by event.
+
+    Yields, of each round, who was asked and answered, the ages of late answers, who is late, and
+    the clock.
+    """
+    found = records(directory)
+    down = found[0]["bytes_down"] / len(found[0]["asked"])
+    up = found[0]["bytes_up"] / len(found[0]["answered"])
+    samples = {
+        n: m.info.samples
+        for n, m in Server(config, directory.parent / "by-hand").strategy.members.items()
+    }
+    takes = {}
+    for line in DEVICES.splitlines()[1:]:
+        name, ms, mbit = line.split(",")
+        work = samples[name] * config.run.training.local_epochs
+        takes[name] = work * float(ms) / 1000 + (up + down) * 8 / (float(mbit) * 1e6)
+    now, at_work = 0.0, {}
+    for number in range(1, config.run.rounds + 1):
+        asked = sorted(samples.keys() - at_work.keys())
+        at_work |= {name: (number, now + takes[name]) for name in asked}
+        counted = at_work if asynchronous or not asked else asked
+        dues = sorted(at_work[name][1] for name in counted)
+        now = dues[min(enough if asked else 1, len(dues)) - 1]
+        there = sorted(name for name, (_, due) in at_work.items() if due <= now)
+        ages = {name: number - at_work[name][0] for name in there if at_work[name][0] < number}
+        for name in there:
+            del at_work[name]
+        yield asked, there, ages, sorted(at_work), now
+
+
+@pytest.mark.parametrize(("mode", "enough"), [("synchronous", 3), ("asynchronous", 2)])
+def test_rounds_close_as_an_event_by_event_simulation_says(tmp_path, devices, mode, enough):
+    config = small(
+        "fedavg",
+        clock=devices,
+        **{"pace.mode": mode},
+        enough=float(enough),
+        rounds=9,
+        models=["mlp"],
+    )
+    summary = run(config, tmp_path / "run")
+    expected = by_hand(config, tmp_path / "run", enough, asynchronous=mode == "asynchronous")
+    for found, (asked, there, ages, late, now) in zip(
+        records(tmp_path / "run"), expected, strict=True
+    ):
+        assert found["asked"] == asked
+        assert sorted(found["answered"]) == there
+        assert found.get("ages", {}) == ages
+        assert found.get("late", []) == late
+        assert found["clock"] == pytest.approx(now)
+        assert not found["failed"]
+    assert [past["clock"] for past in summary["history"]] == [
+        pytest.approx(each["clock"]) for each in records(tmp_path / "run")
+    ]
+
+
+def late_run(method, devices, **changes):
+    return small(method, clock=devices, enough=3.0, rounds=6, **changes)
+
+
+@pytest.mark.parametrize("method", ["felo", "fedhe", "fedtype", "heterofl", "fedmd", "um-pfssl"])
+def test_a_run_with_late_clients_resumes_as_if_it_had_not_been_cut(tmp_path, devices, method):
+    config = late_run(method, devices)
+    run(config, tmp_path / "whole")
+    assert any("late" in each for each in records(tmp_path / "whole"))
+    for moment, number in (("before", 3), ("after", 4)):
+        place = tmp_path / moment
+        with pytest.raises(CutError):
+            run(config, place, [CutOff(number, moment)])
+        run(resumed(config, place), place)
+        same_but_for_the_name(tmp_path / "whole", place)
+
+
+def test_ray_gives_the_numbers_of_inline(tmp_path, devices):
+    config = late_run("fedavg", devices, models=["mlp"])
+    other = late_run("fedavg", devices, models=["mlp"], backend="ray")
+    one, two = run(config, tmp_path / "inline"), run(other, tmp_path / "ray")
+    assert without_times(one) == without_times(two)
+
+
+def test_an_answer_that_belongs_to_its_round_is_refused_without_a_mark(tmp_path, devices):
+    config = late_run("fedmd", devices, silences=1, refusals=1)
+    run(config, tmp_path / "run")
+    found = records(tmp_path / "run")
+    assert not any(each["failed"] for each in found)
+    assert not any("ages" in each for each in found)
+    asked = [each["round"] for each in found if "client-3" in each["asked"]]
+    assert 1 < len(asked) < 4  # when it was no longer at work
+    assert all("client-3" not in each["answered"] for each in found)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_an_answer_that_is_too_old_is_not_used(tmp_path, devices, most):
+    ages: dict[int, set[int]] = {}
+    for limit in (most, 100):
+        config = late_run("fedavg", devices, models=["mlp"], **{"pace.max-age": limit})
+        run(config, tmp_path / str(limit))
+        found = records(tmp_path / str(limit))
+        ages[limit] = {age for each in found for age in each.get("ages", {}).values()}
+        assert not any(each["failed"] for each in found)
+    assert max(ages[100]) > 1
+    assert ages[most] == {age for age in ages[100] if age <= most}
+
+
+def test_every_method_says_what_a_late_answer_is_worth():
+    worth = {name: find_method(name).spec.late for name in shipped_names()}
+    refused = {name for name, late in worth.items() if late == "refused"}
+    assert {"fedmd", "ds-fl", "cronus", "fedgems", "cofed", "feddf", "central"} <= refused
+    assert worth["um-pfssl"] == "kept"
+    for name in ("felo", "velo", "fedtype", "fedavg", "fedprox", "fedhe", "fedproto", "heterofl"):
+        assert worth[name] == "averaged", name
+
+
+def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, devices):
+    """With numpy: a fresh reply is a model, a late one a change of an older model."""
+    config = late_run("fedavg", devices, models=["mlp"])
+    server = Server(config, tmp_path / "run")
+    strategy, sent = server.strategy, {}
+    samples = {n: m.info.samples for n, m in strategy.members.items()}
+    checked = 0
+    for number in range(1, 6):
+        before = {k: v.copy() for k, v in strategy.averaged["weights"].items()}
+        asked = server.ask(number)
+        for proxy, _ in asked:
+            sent[proxy.name] = number, before
+        found = strategy.collector.fit(number, asked, strategy.state.needed, None)
+        strategy.close_round(found)
+        models = {}
+        original = strategy.aggregate
+
+        def seen(number, replies, models=models, original=original):
+            models |= {r.client.name: (r.age, dict(r.knowledge.group("weights"))) for r in replies}
+            return original(number, replies)
+
+        strategy.aggregate = seen
+        strategy.aggregate_fit(number, found.results, found.failures)
+        strategy.aggregate = original
+        server.close(number)
+        total = sum(samples[n] / math.sqrt(1 + age) for n, (age, _) in models.items())
+        for key in before:
+            if not np.issubdtype(before[key].dtype, np.floating):
+                continue
+            mean = np.zeros(before[key].shape)
+            for name, (age, model) in models.items():
+                mean += samples[name] / math.sqrt(1 + age) / total * model[key].astype(np.float64)
+            after = strategy.averaged["weights"][key]
+            np.testing.assert_allclose(after, mean, rtol=1e-5, atol=1e-6)
+        late = [name for name, (age, _) in models.items() if age]
+        for name in late:
+            asked_in, start = sent[name]
+            trained = raw_reply(server, name, asked_in)
+            for key in before:
+                if np.issubdtype(before[key].dtype, np.floating):
+                    expected = before[key] + (trained[key] - start[key].astype(np.float64))
+                    np.testing.assert_allclose(models[name][1][key], expected, rtol=1e-5, atol=1e-5)
+            checked += 1
+    assert checked
+    strategy.collector.close()
+
+
+def raw_reply(server, name, number):
+    """Return the weights with which a client ended a round, as its own disk has them."""
+    store = ClientStore(server.log.directory / "state", server.log.run_name, name)
+    tensors, _ = store.load(number, "cpu")
+    return {
+        k.removeprefix("private/"): v.numpy()
+        for k, v in tensors.items()
+        if k.startswith("private/")
+    }
+
+
+# By this machine's clock.
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds a client's training back until it is let go."""
+    gate = threading.Event()
+    train = FedAvgClient.train
+
+    def slowly(self, round, knowledge):
+        if self.info.name == "client-2" and round == 1:
+            gate.wait(60)
+        return train(self, round, knowledge)
+
+    monkeypatch.setattr(FedAvgClient, "train", slowly)
+    monkeypatch.setattr("fedhet.engines.inline.InlineProxy._one_at_a_time", threading.RLock())
+    return gate
+
+
+class Unlocked:
+    """No lock: clients of this test may train at the same time."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
+    tmp_path, held, monkeypatch
+):
+    monkeypatch.setattr("fedhet.engines.inline.InlineProxy._one_at_a_time", Unlocked())
+    config = small("fedavg", clients=3, rounds=4, models=["mlp"], enough=2.0, silences=1)
+    server = Server(config, tmp_path / "run")
+    strategy = server.strategy
+    strategy.collector.open(3)
+    for number in (1, 2, 3, 4):
+        asked = server.ask(number)
+        names = [proxy.name for proxy, _ in asked]
+        assert ("client-2" in names) == (number in (1, 4)), number
+        found = strategy.collector.fit(number, asked, strategy.state.needed, None)
+        strategy.close_round(found)
+        strategy.aggregate_fit(number, found.results, found.failures)
+        assert not strategy.state.record.failed
+        if number == 2:
+            assert strategy.state.record.late == ["client-2"]
+            held.set()
+            until(lambda: (tmp_path / "run" / "late" / "client-2.safetensors").exists())
+        if number == 3:
+            assert strategy.state.record.ages == {"client-2": 2}
+        server.close(number)
+    assert "client-2" not in [path.stem for path in (tmp_path / "run" / "late").iterdir()]
+    strategy.collector.close()
+
+
+def until(what, seconds=30):
+    ends = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path):
+    """In one process they train one after another: when enough have, the others need not."""
+    config = small("fedavg", clients=4, rounds=2, models=["mlp"], enough=2.0)
+    run(config, tmp_path / "run")
+    for each in records(tmp_path / "run"):
+        assert 2 <= len(each["answered"]) <= 3
+        assert each["asked"] == each["answered"]
+        assert "late" not in each
+        assert not each["failed"]
+
+
+def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, devices):
+    config = late_run("felo", devices)
+    with pytest.raises(CutError):
+        run(config, tmp_path / "run", [CutOff(3, "after")])
+    assert [path.stem for path in (tmp_path / "run" / "late").iterdir()] == ["client-3"]
+    run_name = load_run(tmp_path / "run").origin.run
+    late = LateReplies(tmp_path / "run", run_name)
+    reply = late.get("client-3")
+    asked = [each["round"] for each in records(tmp_path / "run") if "client-3" in each["asked"]]
+    assert reply.round == asked[-1]
+    shutil.copytree(tmp_path / "run" / "late", tmp_path / "other" / "late")
+    assert LateReplies(tmp_path / "other", "felo-other").restore({"client-3": asked[-1]}) == {}
+    assert not list((tmp_path / "other" / "late").iterdir())
+    (tmp_path / "run" / "late" / "client-3.safetensors").write_bytes(b"damaged")
+    assert late.restore({"client-3": asked[-1]}) == {}

@@ -1,0 +1,185 @@
+"""When rounds close, what late answers are worth, and how long simulated clients take."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from federation import settings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedhet.config.resolve import resolve
+from fedhet.errors import SettingsError
+from fedhet.pace.clock import SimulatedClock, read_devices
+from fedhet.pace.closing import Closing, asked, closing, usual, wanted
+from fedhet.pace.staleness import buffered_rate, carried_over, staleness_weight
+from fedhet.settings.pace import PaceSettings
+
+TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
+
+
+@given(times=TIMES, enough=st.integers(1, 9), grace=st.integers(0, 20), timeout=st.integers(1, 50))
+def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, timeout):
+    """Literally: at each second, ask whether all are in, enough are for long enough, or it is over.
+
+    Both clocks must close at that second: the one that knows all times, and the one that waits.
+    """
+    second, since = 0, None
+    while True:
+        there = sum(time <= second for time in times)
+        if since is None and there >= enough:
+            since = second
+        if (
+            there == len(times)
+            or second >= timeout
+            or (since is not None and second >= since + grace)
+        ):
+            break
+        second += 1
+    rule = Closing(enough, float(grace), float(timeout))
+    assert rule.closes_at([100.0 + t for t in times], 100.0) == 100.0 + second
+    seen: list[float] = []
+    now = 0.0
+    for time in sorted(times):
+        if time > now + rule.waits(now, seen, len(times) - len(seen)):
+            break
+        now = float(time)
+        seen.append(now)
+    assert now + rule.waits(now, seen, len(times) - len(seen)) == second
+
+
+@pytest.mark.parametrize(
+    ("given_", "needed", "awaited", "expected"),
+    [
+        ({}, 10, 10, 10),
+        ({"over_selection": 0.3}, 10, 13, 10),
+        ({"enough": 0.75}, 10, 10, 8),
+        ({"enough": 0.7}, 10, 10, 7),
+        ({"enough": 3.0}, 10, 10, 3),
+        ({"enough": 30.0}, 10, 10, 10),
+        ({"enough": 0.01}, 10, 10, 1),
+        ({"over_selection": 0.5}, 10, 4, 4),
+    ],
+)
+def test_enough_is_a_share_of_what_is_needed_or_a_number(given_, needed, awaited, expected):
+    assert closing(PaceSettings(**given_), needed, awaited).enough == expected
+
+
+def test_how_many_are_asked():
+    assert [wanted(20, share) for share in (0.5, 1.0, 0.01, 0.125)] == [10, 20, 1, 3]
+    assert [asked(10, share) for share in (0.0, 0.3, 0.01)] == [10, 13, 11]
+
+
+def test_a_timeout_in_times_of_the_usual_round():
+    pace = PaceSettings(timeout="3x")
+    assert closing(pace, 1, 1).timeout == math.inf
+    assert closing(pace, 1, 1, [1.0, 9.0, 2.0]).timeout == 6.0
+    assert usual([100.0, *[4.0] * 20]) == 4.0
+    assert closing(PaceSettings(timeout="90"), 1, 1, [1.0]).timeout == 90.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"timeout": "soon"}, "it takes seconds, such as 600, or times of the usual round"),
+        ({"timeout": "0x"}, "it takes seconds"),
+        ({"enough": 1.5}, "a share > 0 and <= 1, or a number of clients from 2"),
+        ({"server_lr": 0.5}, "it takes 1 unless 'pace.mode' is asynchronous"),
+        ({"candidates": 3}, "it takes 0 unless 'pace.select' is power-of-choice"),
+    ],
+)
+def test_a_pace_that_is_not_allowed_says_what_is(changes, words):
+    with pytest.raises(SettingsError, match=words):
+        resolve(settings("fedavg", **changes))
+
+
+def test_a_method_whose_answers_belong_to_a_round_cannot_be_asynchronous():
+    with pytest.raises(SettingsError, match=r"synchronous with fedmd; .*felo.* may be"):
+        resolve({**settings("fedmd"), "pace.mode": "asynchronous"})
+
+
+def test_the_weight_of_a_late_answer():
+    assert staleness_weight(0) == 1
+    assert staleness_weight(3) == 0.5
+    assert staleness_weight(8) == pytest.approx(1 / 3)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.1, 2))
+def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, server_lr):
+    """FedBuff, Algorithm 1: w + eta / K sum_k s(tau_k) Delta_k, each client by its samples."""
+    rng = np.random.default_rng(seed)
+    now = rng.standard_normal(5)
+    starts, trained = rng.standard_normal((2, clients, 5))
+    ages, samples = rng.integers(0, 9, clients), rng.integers(1, 50, clients)
+    step = np.zeros(5)
+    for k in range(clients):
+        step += samples[k] / samples.sum() / math.sqrt(1 + ages[k]) * (trained[k] - starts[k])
+    rate = buffered_rate(samples.tolist(), ages.tolist(), server_lr)
+    moved = [carried_over(now, trained[k], starts[k], rate, None) for k in range(clients)]
+    weights = [samples[k] * (1 + ages[k]) ** -0.5 for k in range(clients)]
+    average = np.average(moved, axis=0, weights=weights)
+    np.testing.assert_allclose(average, now + server_lr * step, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_carried_over_keeps_its_type_and_its_range():
+    counter = carried_over(np.array(3), np.array(9), np.array(5), 0.5, None)
+    assert counter == 9
+    one = np.float32([1.0])
+    variance = carried_over(one, np.float32([0.5]), np.float32([9.0]), 1.0, 0.0)
+    assert variance == 0
+    assert variance.dtype == np.float32
+
+
+def test_a_client_takes_its_work_by_its_speed_and_its_bytes_by_its_bandwidth(tmp_path):
+    file = tmp_path / "devices.csv"
+    file.write_text("client,sample-ms,mbit\nb,2,8\na,10,80\n")
+    clock = SimulatedClock(PaceSettings(clock=str(file), stragglers=1.0, slowdown=4.0), 0)
+    assert clock.seconds("b", 1, 500, 3_000_000) == 4 * (1.0 + 3.0)
+    assert clock.seconds("a", 1, 500, 0) == 4 * 5.0
+    with pytest.raises(SettingsError, match="has no row for the client 'c'"):
+        clock.seconds("c", 1, 1, 1)
+
+
+def test_devices_are_drawn_by_the_seed_and_spread_as_asked():
+    pace = PaceSettings(clock="log-normal", spread=0.5, sample_ms=3.0, mbit=40.0)
+    drawn = [SimulatedClock(pace, 7).device(f"client-{k}") for k in range(2000)]
+    for found, middle in (("sample_ms", 3.0), ("mbit", 40.0)):
+        logs = np.log([getattr(each, found) for each in drawn])
+        assert logs.mean() == pytest.approx(math.log(middle), abs=0.05)
+        assert logs.std() == pytest.approx(0.5, abs=0.05)
+    assert SimulatedClock(pace, 7).device("client-3") == drawn[3]
+    assert SimulatedClock(pace, 8).device("client-3") != drawn[3]
+
+
+def test_measured_devices_without_names_are_drawn(tmp_path):
+    file = tmp_path / "devices.csv"
+    file.write_text("mbit,sample-ms\n10,1\n20,2\n30,3\n")
+    clock = SimulatedClock(PaceSettings(clock=str(file)), 0)
+    drawn = [clock.device(f"client-{k}").mbit for k in range(60)]
+    assert set(drawn) == {10, 20, 30}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has the columns nothing: it takes sample-ms and mbit"),
+        ("sample-ms,speed\n1,2\n", "has the columns sample-ms, speed: it takes sample-ms and mbit"),
+        ("sample-ms,mbit\n", "has no device"),
+        ("sample-ms,mbit\n1,2\n1,fast\n", r"line 3: mbit is 'fast', it takes a number > 0"),
+        ("sample-ms,mbit\n1\n", "line 2: mbit is None"),
+        ("sample-ms,mbit\n-1,2\n", "sample-ms is '-1'"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words):
+    file = tmp_path / "devices.csv"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingsError, match=words):
+        read_devices(file)
+
+
+def test_a_file_of_devices_that_is_not_there(tmp_path):
+    with pytest.raises(SettingsError, match="it takes none, log-normal, or a CSV file of devices"):
+        read_devices(tmp_path / "lognormal")

@@ -1,0 +1,109 @@
+"""Which clients are asked: at random, by power-of-choice, or by Oort."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from federation import records, run, small
+from interruption import CutError, CutOff, resumed, same_but_for_the_name
+
+from fedhet.pace.selection import (
+    History,
+    Past,
+    chosen,
+    oort,
+    power_of_choice,
+    preferred,
+    utilities,
+)
+from fedhet.settings.pace import PaceSettings
+
+NAMES = [f"c{k:02d}" for k in range(20)]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def test_power_of_choice_takes_the_highest_losses_of_those_that_are_drawn():
+    history = History({name: Past(1, float(k), 1.0, 10) for k, name in enumerate(NAMES)})
+    samples = dict.fromkeys(NAMES, 10.0)
+    assert power_of_choice(NAMES, samples, history, 3, 20, rng()) == ["c19", "c18", "c17"]
+    del history.clients["c05"]  # its loss is not known: it comes first
+    assert power_of_choice(NAMES, samples, history, 2, 20, rng()) == ["c05", "c19"]
+    picked = power_of_choice(NAMES, samples, history, 4, 0, rng(3))
+    assert len(set(picked)) == 4
+    assert min(history.clients[name].loss for name in picked if name != "c05") > 0
+
+
+def test_power_of_choice_draws_candidates_by_their_samples():
+    samples = dict.fromkeys(NAMES, 1.0) | {"c00": 1000.0}
+    drawn = [power_of_choice(NAMES, samples, History(), 1, 1, rng(seed))[0] for seed in range(200)]
+    assert drawn.count("c00") > 180
+
+
+def test_oort_explores_those_that_it_does_not_know():
+    history = History({name: Past(1, 1.0, 1.0, 10) for name in NAMES[:10]})
+    first = oort(NAMES, history, 1, 10, rng())
+    assert sum(name in NAMES[10:] for name in first) == 9  # 0.9 of ten
+    late = oort(NAMES, history, 500, 10, rng())
+    assert sum(name in NAMES[10:] for name in late) == 2  # 0.2 at the least
+    alone = oort(NAMES[10:], history, 500, 6, rng())
+    assert len(set(alone)) == 6
+
+
+def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
+    """Eq. 2, written out: |B| times the loss, times (T / t)^2 beyond T, with its bonus for age."""
+    clients = {"a": Past(4, 2.0, 1.0, 50), "b": Past(9, 0.5, 10.0, 100), "c": Past(1, 1.0, 2.0, 10)}
+    found = utilities(clients, 10, preferred=5.0)
+    plain = {"a": 100.0, "b": 50.0, "c": 10.0}
+    most = np.quantile(list(plain.values()), 0.95)
+    for name, past in clients.items():
+        value = min(plain[name], most) + math.sqrt(0.1 * math.log(10) / past.round) * most
+        value *= (5.0 / past.seconds) ** 2 if past.seconds > 5 else 1.0
+        assert found[name] == pytest.approx(value)
+
+
+def test_oort_prefers_what_teaches_more_and_is_not_slow():
+    history = History({name: Past(1, 0.1, 1.0, 10) for name in NAMES})
+    for name in NAMES[:5]:
+        history.clients[name] = Past(1, 5.0, 1.0, 10)
+    for name in NAMES[:2]:
+        history.clients[name].seconds = 1000.0
+    assert set(oort(NAMES, history, 500, 3, rng())) == set(NAMES[2:5])
+
+
+def test_the_pacer_gives_more_time_when_rounds_are_worth_less():
+    clients = {name: Past(1, 1.0, float(k), 10) for k, name in enumerate(NAMES)}
+    calm = preferred(History(clients, [5.0] * 40))
+    assert preferred(History(clients, [5.0] * 20 + [4.0] * 20)) > calm
+    assert preferred(History(clients, [4.0] * 20 + [5.0] * 20)) == calm
+    assert calm == pytest.approx(np.quantile(range(20), 0.3))
+
+
+@pytest.mark.parametrize("select", ["random", "power-of-choice", "oort"])
+def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
+    pace, samples = PaceSettings(select=select), dict.fromkeys(NAMES, 10.0)
+    history = History({name: Past(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])})
+    for count in (1, 7, 20, 30):
+        found = chosen(pace, NAMES, samples, history, 3, count, rng())
+        assert found == sorted(set(found))
+        assert len(found) == min(count, 20)
+        assert found == chosen(pace, NAMES[::-1], samples, history, 3, count, rng())
+
+
+@pytest.mark.parametrize("select", ["power-of-choice", "oort"])
+def test_a_run_that_chooses_by_loss_resumes_as_if_it_had_not_been_cut(tmp_path, select):
+    changes = {"select": select, "clients": 6, "fraction": 0.5, "models": ["mlp"], "rounds": 4}
+    config = small("fedavg", clock="log-normal", **changes)
+    run(config, tmp_path / "whole")
+    with pytest.raises(CutError):
+        run(config, tmp_path / "cut", [CutOff(3, "before")])
+    run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
+    plain = small("fedavg", clock="log-normal", **{**changes, "select": "random"})
+    run(plain, tmp_path / "plain")
+    asked = [[r["asked"] for r in records(tmp_path / name)] for name in ("whole", "plain")]
+    assert asked[0] != asked[1]
