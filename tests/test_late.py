@@ -128,6 +128,7 @@ def test_an_answer_that_belongs_to_its_round_is_refused_without_a_mark(tmp_path,
 @pytest.mark.parametrize("most", [0, 1])
 def test_an_answer_that_is_too_old_is_not_used(tmp_path, devices, most):
     ages: dict[int, set[int]] = {}
+    (tmp_path / "devices.csv").write_text(DEVICES.replace(",8,20", ",20,20"))
     for limit in (most, 100):
         config = late_run("fedavg", devices, models=["mlp"], **{"pace.max-age": limit})
         run(config, tmp_path / str(limit))

@@ -50,7 +50,7 @@ class NamedProxy(ClientProxy):
         try:
             with self.turn:
                 if self.instruction is not None:
-                    ins = FitIns(self.instruction(), ins.config)
+                    ins, self.instruction = FitIns(self.instruction(), ins.config), None
                 self.sent = payload_bytes(ins.parameters)
                 result = self._proxy.fit(ins, timeout, group_id)
                 if self.in_time() and self.spool is not None:

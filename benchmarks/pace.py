@@ -1,0 +1,167 @@
+"""How long a federation takes, by a simulated clock, if it waits for all and if it does not.
+
+    python -m benchmarks.pace --out DIR [--methods a,b] [--seeds 3,4,5] [--rounds 30]
+        [--dataset digits] [--slow 30] [--figure FILE.png]
+
+Twenty clients, of which half are wanted in a round. Speeds and bandwidths are log-normal (standard
+deviation of the logarithms 1), and one client is `--slow` times slower than the median. Four ways:
+`all` waits for all; `k of n` asks 0.3 more and closes with as many as are wanted, and late answers
+are lost; `late` is the same, and late answers count; `asynchronous` makes versions of five answers.
+
+A row has the simulated hours until the mean of three evaluations reaches 98 % of what `all` has at
+its end (the mean of its last fifth), as a share of those of `all`, and the difference of the last
+fifths at equal simulated time, with the standard error over the seeds. A run that exists in --out
+is kept, so that the script can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+import fedhet
+from fedhet.disk.folder import write_text
+from fedhet.report import load_run
+
+CLIENTS, SPREAD, MEDIAN_MS, MEDIAN_MBIT = 20, 1.0, 100.0, 5.0
+METHODS = ("felo", "fedavg", "fedtype", "fedproto")
+KINDS = {"fedavg": "global", "felo": "global"}
+"""The kind of model that is judged; of other methods the clients' own."""
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "k of n": {"pace.over-selection": 0.3, "pace.max-age": 0},
+    "late": {"pace.over-selection": 0.3},
+    "asynchronous": {"pace.mode": "asynchronous", "pace.enough": 5.0},
+}
+LONGER = {"all": 1, "k of n": 3, "late": 3, "asynchronous": 6}
+"""By how many times more rounds a way makes than `all`, whose rounds take longer."""
+
+
+def devices(folder: Path, seed: int, slow: float) -> Path:
+    """Write the clients' devices, and return the file."""
+    rng = np.random.default_rng(seed)
+    lines = ["client,sample-ms,mbit"]
+    for k in range(CLIENTS):
+        speed, bandwidth = np.exp(SPREAD * rng.standard_normal(2))
+        ms = MEDIAN_MS * (slow if k == 0 else speed)
+        lines.append(f"client-{k:02d},{ms:.6g},{MEDIAN_MBIT * bandwidth:.6g}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"devices-{seed}.csv", "\n".join(lines) + "\n")
+    return folder / f"devices-{seed}.csv"
+
+
+def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Series:
+    """Return the accuracy by simulated hours of a run, which is made unless it is there."""
+    folder = given.out / f"{method}-{way.replace(' ', '-')}-s{seed}"
+    if not (folder / "summary.json").exists():
+        pool = ["cnn2"] if method == "fedavg" else ["cnn2", "mlp", "cnn3"]
+        fedhet.run(
+            method, dataset=given.dataset, clients=CLIENTS, rounds=given.rounds * LONGER[way],
+            seed=seed, backend="inline", out=folder, progress=False,
+            settings={
+                "models.pool": pool, "fraction": 0.5, "training.local-epochs": 2,
+                "evaluate-every": LONGER[way], "engine.precision": "float32",
+                "data.partition": "dirichlet", "data.alpha": 0.5,
+                "pace.clock": str(devices(given.out, seed, given.slow)), **WAYS[way],
+            },
+        )  # fmt: skip
+    run = load_run(folder)
+    means = run.curve(run.headline, KINDS.get(method, "private"))["mean"]
+    return means.set_axis(run.costs["clock"].loc[means.index] / 3600)
+
+
+def hours_to(curve: pd.Series, target: float) -> float:
+    """Return when the mean of three evaluations reaches a target first; NaN: it never does."""
+    smooth = curve.rolling(3, min_periods=1).mean()
+    return float(smooth.index[smooth >= target][0]) if (smooth >= target).any() else math.nan
+
+
+def at_equal_time(curve: pd.Series, hours: float) -> float:
+    """Return the mean accuracy of the last fifth of the first `hours` hours."""
+    found = curve[(curve.index <= hours) & (curve.index >= 0.8 * hours)]
+    return float(found.mean()) if len(found) else float(curve[curve.index <= hours].iloc[-1])
+
+
+def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """Return what each way takes and gains with a method, over the seeds."""
+    curves = {way: [made(given, method, way, seed) for seed in seeds] for way in WAYS}
+    ends = [float(curve.index[-1]) for curve in curves["all"]]
+    found = []
+    for way, each in curves.items():
+        shares, gains, hours = [], [], []
+        for base, curve, end in zip(curves["all"], each, ends, strict=True):
+            level = at_equal_time(base, end)
+            taken = hours_to(curve, 0.98 * level)
+            hours.append(taken)
+            shares.append(taken / hours_to(base, 0.98 * level))
+            gains.append(at_equal_time(curve, end) - level)
+        found.append(
+            {
+                "method": method, "way": way, "hours": fmean(hours), "share": fmean(shares),
+                "share_se": standard_error(shares), "gain": fmean(gains),
+                "gain_se": standard_error(gains), "seeds": seeds,
+            }
+        )  # fmt: skip
+    return found
+
+
+def standard_error(values: list[float]) -> float:
+    """Return the standard error of a mean."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: Path) -> None:
+    """Draw the accuracy of the first seed by simulated hours, a panel a method."""
+    figure = Figure(figsize=(3.2 * len(methods), 3), layout="constrained")
+    for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
+        end = made(given, method, "all", seeds[0]).index[-1]
+        for way in WAYS:
+            curve = made(given, method, way, seeds[0])
+            ax.plot(curve[curve.index <= end], label=way)
+        ax.set_title(method)
+        ax.set_xlabel("simulated hours")
+    figure.axes[0].set_ylabel("mean accuracy")
+    figure.axes[-1].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Make the runs, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", default="3,4,5")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--slow", type=float, default=30.0)
+    parser.add_argument("--figure", type=Path)
+    given = parser.parse_args()
+    methods, seeds = given.methods.split(","), [int(each) for each in given.seeds.split(",")]
+    print("| method | rounds | hours to 98 % | of those of all | accuracy at equal time |")
+    print("|---|---|---|---|---|", flush=True)
+    found = []
+    for method in methods:
+        for each in row(given, method, seeds):
+            share = f"{each['share']:.2f} ± {each['share_se']:.2f}"
+            gain = f"{100 * each['gain']:+.1f} ± {100 * each['gain_se']:.1f}"
+            head = f"| {each['method']} | {each['way']} | {each['hours']:.2f}"
+            print(f"{head} | {share} | {gain} |", flush=True)
+            found.append(each)
+    write_text(given.out / "table.json", json.dumps(found))
+    if given.figure:
+        draw(given, methods, seeds, given.figure)
+
+
+if __name__ == "__main__":
+    main()
