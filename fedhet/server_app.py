@@ -13,8 +13,7 @@ from flwr.server.client_manager import ClientManager, SimpleClientManager
 from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
-from fedhet.config.resolve import Config, check_deployable, resolve
-from fedhet.config.sources import from_flower
+from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import line_display, round_lines
@@ -133,7 +132,7 @@ class Reported(Watcher):
 
 def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run that `flwr run` started."""
-    config = resolve(from_flower(context.run_config))
+    config = resolve_flower(context.run_config)
     check_deployable(config)
     console, directory = console_for(), run_directory(config)
     shown = [line_display(console), round_lines(console), Reported(directory, console)]
