@@ -124,7 +124,7 @@ class Reported(Watcher):
             return
         self._console.print(report.final_table(run))
         self._say(f"report, at the server: {self._directory / 'report.html'}")
-        self._say(f"next, there: fedhet watch {self._directory.parent} shows all runs")
+        self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -432,7 +432,7 @@ def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     text = ledger.path.read_text()
     ledger.path.write_text(f"{line}\n{text}")
-    with pytest.raises(StateError, match="line 1 is damaged: what was spent cannot be told"):
+    with pytest.raises(StateError, match="line 1 is damaged: what was spent is unknown"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
     assert ledger.path.read_text() == f"{line}\n{text}"
 

@@ -193,7 +193,7 @@ def _check_own_models(config: Config) -> None:
 def _check_semi(run: RunSettings, method: Method) -> None:
     """Raise SettingsError unless clients can learn from unlabelled samples by FixMatch."""
     if not method.spec.semi:
-        rule = f"none with {method.name}, which has a way of its own to train"
+        rule = f"none with {method.name}, which trains in its own way"
         raise refused("training.semi", run.training.semi, rule)
     if not data.sample_kind(run.data).changeable:
         able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)

@@ -114,7 +114,7 @@ def _cuda() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield ok("GPU", "this PyTorch is built for processors alone")
+        yield ok("GPU", "this PyTorch is built without CUDA")
     elif not torch.cuda.is_available():
         yield ok("GPU", "none that PyTorch can use: no device, or a driver that is too old")
     for index in range(torch.cuda.device_count()):

@@ -91,7 +91,8 @@ class Members:
             members = self.present(manager)
         if len(members) < least:
             raise FedhetError(
-                f"{len(members)} clients can take part, at least {least} must: see the notices; "
+                f"{len(members)} clients can take part, but at least {least} are needed: see the "
+                "notices; "
                 "'engine.min-clients' lets a run start with fewer"
             )
         return members
