@@ -92,8 +92,7 @@ class Members:
         if len(members) < least:
             raise FedhetError(
                 f"{len(members)} clients can take part, but at least {least} are needed: see the "
-                "notices; "
-                "'engine.min-clients' lets a run start with fewer"
+                "notices; 'engine.min-clients' lets a run start with fewer"
             )
         return members
 

@@ -108,7 +108,8 @@ def _start() -> None:
     except Exception as error:  # Ray raises errors of several kinds, and of several lines
         leave()
         raise FedhetError(
-            f"cannot start Ray on this machine ({words_of(error)}); --backend inline runs without it"
+            f"cannot start Ray on this machine ({words_of(error)}); "
+            "--backend inline runs without it"
         ) from error
 
 
