@@ -131,8 +131,8 @@ def find_device(name: str) -> torch.device:
         return torch.device(there[-1] if len(there) == 1 else there[1])
     if name not in there:
         raise SettingsError(
-            f"device {name!r} does not exist here: 'engine.device', or a node's own 'device', takes "
-            f"auto or a device of this machine: {', '.join(there)}"
+            f"device {name!r} does not exist here: 'engine.device', or a node's own 'device', "
+            f"takes auto or a device of this machine: {', '.join(there)}"
         )
     return torch.device(name)
 
