@@ -131,8 +131,8 @@ def find_device(name: str) -> torch.device:
         return torch.device(there[-1] if len(there) == 1 else there[1])
     if name not in there:
         raise SettingsError(
-            f"device {name!r} is not there: 'engine.device', or a node's own 'device', takes auto "
-            f"or a device of this machine: {', '.join(there)}"
+            f"device {name!r} does not exist here: 'engine.device', or a node's own 'device', "
+            f"takes auto or a device of this machine: {', '.join(there)}"
         )
     return torch.device(name)
 
@@ -152,7 +152,7 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
         return torch.bfloat16 if _is_faster_in_bfloat16(device) else None
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
-            "setting 'engine.precision' = 'float16' is not there on the device cpu: "
+            "setting 'engine.precision' = 'float16' is not available on the device cpu: "
             "it takes auto, float32 or bfloat16"
         )
     return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]

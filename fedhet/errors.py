@@ -34,6 +34,10 @@ class ModelError(FedhetError):
     """A model name that does not exist, or a model that does not fit the data."""
 
 
+class OwnModelError(ModelError):
+    """A user's own model fails as it is fitted or predicts; the cause is what it raised."""
+
+
 class PrivacyError(FedhetError):
     """A release that would cost more privacy than a run or a site allows."""
 
@@ -57,6 +61,11 @@ class KnowledgeError(FedhetError):
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")
         self.sender, self.field, self.fault = sender, one_line(field), one_line(fault)
 
+    @property
+    def reason(self) -> str:
+        """What is wrong, without the sender: its own error, or the field and its fault."""
+        return self.fault if self.field == "answer" else f"{self.field}: {self.fault}"
+
 
 def one_line(text: str) -> str:
     """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
@@ -77,6 +86,17 @@ def words_of(error: BaseException) -> str:
     text = str(error)
     wrapped = _AT_A_CLIENT.match(text)
     return one_line(" ".join((wrapped[1] if wrapped else text).split()))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's message; of an error of the system, only its words, without its number."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def typed(error: BaseException) -> str:
+    """Return an error's type and message, such as "ValueError: too few samples"."""
+    words = words_of(error)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def where_looked(error: BaseException, path: str) -> str:

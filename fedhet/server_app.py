@@ -13,8 +13,7 @@ from flwr.server.client_manager import ClientManager, SimpleClientManager
 from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from rich.console import Console
 
-from fedhet.config.resolve import Config, check_deployable, resolve
-from fedhet.config.sources import from_flower
+from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.display import line_display, round_lines
@@ -146,7 +145,7 @@ class Reported(Watcher):
             return
         self._console.print(report.final_table(run))
         self._say(f"report, at the server: {self._directory / 'report.html'}")
-        self._say(f"next, there: fedhet watch {self._directory.parent} shows all runs")
+        self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -154,7 +153,7 @@ class Reported(Watcher):
 
 def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run that `flwr run` started."""
-    config = resolve(from_flower(context.run_config))
+    config = resolve_flower(context.run_config)
     check_deployable(config)
     console, directory = console_for(), run_directory(config)
     shown = [line_display(console), round_lines(console), Reported(directory, console)]

@@ -26,7 +26,7 @@ from fedhet.algorithms.helpers import Key
 from fedhet.arrays import Array
 from fedhet.disk.bounded import parsed, refuse_odd
 from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
+from fedhet.errors import StateError, reason_of
 from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]
@@ -287,7 +287,7 @@ def _opened(path: Path, device: str) -> Iterator[Any]:
         with safe_open(path, framework="pt", device=device) as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise StateError(f"cannot read {path}: {error}") from error
+        raise StateError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _facts(path: Path, file: Any) -> dict[str, int | float | str]:

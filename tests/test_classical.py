@@ -237,7 +237,7 @@ def test_a_users_own_model_in_a_federation(own, tmp_path):
         ("return np.zeros((len(x), 2), int)", r"predicts int64 \[120, 2\], must be whole"),
         ("return np.zeros(len(x))", r"predicts float64 \[120\], must be whole numbers \[120\]"),
         ("return np.full(len(x), 3)", r"predicts 3 to 3, classes are 0 to 2"),
-        ("raise KeyError('lost')", r"cannot predict: 'lost'"),
+        ("raise KeyError('lost')", r"cannot predict: KeyError: 'lost'"),
     ],
 )
 def test_what_is_no_class_is_refused(own, body, fault):
@@ -295,7 +295,7 @@ def test_probabilities_are_scikit_learns(name):
         ("return np.full((len(x), 2), np.nan)", r"its probabilities must be \[120, 2\]"),
         ("return np.ones((3, 2))", r"its probabilities must be \[120, 2\]"),
         ("return np.ones((len(x), 3))", r"predicts int64 \[2\], must be whole numbers \[3\]"),
-        ("raise KeyError('lost')", r"cannot predict: 'lost'"),
+        ("raise KeyError('lost')", r"cannot predict: KeyError: 'lost'"),
     ],
 )
 def test_what_is_no_probability_is_refused(own, body, fault):
@@ -314,7 +314,7 @@ def test_a_fit_that_fails_names_the_model(own):
     def odd(shape, classes): return Odd()
     """
     name = own("unfit", text, "odd")
-    with pytest.raises(ModelError, match=f"model '{name}' cannot be fitted: too few"):
+    with pytest.raises(ModelError, match=f"model '{name}' cannot be fitted: ValueError: too few"):
         fitted(name, *drawn())
 
 

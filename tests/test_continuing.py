@@ -72,8 +72,9 @@ def test_a_changed_schedule_is_noted(tmp_path):
     run(config, tmp_path / "run")
     notices = Notices()
     run(longer(config, tmp_path / "run", rounds=2), tmp_path / "run", [notices])
-    assert "the learning rate (cosine) was scheduled for 1 rounds, and is from now on for 2" in (
-        notices.texts
+    assert (
+        "the learning rate (cosine) was scheduled for 1 rounds; from now on it is scheduled for 2"
+        in (notices.texts)
     )
 
 

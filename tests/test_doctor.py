@@ -127,3 +127,9 @@ def test_the_command_fails_if_something_is_amiss(keys):
     (keys / "ca.key").chmod(0o644)
     assert CliRunner().invoke(app, ["doctor", str(keys)]).exit_code == 1
     assert CliRunner().invoke(app, ["doctor", str(keys / "none")]).exit_code == 2
+
+
+def test_an_authority_that_is_not_there_is_not_taken_for_a_silent_server(keys, served):
+    absent = keys / "absent.crt"
+    (found,) = amiss(doctor.of_server(served(0.0), absent))
+    assert found.endswith(f"{absent}: no such file; it must be the CA's certificate")

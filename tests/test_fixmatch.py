@@ -248,7 +248,7 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
     ("method", "changes", "says"),
     [
         ("um-pfssl", {}, "'training.semi' = 'fixmatch' is not allowed: it takes none with um-pf"),
-        ("fedtype", {}, "it takes none with fedtype, which has a way of its own to train"),
+        ("fedtype", {}, "it takes none with fedtype, which trains in its own way"),
         ("local", {"models": "sk-tree"}, "networks with 'training.semi' = 'fixmatch', not sk-tr"),
         ("fedavg", {"dataset": "breast-cancer"}, "it takes images or texts with 'training.semi'"),
         ("local", {"semi_threshold": 1.1}, "'training.semi-threshold' = 1.1 is not allowed"),

@@ -104,7 +104,7 @@ def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
     grid.add(1, claims="site-a", registered="site-b")
     assert list(members.present(manager)) == []
     assert notices == [
-        "node 1 is left out: it claims the name 'site-a', its key was registered as 'site-b'"
+        "node site-b is left out: it claims the name 'site-a', its key was registered as 'site-b'"
     ]
     grid.add(2, claims="site-a", registered="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "2"}
@@ -143,6 +143,18 @@ def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up
     del grid.online[1]
     assert members.present(manager) == {}
     assert "node 1 did not register: node 1 is not online any more" in notices[0]
+
+
+def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joining):
+    members, manager, notices = joining
+    grid.add(1, claims="a name with spaces", registered="site-b")
+    grid.add(2, claims="another one")
+    assert members.present(manager) == {}
+    rule = "must be letters, digits, '.', '_', '-'"
+    assert notices == [
+        f"node site-b is left out: name: is 'a name with spaces', {rule}",
+        f"node 2 is left out: name: is 'another one', {rule}",
+    ]
 
 
 def test_a_node_of_a_simulation_has_no_registered_name():

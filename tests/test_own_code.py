@@ -19,8 +19,26 @@ def tired(shape, classes):
 
 def fixed(shape, classes):  # its features cannot be given another width
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), nn.Sequential(nn.Linear(8, classes))
+
+class Unfit:  # as scikit-learn's, without gradients
+    def fit(self, x, y):
+        raise OSError("no more patience")
+
+    def predict(self, x):
+        return 0 * x[:, 0]
+
+def unfit(shape, classes):
+    return Unfit()
+
+class Halves(Unfit):
+    def fit(self, x, y):
+        return self
+
+def halves(shape, classes):  # its predictions are no whole numbers
+    return Halves()
 """
 LINE = BROKEN.splitlines().index('            raise TypeError("my own bug")') + 1
+FIT = BROKEN.splitlines().index('        raise OSError("no more patience")') + 1
 
 
 @pytest.fixture
@@ -51,6 +69,38 @@ def test_an_error_of_ones_own_code_ends_a_simulation_and_says_where(own, tmp_pat
     assert "fedhet/clients/base.py" in whole
     assert f'my_broken_nets.py", line {LINE}' in whole
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_model_without_gradients_that_fails_ends_a_simulation_too(own, tmp_path, call, backend):
+    model = own.replace("tired", "unfit")
+    status, said, fault = call(*words(model, tmp_path, backend))
+    assert status == 2, said
+    one_line = " ".join(fault.split())
+    place = f"my_broken_nets.py, line {FIT}"
+    assert f"model '{model}' cannot be fitted: OSError: no more patience ({place})" in one_line
+    assert 'raise OSError("no more patience")' in one_line
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_model_that_predicts_no_classes_ends_a_simulation(own, tmp_path, call):
+    model = own.replace("tired", "halves")
+    status, said, fault = call(*words(model, tmp_path, "inline"))
+    assert status == 2, said
+    assert f"code failed: model '{model}' predicts float32" in " ".join(fault.split())
+    assert ".py" not in fault  # nothing of one's own was on the way
+
+
+def test_scikit_learns_own_failures_cost_only_their_client(own, tmp_path, call, monkeypatch):
+    from sklearn.tree import DecisionTreeClassifier
+
+    def failing(self, x, y):
+        raise ValueError("a tree of stone")
+
+    monkeypatch.setattr(DecisionTreeClassifier, "fit", failing)
+    status, said, _ = call(*words("sk-tree", tmp_path, "inline"))
+    assert status == 0, said
+    assert "cannot be fitted: ValueError: a tree of stone" in " ".join(said.split())
 
 
 def test_without_strict_the_others_go_on_and_each_kind_is_shown_once(own, tmp_path, call):

@@ -30,6 +30,7 @@ from fedhet.report import (
     write_report,
 )
 from fedhet.report.figures import drawings
+from fedhet.report.style import told_apart
 from fedhet.report.tables import comparison_cells
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
@@ -717,3 +718,30 @@ def test_units() -> None:
     ]  # fmt: skip
     assert sorted(["client-10", "client-2", "a"], key=natural) == ["a", "client-2", "client-10"]
     assert spans([1, 2, 3, 7]) == "1–3, 7"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["felo pool=cnn2,mlp,resnet10 lr=0.001", "felo pool=cnn2,cnn3,mlp,resnet10 lr=0.001"],
+        ["felo pool=cnn2,mlp", "felo pool=cnn2,mlp"],
+        ["alike" * 9 + "x" + "alike" * 9, "alike" * 9 + "y" + "alike" * 9],
+        ["a", "b" * 60],
+    ],
+)
+def test_short_labels_differ_wherever_a_difference_begins(names: list[str]) -> None:
+    found = told_apart(names, 22)
+    assert all(len(label) <= 22 for label in found)
+    words = "=" in names[0]  # within a single word there is nothing to begin at
+    assert not words or len(set(found)) == len(set(names))
+
+
+def test_a_deployments_page_says_how_many_clients_never_took_part(tmp_path: Path) -> None:
+    path = deployment(tmp_path / "run")
+    settings = path / "config.toml"
+    text = settings.read_text()
+    settings.write_text("clients = 5\n" + re.sub(r"(?m)^clients = .*\n", "", text))
+    line = "2 of 5 clients never took part: the run's log says why"
+    assert line in Page(write_report(path)).text
+    (path / "run.json").write_text("{}")
+    assert "never took part" not in Page(write_report(path)).text

@@ -8,9 +8,10 @@ from federation import Server, each, records
 from typer.testing import CliRunner
 
 from fedhet.cli import app
-from fedhet.config.resolve import check, resolve
-from fedhet.config.sources import all_settings, read_toml
+from fedhet.config.resolve import check, resolve, resolve_flower
+from fedhet.config.sources import all_settings, defaults, read_toml, to_flower
 from fedhet.data import sample_kind
+from fedhet.errors import SettingsError
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.data import DataSettings
@@ -95,6 +96,28 @@ def test_a_methods_own_models_are_for_tables_too():
     assert own("fedgems", **{"fedgems.server-model": "mlp"}).server_model == "mlp"
     assert resolve({"method": "fedtype"}).own.proxy == "cnn2"
     assert resolve({"method": "fedgems"}).own.server_model == "gems-resnet56"
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "model"),
+    [
+        ("fedtype", "fedtype.proxy", "cnn2"),  # as is the default, for images
+        ("fedtype", "fedtype.proxy", "lenet5"),
+        ("fml", "fml.meme", "cnn2"),
+        ("ds-fl", "ds-fl.server-model", "cnn2"),
+        ("fedgems", "fedgems.server-model", "gems-resnet56"),
+    ],
+)
+def test_a_methods_own_model_for_images_is_refused_for_a_table(method, setting, model):
+    config = resolve({"method": method, **SETTINGS, setting: model})
+    with pytest.raises(SettingsError) as caught:
+        check(config)
+    assert str(caught.value).startswith(f"setting '{setting}' = '{model}' is not allowed: model ")
+
+
+def test_flowers_run_config_which_lists_every_setting_chooses_no_model():
+    given = {**to_flower(defaults()), "method": "fedtype", "data.dataset": "breast-cancer"}
+    assert resolve_flower(given).own.proxy == "mlp"
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     (run / "run.json").write_text("{}")
     (run / "config.toml").write_text("")
     assert _how_to_go_on(run) == (
-        f"no round was finished; `fedhet run --resume {run}` starts with the first"
+        f"no round was finished; `fedhet run --resume {run}` starts again from the first"
     )
     (run / "metrics.jsonl").write_text("{}\n")
     said = _how_to_go_on(run)

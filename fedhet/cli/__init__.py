@@ -31,7 +31,7 @@ from fedhet.cli.show import (
 from fedhet.cli.use import export_command, predict_command
 from fedhet.cli.watch import sites_command, status_command, watch_command
 from fedhet.engines.ray.connection import is_starting
-from fedhet.errors import FedhetError
+from fedhet.errors import FedhetError, reason_of
 from fedhet.version import __version__
 
 app = typer.Typer(
@@ -84,10 +84,19 @@ def main() -> None:
     except (FedhetError, OSError) as error:
         for note in getattr(error, "__notes__", ()):
             errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
-        errors.print(f"fedhet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        errors.print(
+            f"fedhet: {_words(error)}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         if is_starting():
             end_at_once(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         errors.print("fedhet: interrupted", style="red")
         raise SystemExit(130) from None
+
+
+def _words(error: Exception) -> str:
+    """Return an error's message; of the system's own, the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {reason_of(error)}"
+    return str(error)

@@ -151,4 +151,4 @@ def certs_command(
     for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
         say(certs.ends(directory / name))
     if renew:
-        say("restart the server to use it; the sites go on by themselves")
+        say("restart the server to use it; the sites reconnect by themselves")

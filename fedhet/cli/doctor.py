@@ -19,12 +19,14 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 def doctor_command(
     keys: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="A folder of keys and certificates to look at, too."),
+        typer.Argument(metavar="[DIR]", help="Check the keys and certificates in DIR, too."),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", show_default=NONE, help="A server's control API to ask, too."
+            metavar="HOST:PORT",
+            show_default=NONE,
+            help="Check the server with this control API, too.",
         ),
     ] = None,
     ca: Authority = None,

@@ -12,7 +12,7 @@ from fedhet.cli.options import say
 
 def example_command(
     kind: Annotated[
-        Literal["text", "signal", "table"], typer.Argument(help="What a sample is to be.")
+        Literal["text", "signal", "table"], typer.Argument(help="The kind of samples.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:

@@ -157,7 +157,9 @@ def read_seeds(text: str) -> list[int]:
     """Return the seeds of "0,1,2". Raises SettingsError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise SettingsError(f"'--seeds {text}' is not allowed: it takes e.g. 0,1,2, none twice")
+        raise SettingsError(
+            f"'--seeds {text}' is not allowed: it takes a list such as 0,1,2, without repetition"
+        )
     return [int(part) for part in parts]
 
 

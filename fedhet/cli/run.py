@@ -40,7 +40,7 @@ def run_command(
         typer.Option(
             metavar="METHOD",
             show_default=NONE,
-            help="A baseline that is trained besides, and shown with the run, such as local.",
+            help="A baseline to train as well and to show beside the run, such as local.",
             autocompletion=completion.methods,
         ),
     ] = None,

@@ -40,7 +40,7 @@ from fedhet.papers import (
 from fedhet.papers.plan import PlannedRun, Values
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
-from fedhet.runs.directory import forget_models
+from fedhet.runs.directory import forget_models, make_parent
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
@@ -76,6 +76,7 @@ def make_tables(
         for run in runs:
             say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
         return
+    make_parent(out)
     faults = _make(f"{word}, {size}", runs, jobs, partial(_made, keep_models=keep_models))
     made = [collect(found) for found in plans]
     for results in made:

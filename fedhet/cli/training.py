@@ -157,7 +157,7 @@ def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
     Raises FedhetError, after all of them, if some did not.
     """
     faults = []
-    with ending_at_once(lambda: "the runs that have ended are whole"):
+    with ending_at_once(lambda: "the finished runs are complete"):
         made = counted(side_by_side(runs, jobs, _made), len(runs))
         for number, (left, (run, fault)) in enumerate(made, 1):
             say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}{left}")
@@ -195,5 +195,5 @@ def _how_to_go_on(directory: Path) -> str:
     if metrics.exists() and metrics.stat().st_size:
         return f"{resume} resumes it; `fedhet report {directory}` shows what it has recorded"
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
-        return f"no round was finished; {resume} starts with the first"
+        return f"no round was finished; {resume} starts again from the first"
     return "nothing was trained yet"

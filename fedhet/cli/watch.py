@@ -102,7 +102,7 @@ def _show_server(address: str, ca: Path | None, *, as_json: bool) -> None:
         for line in run.lines:
             say(f"  {line}")
     if not runs:
-        say("no run was submitted yet")
+        say("no run has been submitted yet")
 
 
 def sites_command(

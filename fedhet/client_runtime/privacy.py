@@ -25,7 +25,7 @@ from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config
 from fedhet.devices import Compute, evaluation_batch
 from fedhet.disk.folder import Folder
-from fedhet.errors import FedhetError, PrivacyError, StateError
+from fedhet.errors import FedhetError, OwnModelError, PrivacyError, StateError
 from fedhet.models import HetModel
 from fedhet.privacy.accounting import (
     Noise,
@@ -252,9 +252,9 @@ class Private(Open):
         """Run the block; of an error that is not ours the server is told the type alone."""
         try:
             yield
-        except FedhetError:
-            raise
         except Exception as error:
+            if isinstance(error, FedhetError) and not isinstance(error, OwnModelError):
+                raise
             LOG.exception("%s: round %d", self._node.name, self._round)
             raise StateError(FAULT.format(type(error).__name__)) from None
 

@@ -34,7 +34,7 @@ from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.data import Split
 from fedhet.devices import compute_for
-from fedhet.errors import FedhetError
+from fedhet.errors import FedhetError, OwnModelError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
@@ -272,6 +272,8 @@ class HetClient(NumPyClient):
                 said = write_measures(self.promise.measured(measured))
                 if self.run.pace.is_simulated:
                     said[WORK] = float(max(self.recipe.work, len(self.y)))
+        except OwnModelError:
+            raise
         except FedhetError as error:
             return [], 0, self.promise.fault(error)
         return arrays, self.info.samples, dict(said)
@@ -296,6 +298,8 @@ class HetClient(NumPyClient):
                     self.state.save(envelope.round + 1)
                 scores, seconds = timed(self.evaluation, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
+        except OwnModelError:
+            raise
         except FedhetError as error:
             return 0.0, 0, self.promise.fault(error)
         loss = 0.0 if self.promise.is_on else own_loss(scores)

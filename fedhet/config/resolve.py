@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +13,11 @@ import tomli_w
 from fedhet import data, models
 from fedhet.config.privacy import check_private, check_trainable
 from fedhet.config.sources import from_flower
-from fedhet.config.values import validated
+from fedhet.config.values import Given, validated
 from fedhet.data import sources
 from fedhet.devices import compute_for
 from fedhet.errors import FedhetError, SettingsError
-from fedhet.kinds import KINDS, augmentation
+from fedhet.kinds import KINDS, Shape, augmentation
 from fedhet.methods.registry import Method, all_methods
 from fedhet.settings.pace import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
@@ -63,8 +63,18 @@ def resolve(values: Mapping[str, object]) -> Config:
     A setting of another method is allowed only at its default, because Flower's run config lists
     the settings of every method.
     """
+    return _resolved(values, chosen=values.keys())
+
+
+def resolve_flower(values: Mapping[str, object]) -> Config:
+    """Return the settings of Flower's run config, which lists them all: a default is no choice."""
+    return _resolved(from_flower(values), chosen=())
+
+
+def _resolved(values: Mapping[str, object], chosen: Container[str]) -> Config:
+    """`chosen`: the settings whose values stay even if they are the defaults."""
     given = validated(values)
-    own = _completed_own(given.own, given.run, given.method)
+    own = _completed_own(given, chosen)
     config = Config(_completed(given.run, given.method, own), given.method, own)
     _check_names(config)
     return config
@@ -73,7 +83,7 @@ def resolve(values: Mapping[str, object]) -> Config:
 @lru_cache(maxsize=8)
 def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
     """Return the settings of Flower's run config, resolved once a process for the same items."""
-    return resolve(from_flower(dict(items)))
+    return resolve_flower(dict(items))
 
 
 def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSettings:
@@ -100,9 +110,11 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
     return run.model_copy(update=changes)
 
 
-def _completed_own(own: MethodSettings, run: RunSettings, method: Method) -> MethodSettings:
-    """Fill in the method's default models for the kind of data, as `_completed` does."""
+def _completed_own(given: Given, chosen: Container[str]) -> MethodSettings:
+    """Fill in the method's default models for the kind of data, where none is chosen."""
+    run, method, own = given.run, given.method, given.own
     default, found = type(own)(), method.spec.defaults(data.sample_kind(run.data))
+    found = {k: v for k, v in found.items() if f"{method.table}.{kebab(k)}" not in chosen}
     if run.privacy.is_on:
         clients = method.spec.privacy.models
         found |= {k: models.without_batch_norms(v) for k, v in found.items() if k in clients}
@@ -187,7 +199,7 @@ def _check_own_models(config: Config) -> None:
 def _check_semi(run: RunSettings, method: Method) -> None:
     """Raise SettingsError unless clients can learn from unlabelled samples by FixMatch."""
     if not method.spec.semi:
-        rule = f"none with {method.name}, which has a way of its own to train"
+        rule = f"none with {method.name}, which trains in its own way"
         raise refused("training.semi", run.training.semi, rule)
     if not data.sample_kind(run.data).changeable:
         able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
@@ -214,8 +226,20 @@ def check(config: Config, store: data.RunData | None = None) -> None:
     for name in dict.fromkeys(run.models.pool):
         any_model = config.method.spec.any_model
         models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
+    for field in config.method.spec.own_models:
+        _check_fits(config, field, dataset.shape, len(dataset.classes))
     if run.privacy.is_on:
         check_trainable(config.run, config.method, config.own, dataset.shape, len(dataset.classes))
+
+
+def _check_fits(config: Config, field: str, shape: Shape, classes: int) -> None:
+    """Raise SettingsError if the model that one of the method's own settings names cannot be."""
+    name = getattr(config.own, field)
+    try:
+        models.check(name, shape, classes, any_model=False)
+    except FedhetError as error:
+        setting = f"setting '{config.method.table}.{kebab(field)}' = {name!r} is not allowed"
+        raise SettingsError(f"{setting}: {error}") from None
 
 
 def check_deployable(config: Config) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedhet.disk.bounded import read_tables
-from fedhet.errors import SettingsError, StateError, unknown_name
+from fedhet.errors import SettingsError, StateError, reason_of, unknown_name
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
@@ -110,8 +110,10 @@ def read_toml(path: Path) -> dict[str, object]:
     """Return the settings in a TOML file, by their full names. Raises SettingsError."""
     try:
         return flatten(read_tables(path))
-    except (OSError, StateError, RecursionError) as error:
-        raise SettingsError(f"cannot read settings from {path}: {error}") from None
+    except StateError as error:  # names the file
+        raise SettingsError(f"cannot read settings from {error}") from None
+    except (OSError, RecursionError) as error:
+        raise SettingsError(f"cannot read settings from {path}: {reason_of(error)}") from None
 
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:

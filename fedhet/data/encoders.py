@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedhet.errors import DataError, ModelError, SettingsError
+from fedhet.errors import DataError, ModelError, SettingsError, reason_of
 
 VARIABLE = "FEDHET_ENCODERS"
 _MODEL = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")
@@ -60,7 +60,7 @@ def _read(folder: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a readable configuration ({error})") from error
+        raise DataError(f"{path}: not a readable configuration ({reason_of(error)})") from error
     if not isinstance(found, dict):
         raise DataError(f"{path}: not a readable configuration (it is not an object)")
     return found

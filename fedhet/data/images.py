@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.errors import DataError
+from fedhet.errors import DataError, reason_of
 from fedhet.kinds import Shape
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
             cached = _build(target, files, spec, like)
     except OSError as error:
         raise DataError(
-            f"{target.parent}: cannot hold the decoded images ({error}); "
+            f"{target.parent}: cannot hold the decoded images ({reason_of(error)}); "
             "name another folder in the environment variable FEDHET_CACHE_DIR"
         ) from error
     return torch.from_numpy(cached)
@@ -174,7 +174,7 @@ def _image(path: str) -> Image:
 
 
 def _unreadable(path: str, error: Exception) -> DataError:
-    return DataError(f"{path}: not a readable image ({error})")
+    return DataError(f"{path}: not a readable image ({reason_of(error)})")
 
 
 def _write(file: IO[bytes], files: Sequence[str], form: Form) -> None:

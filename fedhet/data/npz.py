@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fedhet.data.spec import DataSpec, Index, Split, numbered, refuse_more
-from fedhet.errors import DataError
+from fedhet.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, Kind
 
 MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
@@ -53,7 +53,7 @@ def read_arrays(
     except DataError:
         raise
     except Exception as error:  # zipfile, zlib, lzma, tokenize and numpy have each their own
-        fault = f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {reason_of(error)}"
         raise DataError(f"{path}: not a readable .npz file ({fault})") from error
 
 

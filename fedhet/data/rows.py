@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from fedhet.data.spec import DataSpec, refuse_more
 from fedhet.disk.bounded import parsed
-from fedhet.errors import DataError, nearest
+from fedhet.errors import DataError, nearest, reason_of
 
 _FORMATS = (".csv", ".tsv", ".jsonl")
 ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", ".gz"))
@@ -137,8 +137,10 @@ def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
     try:
         with open_bounded(path, spec, newline="\n" if as_json else "") as file:
             yield from _objects(file, path) if as_json else _cells(file, path, wanted)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable file of rows ({error})") from error
+        raise DataError(f"{path}: not a readable file of rows ({reason_of(error)})") from error
 
 
 def _objects(file: IO[str], path: Path) -> Numbered:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedhet.data.spec import Dataset, Index, Split
 from fedhet.data.tables import TableSchema
 from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
+from fedhet.errors import StateError, reason_of
 
 _PARTITION = "partition.safetensors"
 _SAMPLES = "samples.npy"
@@ -49,7 +49,9 @@ def writing(folder: Path) -> Iterator[Path]:
         with Folder(folder, folder.parent).writing() as place:
             yield place
     except OSError as error:
-        raise StateError(f"cannot write the decoded data into {folder}: {error}") from None
+        raise StateError(
+            f"cannot write the decoded data into {folder}: {reason_of(error)}"
+        ) from None
 
 
 def write_dataset(dataset: Dataset, path: Path) -> None:
@@ -76,7 +78,7 @@ def read_dataset(path: Path) -> Dataset:
             facts = _FACTS.validate_json(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors has an error type of its own
-        raise StateError(f"cannot read the decoded data in {path}: {error}") from None
+        raise StateError(f"cannot read the decoded data in {path}: {reason_of(error)}") from None
     train, test, public = (
         Split(tensors[f"{part}.x"], tensors[f"{part}.y"]) if f"{part}.x" in tensors else None
         for part in _PARTS
@@ -108,7 +110,7 @@ def read_rows(folder: Path) -> tuple[Index, ...]:
     try:
         found = load_file(path)
     except Exception as error:  # safetensors has an error type of its own
-        raise StateError(f"cannot read the clients' rows in {path}: {error}") from None
+        raise StateError(f"cannot read the clients' rows in {path}: {reason_of(error)}") from None
     return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
 
 
@@ -132,4 +134,6 @@ def map_samples(folder: Path) -> Tensor:
         # "c": a change would stay in this process, and torch takes no read-only arrays.
         return torch.from_numpy(np.load(path, mmap_mode="c"))
     except (OSError, ValueError, EOFError) as error:
-        raise StateError(f"cannot read the clients' samples in {path}: {error}") from None
+        raise StateError(
+            f"cannot read the clients' samples in {path}: {reason_of(error)}"
+        ) from None

@@ -31,7 +31,7 @@ from fedhet.data.spec import (
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
-from fedhet.errors import DataError
+from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TABLE, TEXT, Shape
 
 SCHEMA = "schema.toml"
@@ -183,7 +183,7 @@ def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a readable text file ({error})") from error
+        raise DataError(f"{path}: not a readable text file ({reason_of(error)})") from error
     names = tuple(line.strip() for line in lines if line.strip())
     if len(names) != classes or len(set(names)) != classes:
         raise DataError(

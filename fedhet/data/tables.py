@@ -26,7 +26,7 @@ from fedhet.data.rows import bytes_of, read_cells
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
 from fedhet.disk.bounded import read_tables
-from fedhet.errors import DataError, StateError, nearest, one_line
+from fedhet.errors import DataError, StateError, nearest, one_line, reason_of
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
 """What stands for a missing value, in small letters."""
@@ -282,8 +282,9 @@ def read_schema(path: Path) -> TableSchema:
     try:
         return TableSchema.model_validate(read_tables(path))
     except (OSError, StateError) as error:
+        fault = f"{path}: {reason_of(error)}" if isinstance(error, OSError) else str(error)
         raise DataError(
-            f"cannot read the schema of the table, which `fedhet schema` writes: {error}"
+            f"cannot read the schema of the table, which `fedhet schema` writes: {fault}"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -335,7 +336,7 @@ def _parquet_rows(path: Path, spec: DataSpec) -> Iterator[tuple[int, Mapping[str
     except DataError:
         raise
     except Exception as error:  # pyarrow has errors of many kinds
-        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
+        raise DataError(f"{path}: not a readable Parquet file ({reason_of(error)})") from error
 
 
 def _group_bytes(file: Any) -> Iterator[int]:

@@ -12,7 +12,7 @@ from fedhet.data.class_folders import Files
 from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.tokens import tokenized
-from fedhet.errors import DataError, nearest
+from fedhet.errors import DataError, nearest, reason_of
 from fedhet.kinds import Shape
 
 
@@ -79,7 +79,7 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
             content = read_bounded(path, spec)
             texts.append(content.decode("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: not a readable text in UTF-8 ({error})") from error
+            raise DataError(f"{path}: not a readable text in UTF-8 ({reason_of(error)})") from error
         taken += len(content)
         refuse_more(taken, spec, path.parents[1])
     return tokenized(texts, spec, Path(files[0]).parents[1] if files else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedhet.data.encoders import configuration, encoder_folder
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.errors import DataError, SettingsError
+from fedhet.errors import DataError, SettingsError, reason_of
 from fedhet.kinds import PADDING, Shape, text_shape
 
 WORDS = "words"
@@ -109,7 +109,7 @@ def _tokenizer(name: str) -> Any:
     try:
         tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library's own, for each fault of the file
-        raise DataError(f"{path}: not a readable tokenizer ({error})") from error
+        raise DataError(f"{path}: not a readable tokenizer ({reason_of(error)})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if tokenizer.get_vocab_size(with_added_tokens=True) > _MOST:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedhet.errors import FedhetError
+from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.units import plural
 from fedhet.wire.identity import is_name
 
@@ -61,7 +61,7 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
             if not (directory / NODES / node).exists():
                 written += make_node_key(directory / NODES / node)
     except OSError as error:
-        raise FedhetError(f"cannot write keys in {directory}: {error}") from None
+        raise FedhetError(f"cannot write keys in {directory}: {reason_of(error)}") from None
     return written
 
 
@@ -83,7 +83,7 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
         for path, final in reversed([*zip(new, place, strict=True)]):
             path.replace(final)
     except OSError as error:
-        raise FedhetError(f"cannot renew {place[0]}: {error}") from None
+        raise FedhetError(f"cannot renew {place[0]}: {reason_of(error)}") from None
     return [*place]
 
 
@@ -92,7 +92,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise FedhetError(f"cannot read the certificate {path}: {error}") from None
+        raise FedhetError(f"cannot read the certificate {path}: {reason_of(error)}") from None
 
 
 def ends(path: Path) -> str:
@@ -201,7 +201,7 @@ def _read_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurve
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise FedhetError(
-            f"cannot sign a server certificate with {path}: {error}; sign it "
+            f"cannot sign a server certificate with {path}: {reason_of(error)}; sign it "
             "with your own authority"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):

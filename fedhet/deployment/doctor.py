@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedhet.deployment import certs
-from fedhet.errors import FedhetError, one_line
+from fedhet.errors import FedhetError, one_line, reason_of
 from fedhet.runs.units import human_bytes, plural
 
 Level = Literal["ok", "warning", "error"]
@@ -114,7 +114,7 @@ def _cuda() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield ok("GPU", "this PyTorch is built for processors alone")
+        yield ok("GPU", "this PyTorch is built without CUDA")
     elif not torch.cuda.is_available():
         yield ok("GPU", "none that PyTorch can use: no device, or a driver that is too old")
     for index in range(torch.cuda.device_count()):
@@ -212,6 +212,9 @@ def _answer(address: str, authority: Path) -> Iterator[Finding]:
     if not host or not port.isdecimal():
         yield error("server", f"'{address}' is not HOST:PORT")
         return
+    if not authority.is_file():
+        yield error("server", f"{authority}: no such file; it must be the CA's certificate")
+        return
     try:
         context = ssl.create_default_context(cafile=str(authority))
         connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
@@ -221,7 +224,7 @@ def _answer(address: str, authority: Path) -> Iterator[Finding]:
         yield error("server", f"{address}: its certificate is refused: {fault.verify_message}")
         return
     except (OSError, http.client.HTTPException) as fault:
-        yield error("server", f"{address} does not answer: {fault}")
+        yield error("server", f"{address} does not answer: {reason_of(fault)}")
         return
     yield ok("server", f"{address} answers, with a certificate of {authority}")
     yield from _clock(answer.headers.get("Date"))

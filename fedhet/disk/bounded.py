@@ -50,7 +50,9 @@ def refuse_odd(path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise StateError(f"cannot read {path}: it is not a regular file")
     if found.st_size > LARGE and found.st_blocks * 512 < found.st_size / 16:
-        raise StateError(f"cannot read {path}: of its {found.st_size:,} bytes few are on the disk")
+        raise StateError(
+            f"cannot read {path}: of its {found.st_size:,} bytes, only few are on the disk"
+        )
 
 
 def refuse_parts(path: Path, content: bytes, more: int = 0) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fedhet.errors import StateError
+from fedhet.errors import StateError, reason_of
 
 _OPEN_FOLDERS = Path("/proc/self/fd")
 LEFT_BEHIND = 3600.0
@@ -146,7 +146,7 @@ def failing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise StateError(
-            f"cannot write {path}: {error}; the file before it is unchanged"
+            f"cannot write {path}: {reason_of(error)}; the file before it is unchanged"
         ) from error
 
 

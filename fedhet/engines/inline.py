@@ -13,7 +13,7 @@ from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
 from fedhet.server.direct_proxy import DirectProxy
-from fedhet.server.own_code import NOT_OF_CODE, ClientCodeError, CodeFault
+from fedhet.server.own_code import ClientCodeError, CodeFault, is_of_code
 
 
 def run_inline(config: Config, data: RunData, state_dir: Path, parts: ServerAppComponents) -> None:
@@ -47,7 +47,7 @@ class InlineProxy(DirectProxy):
             with self._one_at_a_time:
                 client = open_client(self._config, self._node).to_client()
                 return getattr(client, name)(instruction)
-        except NOT_OF_CODE:
-            raise
         except Exception as error:
+            if not is_of_code(error):
+                raise
             raise ClientCodeError(CodeFault.of(error)) from error

@@ -61,7 +61,7 @@ def best_round_of(directory: Path, trust: str = "") -> int:
     records, _ = read_records(directory / "metrics.jsonl")
     found = best_round(records, config.method.spec.headline)
     if not found:
-        raise StateError(f"{directory}: no round was evaluated, so that none is the best")
+        raise StateError(f"{directory}: no round was evaluated, so there is no best one")
     return found
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedhet.arrays import Array
 from fedhet.data.spec import global_random_kept
 from fedhet.devices import scaled
-from fedhet.errors import ModelError
+from fedhet.errors import ModelError, typed
 from fedhet.seeding import seeded
 
 ROUNDING = 1e-5
@@ -69,8 +69,17 @@ class Refitted(nn.Module):
     like any model. It has no parameters or state: to restore it, fit it on the same data.
     """
 
-    def __init__(self, name: str, make: Callable[[], Classifier], classes: int, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Classifier],
+        classes: int,
+        seed: int,
+        error: type[ModelError] = ModelError,
+    ) -> None:
+        """`error`: the type that is raised where the classifier fails."""
         super().__init__()
+        self._error = error
         self.name = name
         self.classes = classes
         self._make = make
@@ -91,7 +100,7 @@ class Refitted(nn.Module):
                 classifier = self._make()
                 classifier.fit(_flat(x), labels)
             except Exception as error:
-                raise ModelError(f"model '{self.name}' cannot be fitted: {error}") from error
+                raise self._failed("cannot be fitted", error) from error
         self._fitted = classifier
 
     def fit_later(self, x: Tensor, y: Tensor) -> None:
@@ -111,7 +120,7 @@ class Refitted(nn.Module):
             try:
                 predicted = np.asarray(self._fitted.predict(_flat(x)))
             except Exception as error:
-                raise ModelError(f"model '{self.name}' cannot predict: {error}") from error
+                raise self._failed("cannot predict", error) from error
         return torch.from_numpy(self._checked(predicted, len(x))).to(x.device)
 
     def probabilities(self, x: Tensor) -> Tensor:
@@ -132,10 +141,10 @@ class Refitted(nn.Module):
             except ModelError:
                 raise
             except Exception as error:
-                raise ModelError(f"model '{self.name}' cannot predict: {error}") from error
+                raise self._failed("cannot predict", error) from error
         if len(found) != len(x) or not (np.abs(found - 0.5) <= 0.5 + ROUNDING).all():
             fault = f"must be [{len(x)}, {len(labels)}], from 0 to 1"
-            raise ModelError(f"model '{self.name}': its probabilities {fault}")
+            raise self._error(f"model '{self.name}': its probabilities {fault}")
         columns = torch.zeros(certain.shape)
         columns[:, torch.from_numpy(labels)] = torch.from_numpy(found)
         return columns.to(x.device)
@@ -144,14 +153,17 @@ class Refitted(nn.Module):
         """Return one-hot logits [N, C]."""
         return nn.functional.one_hot(self.predict(x), self.classes).float()
 
+    def _failed(self, what: str, error: Exception) -> ModelError:
+        return self._error(f"model '{self.name}' {what}: {typed(error)}")
+
     def _checked(self, predicted: Array, count: int) -> npt.NDArray[np.int64]:
         if predicted.shape != (count,) or predicted.dtype.kind not in "iu":
-            raise ModelError(
+            raise self._error(
                 f"model '{self.name}' predicts {predicted.dtype} {list(predicted.shape)}, "
                 f"must be whole numbers [{count}]"
             )
         if count and not 0 <= predicted.min() <= predicted.max() < self.classes:
-            raise ModelError(
+            raise self._error(
                 f"model '{self.name}' predicts {predicted.min()} to {predicted.max()}, "
                 f"classes are 0 to {self.classes - 1}"
             )

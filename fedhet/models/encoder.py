@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.data.encoders import configuration, encoder_folder, encoder_parts
-from fedhet.errors import ModelError
+from fedhet.errors import ModelError, reason_of
 from fedhet.kinds import PADDING, TEXT, Shape
 from fedhet.models.het import HetModel, join
 from fedhet.models.texts import mean_of, present, trimmed
@@ -110,5 +110,7 @@ def _loaded(name: str) -> nn.Module:
             folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     except Exception as error:  # the library's own, for each fault of the folder
-        raise ModelError(f"encoder {name!r}: {folder} cannot be loaded ({error})") from error
+        raise ModelError(
+            f"encoder {name!r}: {folder} cannot be loaded ({reason_of(error)})"
+        ) from error
     return network

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhet.errors import ModelError
+from fedhet.errors import ModelError, reason_of
 from fedhet.kinds import Shape
 from fedhet.models.info import ModelInfo
 
@@ -135,7 +135,7 @@ def _weights(base: str) -> Mapping[str, Tensor]:
     try:
         found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's and torch's own
-        raise ModelError(f"model '{base}': {path} cannot be read ({error})") from error
+        raise ModelError(f"model '{base}': {path} cannot be read ({reason_of(error)})") from error
     return found
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from fedhet.data.encoders import is_encoder
-from fedhet.errors import ModelError, SettingsError, nearest
+from fedhet.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.kinds import Shape, kind_of
 from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
@@ -178,7 +178,9 @@ def build_any(name: str, shape: Shape, classes: int, *, seed: int) -> HetModel |
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed)
     if is_user_model(name):
-        return Refitted(name, lambda: call_user_model(name, shape, classes), classes, own_seed)
+        return Refitted(
+            name, lambda: call_user_model(name, shape, classes), classes, own_seed, OwnModelError
+        )
     info = WITHOUT_GRADIENTS[name]
     return Refitted(name, lambda: info.make(own_seed % 2**32), classes, own_seed)
 

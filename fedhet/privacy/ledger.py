@@ -140,6 +140,6 @@ def _parsed(path: Path, lines: bytes) -> list[Entry]:
         try:
             entries.append(Entry.model_validate_json(line))
         except ValidationError:
-            rule = "what was spent cannot be told, so that nothing more is released"
+            rule = "what was spent is unknown, so nothing more is released"
             raise StateError(f"{path}: line {number} is damaged: {rule}") from None
     return entries

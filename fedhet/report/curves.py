@@ -55,7 +55,7 @@ def _alone(
     name: str, alt: str, draw: Callable[..., None], comparison: Comparison, *more: str
 ) -> Drawing:
     """Return a figure with one axes that `draw` fills, with room for a legend of groups."""
-    names = [_name(group) for group in comparison.groups[:SHOWN]]
+    names = _names(comparison)[:SHOWN]
     rows = math.ceil(len(names) / style.legend_columns(names))
     return Drawing(
         name,
@@ -65,8 +65,10 @@ def _alone(
     )
 
 
-def _name(group: Group, width: int = 40) -> str:
-    return style.short(group.label + ("" if group.finished else " *"), width)
+def _names(comparison: Comparison, width: int = 40) -> list[str]:
+    """Return the groups' labels in a figure, in their order."""
+    labels = [group.label + ("" if group.finished else " *") for group in comparison.groups]
+    return style.told_apart(labels, width)
 
 
 def _accuracy_by_round(ax: Axes, comparison: Comparison) -> None:
@@ -151,22 +153,23 @@ def _draw(
 
     Returns the rounds covered.
     """
-    rounds = [1]
+    rounds, names = [1], _names(comparison)
     for number, group in enumerate(comparison.groups[:SHOWN]):
         curve = curve_of(group)
         if len(curve):
             rounds += curve.index.tolist()
             at = curve[x].clip(lower=1) if x == "bytes" else curve.get(x)
             curve = curve if at is None else curve.set_index(at)
-            style.band(ax, number, curve["mean"], curve["std"], _name(group))
+            style.band(ax, number, curve["mean"], curve["std"], names[number])
     return rounds
 
 
 def _finals(ax: Axes, comparison: Comparison) -> None:
+    names = _names(comparison)
     for row, group in enumerate(comparison.groups):
-        _final(ax, row, group, comparison.headline)
+        _final(ax, row, group, comparison.headline, names[row])
     ax.set_ylim(len(comparison.groups) - 0.4, -0.6)
-    ax.set_yticks(range(len(comparison.groups)), [_name(group, 30) for group in comparison.groups])
+    ax.set_yticks(range(len(comparison.groups)), _names(comparison, 30))
     ax.tick_params(axis="y", labelcolor=style.INK)
     style.grid(ax, "x")
     style.ticks(ax, axis="x")
@@ -176,7 +179,7 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
     style.head(ax, "Last round")
 
 
-def _final(ax: Axes, row: int, group: Group, column: Column) -> None:
+def _final(ax: Axes, row: int, group: Group, column: Column, name: str) -> None:
     colour, mark = style.mark(row)
     each, spread = [run.last(*column).mean for run in group.runs], group.score(column)
     if math.isfinite(spread.std):
@@ -186,7 +189,7 @@ def _final(ax: Axes, row: int, group: Group, column: Column) -> None:
     if len(each) > 1:
         ax.scatter(each, [row] * len(each), color=colour, s=14, alpha=0.6, linewidth=0)
         seeds = [f"seed {run.seed}" for run in group.runs]
-        canvas.record(ax, group.label, pd.Series(float(row), each), _name(group), seeds)
+        canvas.record(ax, group.label, pd.Series(float(row), each), name, seeds)
     ax.scatter(spread.mean, row, color=colour, marker=mark, s=52, zorder=3)
-    canvas.record(ax, group.label, pd.Series(float(row), [spread.mean]), _name(group), ["mean"])
+    canvas.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
     canvas.panel(ax, mode="point", unit="none", x_unit="score")

@@ -115,6 +115,14 @@ class Run:
         return rounds if isinstance(rounds, int) else self.done
 
     @property
+    def missing(self) -> int:
+        """How many clients of a deployment never took part."""
+        wanted = self.settings.get("clients")
+        if not self.origin.deployed or not isinstance(wanted, int):
+            return 0
+        return max(wanted - len(self.clients), 0)
+
+    @property
     def models(self) -> Mapping[str, str]:
         """Each client's model, if there is a summary."""
         return self.summary.models if self.summary else {}

@@ -8,6 +8,7 @@ a CSS variable of the page, so that a figure follows its light or dark scheme.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -237,3 +238,21 @@ def short(name: str, width: int = 16) -> str:
     name = printable(name)
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"
+
+
+def told_apart(names: Sequence[str], width: int) -> list[str]:
+    """Return the names shortened; those that would look the same begin where they first differ."""
+    found = [short(name, width) for name in names]
+    return [
+        label if found.count(label) == 1 else _from_difference(name, names, found, width)
+        for name, label in zip(names, found, strict=True)
+    ]
+
+
+def _from_difference(name: str, names: Sequence[str], found: Sequence[str], width: int) -> str:
+    """Return a name from the word on in which it differs from those of the same short form."""
+    alike = {n for n, label in zip(names, found, strict=True) if label == short(name, width)}
+    columns = zip(*alike, strict=False)
+    start = sum(1 for _ in itertools.takewhile(lambda signs: len(set(signs)) == 1, columns))
+    start = max(name.rfind(sign, 0, start) for sign in " =,") + 1
+    return f"…{short(name[start:], width - 1)}" if start and len(alike) > 1 else short(name, width)

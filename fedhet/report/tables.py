@@ -164,12 +164,16 @@ def legend(run: Run) -> str:
 
 
 def away_lines(run: Run) -> list[str]:
-    """Return a sentence on each client that was not connected, or late, in some rounds."""
-    return [
+    """Return a sentence on each client that was not connected, or late, in some rounds or in any."""
+    lines = [
         f"{name} was {what} in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
         for what, found in (("not connected", run.away), ("late", run.late))
         for name, rounds in found.items()
     ]
+    if run.missing:
+        whole = plural(len(run.clients) + run.missing, "client")
+        lines.append(f"{run.missing} of {whole} never took part: the run's log says why")
+    return lines
 
 
 def baseline_line(run: Run) -> str:

@@ -16,7 +16,7 @@ from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.disk.bounded import read_json
 from fedhet.disk.folder import Folder, refuse_links
-from fedhet.errors import StateError
+from fedhet.errors import StateError, reason_of
 from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.statistics import headline_mean
@@ -45,7 +45,17 @@ def make_empty(directory: Path) -> None:
         if any(directory.iterdir()):
             raise StateError(f"{directory} is not empty; give another directory with --out")
     except OSError as error:
-        raise StateError(f"cannot make the run's directory {directory}: {error}") from None
+        raise StateError(
+            f"cannot make the run's directory {directory}: {reason_of(error)}"
+        ) from None
+
+
+def make_parent(directory: Path) -> None:
+    """Create the folder of several runs, unless it exists. Raises StateError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"cannot make the folder {directory}: {reason_of(error)}") from None
 
 
 def forget_models(directory: Path) -> None:

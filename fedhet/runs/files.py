@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedhet.disk.bounded import parsed, read_file, read_json, refuse_parts
 from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
+from fedhet.errors import StateError, reason_of
 from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def append(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StateError(f"cannot write {path}: {error}") from None
+        raise StateError(f"cannot write {path}: {reason_of(error)}") from None
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
@@ -128,7 +128,7 @@ def reading(path: Path) -> Iterator[None]:
             "of a run"
         ) from None
     except OSError as error:
-        raise StateError(f"{path}: unreadable: {error}") from None
+        raise StateError(f"{path}: unreadable: {reason_of(error)}") from None
 
 
 def read_validated(path: Path, schema: type[T]) -> T:

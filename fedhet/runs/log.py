@@ -168,8 +168,8 @@ class RunLog:
         schedule = self.config.run.training.follows_rounds
         if schedule and before != self.config.run.rounds:
             self.notice(
-                f"the learning rate ({schedule}) was scheduled for {before} rounds, and is from "
-                f"now on for {self.config.run.rounds}"
+                f"the learning rate ({schedule}) was scheduled for {before} rounds; from now on "
+                f"it is scheduled for {self.config.run.rounds}"
             )
 
     def _write_origin(self) -> None:

@@ -72,7 +72,9 @@ class Tracker(Watcher):
         except Exception as error:  # the library's own, and the network's
             self._off = True
             fault = one_line(str(error))[:200]
-            LOG.warning("%s is off from here on: %s", type(self).__name__, fault)
+            LOG.warning(
+                "%s is switched off for the rest of the run: %s", type(self).__name__, fault
+            )
 
 
 class Wandb(Tracker):

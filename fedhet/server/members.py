@@ -11,10 +11,10 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import FedhetError, one_line, words_of
+from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.server.admission import Admission, Task, commonest, commonest_task, task_of
 from fedhet.server.client_health import pause_after
-from fedhet.server.nodes import asked_again, registered_name
+from fedhet.server.nodes import asked_again, called, registered_name
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
 
@@ -91,8 +91,8 @@ class Members:
             members = self.present(manager)
         if len(members) < least:
             raise FedhetError(
-                f"{len(members)} clients can take part, at least {least} must: see the notices; "
-                "'engine.min-clients' lets a run start with fewer"
+                f"{len(members)} clients can take part, but at least {least} are needed: see the "
+                "notices; 'engine.min-clients' lets a run start with fewer"
             )
         return members
 
@@ -207,22 +207,23 @@ class Members:
             answer = asked.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             self._silent.pop(proxy.cid, None)
             if answer.status.code != Code.OK:
-                return f"node {proxy.cid} is left out: {one_line(answer.status.message)[:300]}"
-            info = read_properties(answer.properties, f"node {proxy.cid}")
+                return f"node {called(proxy)} is left out: {one_line(answer.status.message)[:300]}"
+            info = read_properties(answer.properties, f"node {called(proxy)}")
             if fault := self._name_fault(proxy, info.name):
                 self._refused.add(proxy.cid)
-                return f"node {proxy.cid} is left out: {fault}"
+                return f"node {called(proxy)} is left out: {fault}"
             return info
         except FedhetError as error:
             self._refused.add(proxy.cid)
-            return f"node {proxy.cid} is left out: {error}"
+            fault = error.reason if isinstance(error, KnowledgeError) else str(error)
+            return f"node {called(proxy)} is left out: {fault}"
         except Exception as error:
             # Any error of the transport: the node may be available again by a later round.
             self._failed([error])
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._asked)
             self._late = self._late or time.monotonic() - started >= self._timeout
-            return f"node {proxy.cid} did not register: {words_of(error)[:300]}"
+            return f"node {called(proxy)} did not register: {words_of(error)[:300]}"
 
     def _name_fault(self, proxy: ClientProxy, name: str) -> str:
         """Return why a node may not have the name that it claims, or "".

@@ -17,6 +17,8 @@ from flwr.app import Message
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 
+from fedhet.errors import one_line
+
 FRESH_SECONDS = 10.0
 """Seconds for which Flower's list of the nodes is used again."""
 POLL_SECONDS = 3.0
@@ -176,6 +178,13 @@ def registered_name(proxy: ClientProxy) -> str:
         return ""
     assert isinstance(proxy, GridClientProxy)
     return _nodes_of(grid).name(proxy.node_id)
+
+
+def called(proxy: ClientProxy) -> str:
+    """Return what a node is called in messages: by its registered name, or else by its number."""
+    with contextlib.suppress(Exception):  # of the transport: the node may be gone, or the server
+        return one_line(registered_name(proxy)) or proxy.cid
+    return proxy.cid
 
 
 def asked_again(proxy: ClientProxy) -> ClientProxy:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fedhet.errors import DropOutError, FedhetError, StateError, words_of
+from fedhet.errors import DropOutError, FedhetError, OwnModelError, StateError, typed, words_of
 
 LOG = logging.getLogger("flwr")
 NOT_OF_CODE = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)
@@ -24,8 +24,17 @@ _LIBRARIES = [
     Path(__file__).parents[1],
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
 ]
+
+
 LAST = 3
 """Frames that are shown of a traceback without any file of one's own."""
+
+
+def is_of_code(error: BaseException) -> bool:
+    """Return whether an error is one of a client's code, a user's own model included."""
+    if isinstance(error, OwnModelError):
+        return not isinstance(error.__cause__, MemoryError)
+    return not isinstance(error, NOT_OF_CODE)
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,13 @@ class CodeFault:
     @classmethod
     def of(cls, error: BaseException) -> CodeFault:
         """Return the fault of an error that has been raised."""
-        frames = traceback.extract_tb(error.__traceback__)
+        of_model = isinstance(error, OwnModelError)
+        raised = error.__cause__ if of_model else error
+        frames = traceback.extract_tb(raised.__traceback__) if raised else []
         own = [frame for frame in frames if _is_own(frame.filename)] or frames[-LAST:]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
         return cls(
-            f"{type(error).__name__}: {words_of(error)}{place}",
+            f"{words_of(error) if of_model else typed(error)}{place}",
             "".join(traceback.format_list(own)).rstrip(),
             "".join(traceback.format_exception(error)),
         )
@@ -86,7 +97,8 @@ def _ends_the_run(fault: CodeFault) -> StateError:
         f"a client's code failed: {fault.reason}; the whole traceback is in the run's flower.log, "
         "and --no-strict lets a run go on without such clients"
     )
-    error.add_note(fault.short)
+    if fault.short:
+        error.add_note(fault.short)
     return error
 
 

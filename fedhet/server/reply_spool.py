@@ -18,7 +18,7 @@ from flwr.common import Parameters
 
 from fedhet.arrays import Array, OnDemand
 from fedhet.disk.folder import Folder
-from fedhet.errors import KnowledgeError, StateError
+from fedhet.errors import KnowledgeError, StateError, reason_of
 from fedhet.server.magnitudes import Magnitudes, magnitudes_of
 from fedhet.server.reply import from_outside
 from fedhet.wire.contract import Contract
@@ -120,8 +120,8 @@ class SpooledReply(Parameters):
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StateError(
-                f"cannot read the reply of {self._path.name}: {error}; what a method keeps of a "
-                "reply's weights after the round it must copy"
+                f"cannot read the reply of {self._path.name}: {reason_of(error)}; what a method "
+                "keeps of a reply's weights after the round it must copy"
             ) from error
 
 

@@ -205,7 +205,7 @@ class RoundState:
         try:
             yield
         except KnowledgeError as error:
-            self._drop(name, f"{error.field}: {error.fault}", _outcome_of(error))
+            self._drop(name, error.reason, _outcome_of(error))
         except FedhetError as error:
             self._drop(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:

@@ -19,7 +19,7 @@ import torch
 from fedhet.data.rows import bytes_of, open_bounded
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered, refuse_more
-from fedhet.errors import DataError
+from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TABLE
 
 _OPENML_TEST_FRACTION = 1 / 3
@@ -75,7 +75,7 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
                     taken += bytes_of(row) + _CHARACTER * longest * len(row)
                     refuse_more(taken, spec, path)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable table ({error})") from error
+        raise DataError(f"{path}: not a readable table ({reason_of(error)})") from error
     if not rows:
         raise DataError(f"{path}: holds no rows")
     table: Rows = np.array(rows, dtype=np.str_)

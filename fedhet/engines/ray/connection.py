@@ -18,7 +18,7 @@ import psutil
 
 from fedhet.engines.environment import TUNABLES, for_training, inherited
 from fedhet.engines.ray.private import forget, private, remove_folder
-from fedhet.errors import FedhetError, words_of
+from fedhet.errors import FedhetError, reason_of, words_of
 from fedhet.settings.address import AUTO, host_and_port
 
 REACHABLE_WITHIN = 10.0
@@ -108,7 +108,8 @@ def _start() -> None:
     except Exception as error:  # Ray raises errors of several kinds, and of several lines
         leave()
         raise FedhetError(
-            f"cannot start Ray on this machine ({words_of(error)}); --backend inline does without"
+            f"cannot start Ray on this machine ({words_of(error)}); "
+            "--backend inline runs without it"
         ) from error
 
 
@@ -154,8 +155,8 @@ def _reach(address: str) -> None:
         socket.create_connection(host_and_port(address), REACHABLE_WITHIN).close()
     except OSError as error:
         raise FedhetError(
-            f"no Ray cluster answers at {address} ({error}): `ray start --head` starts one, and "
-            "prints its address"
+            f"no Ray cluster answers at {address} ({reason_of(error)}): `ray start --head` starts "
+            "one, and prints its address"
         ) from error
 
 

@@ -11,7 +11,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.server.own_code import NOT_OF_CODE, CodeFault
+from fedhet.server.own_code import CodeFault, is_of_code
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class Worker:
             node = read_node(node_config, self._config.run, self._state_dir, self._data)
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
-        except NOT_OF_CODE as error:
-            return Failed(str(error), traceback.format_exc())
         except Exception as error:
-            return Failed(str(error), traceback.format_exc(), CodeFault.of(error))
+            fault = CodeFault.of(error) if is_of_code(error) else None
+            return Failed(str(error), traceback.format_exc(), fault)
 
     def is_ready(self) -> bool:
         """Return True: the process has started, and has imported what it needs."""
