@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
 from fedhet.settings.engine import ComputeSettings, EngineSettings
+from fedhet.transfer import all_to_device, to_device
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -40,6 +41,10 @@ class Compute:
 
     def place(self, module: Module) -> Module:
         """Move `module` to the device, in the memory format, and return it."""
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        if any(each.device.type != self.device.type for each in own.values()):
+            for name, each in all_to_device(own, self.device).items():
+                own[name].data = each.clone()  # each in memory of its own, where it is aligned
         module.to(self.device)
         if self.channels_last:
             module.to(memory_format=torch.channels_last)
@@ -57,7 +62,7 @@ class Compute:
 
     def held(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
-        return x.to(self.device)
+        return to_device(x, self.device)
 
 
 CPU = Compute(torch.device("cpu"))

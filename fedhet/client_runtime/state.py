@@ -14,6 +14,7 @@ from fedhet.devices import Compute
 from fedhet.errors import StateError
 from fedhet.models import Refitted
 from fedhet.storage import ClientStore, Facts, refuse_other
+from fedhet.transfer import all_to_device
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""
@@ -154,8 +155,7 @@ class ClientState:
                 raise StateError(f"{path} does not fit the model {kind}: {error}") from None
             if not all(bool(value.isfinite().all()) for value in weights.values()):
                 raise StateError(f"{path}: the model {kind} holds NaN or infinity")
-        kept = group(tensors, BESIDE_MODELS)
-        self.tensors = {name: value.to(self._compute.device) for name, value in kept.items()}
+        self.tensors = all_to_device(group(tensors, BESIDE_MODELS), self._compute.device)
         self.facts = {k: v for k, v in facts.items() if k not in {*identity, "version"}}
         version = _version_in(facts)
         if not version or not isinstance(facts.get("participations", 0), int):
