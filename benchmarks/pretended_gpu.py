@@ -43,6 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = ("fedhet", "benchmarks")
 """Packages whose lines are counted."""
+PRETENDED = "Pretended GPU"
 KEPT = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "view_as_real", "view_as_complex"}
 """Operators on shapes alone run as they are."""
 COMPOSED = ("aten::copy_", "aten::convolution", "aten::convolution_backward")
@@ -376,7 +377,7 @@ def answers(gpu: Gpu) -> dict[str, Any]:
     numbers = gpu_numbers()
 
     class Properties:
-        name, major, minor, total_memory = "Pretended GPU", 9, 0, gpu.memory
+        name, major, minor, total_memory = PRETENDED, 9, 0, gpu.memory
 
     return {
         "is_available": lambda: True,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
 from fedhet.settings.run import TrainingSettings
-from fedhet.transfer import to_device
+from fedhet.transfer import rows_of, to_device
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
@@ -173,18 +173,20 @@ def train_epoch(
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
-    Images may be bytes: they are scaled batch by batch.
+    Images may be bytes: they are scaled batch by batch. `y` is on the device, `x` there or on the
+    host, from where its batches are copied.
 
     `augment` changes the images of each batch. A batch is learned in `steps` optimiser steps, after
     which `stepped` is called. `penalty` is a term of the loss that depends on the weights alone.
     """
     total = torch.zeros((), device=compute.device)
-    for index in optimizing.batches(len(y), batch_size, generator, compute.device):
+    for index in optimizing.batches(len(y), batch_size, generator, x.device):
+        target = rows_of(y, index)
         inputs = compute.images(x[index])
         inputs = inputs if augment is None or not len(index) else augment(inputs)
         for _ in range(steps):
             with compute.autocast():
-                loss = loss_of(inputs, y[index]) if len(index) else None
+                loss = loss_of(inputs, target) if len(index) else None
                 extra = 0.0 if penalty is None else penalty()
             optimizing.step(loss, extra)
         if stepped is not None:

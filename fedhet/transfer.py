@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+PINNED_FROM = 2**16
+"""Bytes from which a tensor is copied by way of pinned memory; below, that is no faster."""
 DRAWN = 4096
 """Numbers drawn at a time for an accelerator."""
 
@@ -19,9 +21,19 @@ DRAWN = 4096
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return `x` on `device`; the host does not wait for a GPU to take it.
 
-    From a GPU to the host it waits, as the values may be read at once.
+    A GPU fetches large tensors from pinned memory while the host goes on. From a GPU to the host it
+    waits, as the values may be read at once.
     """
-    return x.to(device, non_blocking=device.type == "cuda")
+    if device.type != "cuda":
+        return x.to(device)
+    if x.device.type == "cpu" and x.nbytes >= PINNED_FROM:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows], where `x` [N, ...] is: either may be on the host, or on a device."""
+    return x[to_device(rows, x.device)]
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -34,7 +46,7 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
     for kind in dict.fromkeys(each.dtype for each in away.values()):
         named = {name: each for name, each in away.items() if each.dtype == kind}
         block = to_device(torch.cat([each.reshape(-1) for each in named.values()]), device)
-        pieces = block.split([each.numel() for each in named.values()])
+        pieces = torch.split(block, [each.numel() for each in named.values()])
         for (name, each), piece in zip(named.items(), pieces, strict=True):
             found[name] = piece.view(each.shape)
     return found
@@ -60,7 +72,7 @@ def separated(joint: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     if len(joint) == len(like):
         pieces = list(joint)
     else:
-        pieces = list(joint[0].split([each.numel() for each in like]))
+        pieces = list(torch.split(joint[0], [each.numel() for each in like]))
     return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]
 
 

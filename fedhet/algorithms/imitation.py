@@ -127,14 +127,14 @@ class Imitation:
         temperature, tau, penalty = (
             each.repeat_interleave(count).unsqueeze(1) for each in self._of_both
         )
-        own, other = prediction_sets(  # of both at once
+        sets = prediction_sets(  # of both at once
             torch.cat([private, proxy]),
             Calibration(temperature, tau),
             u.repeat(2),
             penalty=penalty,
             k_reg=self.rules.raps.k_reg,
-        ).split(count)
-        return own, other
+        )
+        return sets[:count], sets[count:]
 
     def figures(self) -> dict[str, float]:
         """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""

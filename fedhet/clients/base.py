@@ -272,6 +272,8 @@ class HetClient(NumPyClient):
                 said = write_measures(self.promise.measured(measured))
         except FedhetError as error:
             return [], 0, self.promise.fault(error)
+        finally:
+            self.state.rest()
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -296,6 +298,8 @@ class HetClient(NumPyClient):
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except FedhetError as error:
             return 0.0, 0, self.promise.fault(error)
+        finally:
+            self.state.rest()
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
 

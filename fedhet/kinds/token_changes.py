@@ -48,12 +48,12 @@ def weak_tokens(x: Tensor, generator: Generator) -> Tensor:
 
 def strong_tokens(x: Tensor, generator: Generator) -> Tensor:
     """Leave out three tenths of the tokens, and move the others."""
-    return to_device(left_out(x, generator, STRONG), generator)
+    return moved(left_out(x, generator, STRONG), generator)
 
 
 def changed_tokens(x: Tensor, generator: Generator) -> Tensor:
     """Leave out a tenth of the tokens, and move the others: `training.augment` = tokens."""
-    return to_device(left_out(x, generator, WEAK), generator)
+    return moved(left_out(x, generator, WEAK), generator)
 
 
 CHANGES: Mapping[str, Change] = MappingProxyType(
