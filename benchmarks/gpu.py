@@ -185,7 +185,7 @@ def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -
 
 
 def deterministic(where: Where) -> None:
-    """What it costs that CUDA gives the same bits each time (`engine.deterministic`), as a ratio."""
+    """What it costs that CUDA gives the same bits each time: `engine.deterministic`."""
     seconds = {}
     for chosen in (True, False, True, False):  # the first of each warms up
         if not chosen:

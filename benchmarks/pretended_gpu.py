@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -33,6 +34,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -376,9 +378,7 @@ def answers(gpu: Gpu) -> dict[str, Any]:
     """Return what `torch.cuda` says of the device."""
     numbers = gpu_numbers()
 
-    class Properties:
-        name, major, minor, total_memory = PRETENDED, 9, 0, gpu.memory
-
+    properties = SimpleNamespace(name=PRETENDED, major=9, minor=0, total_memory=gpu.memory)
     return {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -391,9 +391,9 @@ def answers(gpu: Gpu) -> dict[str, Any]:
         "_maybe_exchange_device": lambda index: 0,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
-        "get_device_name": lambda device=None: Properties.name,
+        "get_device_name": lambda device=None: PRETENDED,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: Properties,
+        "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (gpu.free(), gpu.memory),
         "memory_allocated": lambda device=None: gpu.memory - gpu.free(),
         "max_memory_allocated": lambda device=None: gpu.peak,
@@ -421,6 +421,10 @@ def pretended(memory: int = 16 * 2**30) -> Iterator[Gpu]:
     gpu = device()
     gpu.forget(memory)
     with contextlib.ExitStack() as patches:
+        patches.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
+        patches.enter_context(mock.patch.dict(os.environ))
         for name, answer in answers(gpu).items():
             for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
                 if hasattr(module, name):

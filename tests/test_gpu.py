@@ -3,18 +3,29 @@
 `benchmarks/pretended_gpu.py` says how, and what it cannot show.
 """
 
+import os
+
 import numpy as np
 import pytest
 import torch
-from federation import records, run, small
-from interruption import cut_and_resumed
+from federation import Server, client_of, records, run, small
+from interruption import Notices, cut_and_resumed
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import fedhet
 from benchmarks.pretended_gpu import pretended
+from fedhet.algorithms.conformal import running_sums
+from fedhet.data import RunData
 from fedhet.data.examples import write_example
+from fedhet.devices import compute_for, find_device
+from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
+from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method, method_names
+from fedhet.models import build
 from fedhet.report import load_run
+from fedhet.settings.engine import ComputeSettings
+from fedhet.transfer import Numbers, all_to_device, joined, separated
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="PyTorch without CUDA has no list of its kernels"
@@ -115,6 +126,224 @@ def test_memory_is_counted_and_given_back():
         assert y.sum().item() == 500_000
         del y
         assert gpu.free() == free
+
+
+# What is moved, and what is waited for.
+
+
+def test_tensors_of_a_type_travel_in_one_piece(gpu):
+    tensors = {f"w{k}": torch.randn(k + 1, 3) for k in range(5)}
+    tensors |= {"count": torch.tensor(7), "bytes": torch.arange(9, dtype=torch.uint8)}
+    tensors["turned"] = torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last)
+    there = all_to_device(tensors, torch.device("cuda"))
+    assert gpu.total("up") == 3
+    back = all_to_device(there, torch.device("cpu"))
+    assert gpu.total("down, waiting") == 3
+    assert gpu.total("up, waiting", "wait") == 0
+    for name, tensor in tensors.items():
+        assert there[name].is_cuda
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+    assert all_to_device(there, torch.device("cuda"))["w1"].data_ptr() == there["w1"].data_ptr()
+    assert gpu.total("up") == 3
+
+
+def test_terms_on_one_vector_have_the_gradients_of_those_one_by_one(gpu):
+    host = [torch.randn(2, 3), torch.randn(4), torch.randn(())]
+    there = [each.to("cuda").requires_grad_() for each in host]
+    parts = separated([2 * each**3 for each in joined(there)], there)
+    sum((k + 1) * part.sum() for k, part in enumerate(parts)).backward()
+    for k, (own, each) in enumerate(zip(there, host, strict=True)):
+        assert parts[k].shape == each.shape
+        assert torch.allclose(own.grad.cpu(), (k + 1) * 6 * each**2)
+    assert joined(host)[1] is host[1]
+
+
+def test_the_host_draws_the_same_numbers_for_every_device(gpu):
+    def drawn(device):
+        generator = torch.Generator().manual_seed(3)
+        numbers = Numbers(lambda n: torch.rand(n, generator=generator), torch.device(device))
+        return [numbers.take(count).cpu() for count in (3, 4000, 200, 5000, 1)]
+
+    for one, other in zip(drawn("cuda"), drawn("cpu"), strict=True):
+        assert torch.equal(one, other)
+    assert gpu.total("up") == 3
+
+
+@pytest.mark.parametrize("method", slow_but_for_some(method_names()))
+def test_no_batch_waits(tmp_path, gpu, method):
+    """A client waits as often with many batches as with few; the server may train, too."""
+    waits = []
+    for batch in (40, 8):
+        gpu.counts.clear()
+        finished(on_gpu(method, clients=2, batch_size=batch), tmp_path / str(batch), gpu)
+        waits.append(gpu.total("wait", "up, waiting", "down, waiting"))
+    assert waits[0] == waits[1]
+
+
+# Where samples and models are.
+
+
+def settled(x, sample_mb, memory, y=None):
+    with pretended(memory=memory):
+        compute = compute_for(ComputeSettings(device="cuda", sample_mb=sample_mb))
+        parts = compute.kept(*([x] if y is None else [x, y]))
+        return [part.is_cuda for part in parts]
+
+
+def test_samples_stay_on_the_gpu_while_there_is_room():
+    x, y = torch.zeros(3 * 2**20, dtype=torch.uint8), torch.zeros(2 * 2**20, dtype=torch.uint8)
+    assert settled(x, 4, 2**30) == [True]
+    assert settled(x, 2, 2**30) == [False]
+    assert settled(x, 4, 5 * 2**20) == [False]  # more than half of it
+    assert settled(x, 4, 2**30, y) == [False, False]  # both, or none
+    with pretended():
+        compute = compute_for(ComputeSettings(device="cuda", sample_mb=4))
+        (first,) = compute.kept(x)
+        assert compute.kept(y)[0].is_cuda is False  # the first one takes 3 of the 4 MB
+        del first
+        assert compute.kept(y)[0].is_cuda
+
+
+@pytest.mark.parametrize("method", slow_but_for_some(method_names()))
+def test_without_room_for_samples_the_numbers_are_the_same(tmp_path, gpu, method):
+    whole, none = (
+        finished(on_gpu(method, sample_mb=mb), tmp_path / str(mb), gpu) for mb in (100, 0)
+    )
+    assert whole["accuracy"] == none["accuracy"]
+    assert same_states(tmp_path / "100", tmp_path / "0")
+
+
+def same_states(one, other):
+    """Return whether all clients have ended with the same tensors, to the last bit."""
+    states = [sorted(run.glob("state/*/*/round-000002.safetensors")) for run in (one, other)]
+    pairs = list(zip(*states, strict=True))
+    assert pairs
+    return all(
+        torch.equal(a[name], b[name])
+        for a, b in ((load_file(left), load_file(right)) for left, right in pairs)
+        for name in a
+    )
+
+
+def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
+    server = Server(on_gpu("felo", keep_optimizer=True, clients=2), tmp_path)
+    for number in (1, 2):
+        asked, _ = server.play(number)
+        for proxy, _ in asked:
+            state = client_of(proxy).state
+            assert not any(tensor.is_cuda for tensor in state.held_tensors())
+            assert client_of(proxy).samples.own.x.is_cuda
+
+
+# When memory does not suffice.
+
+
+def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
+    told = Notices()
+    config = on_gpu("local", models="mlp", clients=2, batch_size=200)
+    with pretended() as gpu:
+        run(config, tmp_path / "free")
+        alone, left = gpu.peak, gpu.memory - gpu.free()
+    assert left > 0  # the other client's samples, without which there is room
+    with pretended(memory=alone - 1):
+        run(config, tmp_path / "run", [told])
+    assert all(record["failed"] == {} for record in records(tmp_path / "run"))
+    assert any("it is asked again alone" in text for text in told.texts)
+    assert same_states(tmp_path / "free", tmp_path / "run")
+
+
+def test_a_client_that_does_not_fit_alone_fails_in_one_line(tmp_path):
+    with pretended(memory=300_000):
+        run(on_gpu("local", models=["cnn2"], clients=2, batch_size=200), tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        (fault, *_) = record["failed"].values()
+        assert "does not fit into the GPU's memory, not even alone (CUDA out of memory" in fault
+        assert "a smaller 'training.batch-size'" in fault
+
+
+def test_a_workers_share_follows_from_the_models_size():
+    gib = 2**30
+    assert share_for(needed=10 * gib, total=80 * gib) == 0.14  # seven times 10 of 72
+    assert share_for(needed=gib // 2, total=80 * gib) == 0.12  # eight at most
+    assert share_for(needed=50 * gib, total=80 * gib) == 1.0
+    assert share_for(needed=500 * gib, total=80 * gib) == 1.0
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet10"])
+def test_what_training_takes_is_estimated(gpu, name):
+    """The estimate is above the peak of real training, and not far above."""
+    shape, batch = (3, 32, 32), 32
+    model = build(name, shape, 10, seed=0)
+    estimate = training_bytes(model, shape, batch)
+    model.to("cuda")
+    x, y = torch.randn(batch, *shape, device="cuda"), torch.zeros(batch, dtype=int, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert 0.8 * gpu.peak < estimate < 3 * gpu.peak
+
+
+def test_the_share_is_chosen_where_it_is_left_open(gpu):
+    config = on_gpu("fedtype")
+    data = RunData.of(config.run)
+    found = with_gpu_share(config, data).run.engine.gpus_per_client
+    assert found == 0.12
+    gpu.forget(2**30)  # half of it is CUDA's own in each process
+    assert with_gpu_share(config, data).run.engine.gpus_per_client == 1.0
+    chosen = config.replacing(engine=config.run.engine.model_copy(update={"gpus_per_client": 0.5}))
+    assert with_gpu_share(chosen, data) == chosen
+    plain = config.replacing(engine=config.run.engine.model_copy(update={"device": "cpu"}))
+    assert with_gpu_share(plain, data) == plain
+
+
+# What a machine without one says.
+
+DRIVERS = {
+    "Found no NVIDIA driver on your system. Please check that you have one": (
+        "Found no NVIDIA driver on your system)"
+    ),
+    "The NVIDIA driver on your system is too old (found version 11040). Please update": (
+        "The NVIDIA driver on your system is too old (found version 11040); PyTorch"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", DRIVERS)
+def test_why_there_is_no_gpu(monkeypatch, said):
+    def fail():
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    with pytest.raises(SettingsError) as caught:
+        find_device("cuda")
+    line = str(caught.value)
+    assert line.startswith(f"device 'cuda' is not there ({DRIVERS[said]}")
+    assert line.endswith("takes auto or a device of this machine: cpu")
+    assert "\n" not in line
+
+
+def test_a_pytorch_without_cuda_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SettingsError, match="this PyTorch is built without CUDA"):
+        find_device("cuda:1")
+
+
+def test_algorithms_are_deterministic_unless_it_is_switched_off(gpu):
+    compute_for(ComputeSettings(device="cuda", deterministic=False))
+    assert not torch.are_deterministic_algorithms_enabled()
+    values = torch.rand(3, 5, device="cuda")
+    values.cumsum(1)
+    compute_for(ComputeSettings(device="cuda"))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError, match="cumsum does not have a deterministic implementation"):
+        values.cumsum(1)
+    assert torch.allclose(running_sums(values).cpu(), values.cpu().cumsum(1))
 
 
 # What runs on it.
