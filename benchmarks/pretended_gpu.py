@@ -45,6 +45,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = ("fedhet", "benchmarks")
 """Packages whose lines are counted."""
+PASSED_OVER = ("fedhet.transfer",)
+"""Modules of which it matters more who calls them."""
 PRETENDED = "Pretended GPU"
 KEPT = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "view_as_real", "view_as_complex"}
 """Operators on shapes alone run as they are."""
@@ -132,7 +134,7 @@ class Gpu:
         frame: Any = sys._getframe()
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
-            if name.partition(".")[0] in PROJECT and name != __name__:
+            if name.partition(".")[0] in PROJECT and name not in (__name__, *PASSED_OVER):
                 break
             frame = frame.f_back
         line = f"{name}:{frame.f_lineno}" if frame is not None else "(backward)"
@@ -198,6 +200,8 @@ class Call:
     def _lend(self, given: Tensor, place: int) -> Tensor:
         is_index = place == 1 and INDEXING.match(self.name) is not None
         self.masks |= is_index and given.dtype in (torch.bool, torch.uint8)
+        if is_index and not given.is_cuda:
+            self.gpu.count("up, waiting", self.name)  # PyTorch copies it
         if given.is_cuda:
             for gpu, cpu in self.pairs:
                 if gpu is given:

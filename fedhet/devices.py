@@ -71,7 +71,7 @@ class Compute:
         into half of the memory that is free. The batches of others are copied one by one.
         """
         size = sum(part.nbytes for part in parts)
-        if self.device.type != "cpu" and not self._has_room(size):
+        if self.device.type == "cpu" or not self._has_room(size):
             return list(parts)
         there = [self.held(part) for part in parts]
         _kept.extend(map(weakref.ref, there))

@@ -89,7 +89,8 @@ class ClientState:
         version = _version_of(store, past[-1]) if past else 0
         readable = version > 0 or not past
         if readable and (store, version) == (self._store, self._version):
-            self._place()
+            if self._compute.device.type != "cpu":  # where it is already
+                self._place()
             return
         self._store, self._version = store, UNSAVED
         version = self._load_last(past)

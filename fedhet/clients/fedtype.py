@@ -27,10 +27,10 @@ from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.errors import KnowledgeError
 from fedhet.methods.fedtype import FedTypeSettings
-from fedhet.models import HetModel, build, load_weights
+from fedhet.models import HetModel, build, load_weights, on_host
 from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, evaluating, statistics_kept
-from fedhet.transfer import rows_of
+from fedhet.transfer import all_to_device, rows_of
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32
@@ -115,12 +115,13 @@ class FedTypeClient(HetClient):
         scale = knowledge.group("scale")
         if not scale:
             raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-        return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
+        placed = {name: torch.tensor(value) for name, value in scale.items()}
+        return all_to_device(placed, self.compute.device)
 
     def _upload(self, proxy: LocalModel) -> dict[str, Array]:
-        sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
+        sent = grouped("proxy", on_host(proxy.upload()))
         if isinstance(proxy, VariationalModel):
-            sent |= grouped("scale", {k: v.cpu().numpy() for k, v in proxy.scale().items()})
+            sent |= grouped("scale", on_host(proxy.scale()))
         return sent
 
 

@@ -14,7 +14,7 @@ from fedhet.data import RunData
 from fedhet.devices import find_device
 from fedhet.errors import FedhetError, one_line
 from fedhet.kinds import Shape, kind_of
-from fedhet.models import build_any
+from fedhet.models import Refitted, build_any
 
 CONTEXT_BYTES = 2**29
 """What CUDA itself takes of a GPU's memory in each process."""
@@ -73,6 +73,8 @@ def training_bytes(model: nn.Module, shape: Shape, batch: int) -> int:
     The weights, with gradients and what the optimiser keeps; and what each layer returns, which
     is kept for the backward pass, with its gradient.
     """
+    if isinstance(model, Refitted):  # it is fitted on the host
+        return 0
     outputs = [0]
 
     def note(module: nn.Module, given: object, output: object) -> None:
@@ -103,10 +105,10 @@ def make_room() -> None:
         torch.cuda.empty_cache()
 
 
-def too_small(who: str, error: torch.OutOfMemoryError) -> FedhetError:
+def too_small(error: torch.OutOfMemoryError) -> FedhetError:
     """Return the error for a client that does not fit into its GPU even alone."""
     said = one_line(" ".join(str(error).split()).partition(". ")[0])
     return FedhetError(
-        f"{who} does not fit into the GPU's memory, not even alone ({said}): a smaller "
+        f"does not fit into the GPU's memory, not even alone ({said}): a smaller "
         "'training.batch-size' or model, or 'engine.precision' = bfloat16, takes less"
     )

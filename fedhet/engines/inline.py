@@ -74,7 +74,7 @@ class InlineProxy(DirectProxy):
         try:
             return self._call(name, instruction)
         except torch.OutOfMemoryError as error:
-            raise too_small(self.cid, error) from error
+            raise too_small(error) from error
 
     def _call(self, name: str, instruction: Any) -> Any:
         client = open_client(self._config, self._node).to_client()

@@ -16,7 +16,6 @@ from fedhet.data import RunData
 from fedhet.devices import find_device
 from fedhet.engines.gpu_memory import make_room, set_share, too_small
 from fedhet.server.own_code import NOT_OF_CODE, CodeFault
-from fedhet.wire.identity import client_name
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Worker:
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
         except torch.OutOfMemoryError as error:
-            fault = too_small(client_name(partition, self._config.run.clients), error)
-            return Failed(str(fault), traceback.format_exc(), of_memory=True)
+            return Failed(str(too_small(error)), traceback.format_exc(), of_memory=True)
         except NOT_OF_CODE as error:
             return Failed(str(error), traceback.format_exc())
         except Exception as error:
