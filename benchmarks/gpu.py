@@ -27,9 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedhet
 from benchmarks import conformal_step
+from benchmarks.pretended_gpu import PRETENDED
 from benchmarks.timing import ratios, show
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
@@ -181,6 +184,50 @@ def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -
     samples.put(done)
 
 
+def deterministic(where: Where) -> None:
+    """What it costs that CUDA gives the same bits each time: `engine.deterministic`."""
+    seconds = {}
+    for chosen in (True, False, True, False):  # the first of each warms up
+        if not chosen:
+            torch.use_deterministic_algorithms(False)
+        settings = {"engine.deterministic": chosen, "models.pool": ["resnet10"]}
+        config = settings_of(where, "felo", **settings)
+        folder = where.folder / f"deterministic-{chosen}-{len(list(where.folder.iterdir()))}"
+        started = time.perf_counter()
+        finished(config, folder)
+        seconds[chosen] = time.perf_counter() - started
+    print(f"deterministic / not: {seconds[True] / seconds[False]:.2f}")
+
+
+ASKED = {
+    "launches": ("LaunchKernel",),
+    "copies": ("MemcpyAsync",),
+    "waits": ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize"),
+}
+"""What the host asks of CUDA, by parts of the functions' names."""
+
+
+def waits(where: Where) -> None:
+    """Launches, copies and waits in a step, by PyTorch's profiler; FedType / local, and so on."""
+    if torch.device(where.device).type != "cuda" or torch.cuda.get_device_name() == PRETENDED:
+        print("nothing to profile: not a GPU; python -m benchmarks.launches counts without one")
+        return
+    alone: dict[str, float] = {}
+    for method in ("local", "felo", "fedtype", "fedgems", "pfedbayes"):
+        config = settings_of(where, method, rounds=2)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            finished(config, where.folder / f"waits-{method}")
+        calls = {event.key: event.count for event in profiler.key_averages()}
+        steps = sum(count for name, count in calls.items() if name.startswith("Optimizer.step#"))
+        found = {
+            what: sum(n for name, n in calls.items() if any(part in name for part in parts)) / steps
+            for what, parts in ASKED.items()
+        }
+        alone = alone or found
+        each = [f"{what} {n:.2f} ({n / alone[what]:.2f} of local)" for what, n in found.items()]
+        print(f"{method}, in a step: {', '.join(each)}")
+
+
 def shared(where: Where) -> None:
     """1, 2, 4 and 8 clients that train at a time on one accelerator: samples a second in all."""
     processes, seconds = multiprocessing.get_context("spawn"), where.choose(20.0, 1.0)
@@ -285,8 +332,46 @@ def as_many_rounds_as_fit(where: Where, preset: str) -> None:
         **small,
     }
     config = resolve(read_preset(preset) | here)
+    rounds = Until(seconds=where.choose(300.0, 1.0))
     with contextlib.suppress(TimeIsUpError):
-        finished(config, where.folder / preset, Until(seconds=where.choose(300.0, 1.0)))
+        finished(config, where.folder / preset, rounds)
+    plain = plain_round(config, images["train"], where)
+    last = rounds.seconds[1:] or rounds.seconds  # without the first, which warms up
+    print(
+        f"round / the clients' epochs by a DataLoader: {np.median(last) / plain:.2f} "
+        f"({np.median(last):.1f} s, {plain:.1f} s)"
+    )
+
+
+def plain_round(config: Config, train: tuple[np.ndarray, np.ndarray], where: Where) -> float:
+    """Return the seconds of a round's epochs in a plain loop, as HtFLlib's and others have it.
+
+    Every client has as many images. Two of them are trained for one epoch each, and counted for
+    all; nothing is exchanged or evaluated.
+    """
+    run, measured = config.run, min(2, config.run.clients)
+    each = len(train[1]) // run.clients
+    x = torch.from_numpy(train[0]).float().div_(127.5).sub_(1.0)
+    y = torch.from_numpy(train[1])
+    seconds = []
+    for number in range(measured):
+        rows = slice(number * each, (number + 1) * each)
+        batches = DataLoader(
+            TensorDataset(x[rows], y[rows]), run.training.batch_size, shuffle=True, drop_last=True
+        )
+        model = build(run.models.pool[number % len(run.models.pool)], SHAPE, CLASSES, seed=0)
+        seconds.append(plain_epoch(model.to(where.device), batches, where))
+    return float(np.mean(seconds)) * run.training.local_epochs * run.clients
+
+
+def plain_epoch(model: nn.Module, batches: Any, where: Where) -> float:
+    """Return the seconds of an epoch."""
+    optimizer = torch.optim.Adam(model.parameters())
+    started = time.perf_counter()
+    for x, y in batches:
+        descend(model, optimizer, x.to(where.device), y.to(where.device))
+    where.wait()
+    return time.perf_counter() - started
 
 
 class TimeIsUpError(Exception):
@@ -298,9 +383,11 @@ class Until(Watcher):
 
     def __init__(self, rounds: int = 1_000_000, seconds: float = 1e9) -> None:
         self.rounds, self.end = rounds, time.perf_counter() + seconds
+        self.seconds: list[float] = []
 
     def round_finished(self, record: RoundRecord) -> None:
         """Print the round's time. Raises TimeIsUpError after the last that fits."""
+        self.seconds.append(record.seconds.total)
         print(f"round {record.round}: {record.seconds.total:.1f} s", flush=True)
         if record.round >= self.rounds or time.perf_counter() > self.end:
             raise TimeIsUpError
@@ -308,7 +395,9 @@ class Until(Watcher):
 
 PIECES = {
     "resume": resume,
+    "deterministic": deterministic,
     "precision": precision,
+    "waits": waits,
     "shared": shared,
     "conformal": conformal,
     "vmap": batched,

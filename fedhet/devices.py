@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
 from fedhet.settings.engine import ComputeSettings, EngineSettings
+from fedhet.transfer import all_to_device, to_device
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -31,6 +34,8 @@ class Compute:
     channels_last: bool = False
     eval_batch: int | None = None
     """Samples in a batch of evaluation; None: see `evaluation_batch`."""
+    sample_bytes: int = 0
+    """What the samples of a process's clients may take of an accelerator's memory."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -40,7 +45,7 @@ class Compute:
 
     def place(self, module: Module) -> Module:
         """Move `module` to the device, in the memory format, and return it."""
-        module.to(self.device)
+        move(module, self.device)
         if self.channels_last:
             module.to(memory_format=torch.channels_last)
         return module
@@ -57,10 +62,50 @@ class Compute:
 
     def held(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
-        return x.to(self.device)
+        return to_device(x, self.device)
+
+    def kept(self, *parts: Tensor) -> list[Tensor]:
+        """Return samples [N, ...] on the device if there is room for all, or else as they are.
+
+        There is if they fit into what `sample_bytes` leaves beside the samples that are there, and
+        into half of the memory that is free. The batches of others are copied one by one.
+        """
+        size = sum(part.nbytes for part in parts)
+        if self.device.type == "cpu" or not self._has_room(size):
+            return list(parts)
+        there = [self.held(part) for part in parts]
+        _kept.extend(map(weakref.ref, there))
+        return there
+
+    def _has_room(self, size: int) -> bool:
+        within = _bytes_on(self.device) + size <= self.sample_bytes
+        return within and size <= free_bytes(self.device) // 2
 
 
 CPU = Compute(torch.device("cpu"))
+_kept: list[weakref.ref[Tensor]] = []
+"""The samples that this process has put onto accelerators."""
+
+
+def _bytes_on(device: torch.device) -> int:
+    """Return the bytes of this process's samples on a device."""
+    found = [x for x in (ref() for ref in _kept) if x is not None]
+    _kept[:] = map(weakref.ref, found)
+    return sum(x.nbytes for x in found if x.device.type == device.type)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU; on other devices, nobody says, and nothing bounds it."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**62
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, its tensors of a type in one piece."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if any(each.device.type != device.type for each in own.values()):
+        for name, each in all_to_device(own, device).items():
+            own[name].data = each.clone()  # each in memory of its own, where it is aligned
+    module.to(device)
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -107,7 +152,22 @@ def compute_for(settings: ComputeSettings) -> Compute:
     device = find_device(settings.device)
     last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
     dtype = _autocast_dtype(settings.precision, device)
-    return Compute(device, dtype, last, settings.eval_batch_size or None)
+    if device.type == "cuda" and settings.deterministic:
+        compute_alike()
+    return Compute(
+        device, dtype, last, settings.eval_batch_size or None, settings.sample_mb * 2**20
+    )
+
+
+def compute_alike() -> None:
+    """Let this process choose algorithms on CUDA that give the same bits each time.
+
+    An operation that has none, as a model of one's own may have, is warned of by PyTorch.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
+    torch.backends.cudnn.benchmark = False
 
 
 def settled(settings: EngineSettings) -> EngineSettings:
@@ -130,11 +190,28 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device(there[-1] if len(there) == 1 else there[1])
     if name not in there:
+        why = f" ({why_no_cuda()})" if name.startswith("cuda") and "cuda" not in there else ""
         raise SettingsError(
-            f"device {name!r} does not exist here: 'engine.device', or a node's own 'device', "
+            f"device {name!r} does not exist here{why}: 'engine.device', or a node's own 'device', "
             f"takes auto or a device of this machine: {', '.join(there)}"
         )
     return torch.device(name)
+
+
+def why_no_cuda() -> str:
+    """Return in words why PyTorch finds no GPU on this machine."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        first = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
+        hint = (
+            f"; PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, and needs a "
+            "driver for it: docs/start.md"
+        )
+        return first + (hint if "too old" in first or "insufficient" in first else "")
+    return "CUDA_VISIBLE_DEVICES leaves none" if "CUDA_VISIBLE_DEVICES" in os.environ else "no GPU"
 
 
 def available_devices() -> list[str]:

@@ -27,6 +27,7 @@ from fedhet.arrays import Array
 from fedhet.disk.bounded import parsed, refuse_odd
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError, reason_of
+from fedhet.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]
@@ -257,8 +258,8 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU that share no memory."""
     apart: dict[str, Tensor] = {}
     taken: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
+    for name, tensor in all_to_device(tensors, HOST).items():
+        own = tensor.contiguous()
         if own.untyped_storage().data_ptr() in taken:
             own = own.clone()
         taken.add(own.untyped_storage().data_ptr())

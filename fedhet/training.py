@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
 from fedhet.settings.run import TrainingSettings
+from fedhet.transfer import rows_of, to_device
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
@@ -149,7 +150,7 @@ def batches(
     """
     if samples < 2:
         raise DataError(f"training needs at least 2 samples, there is {samples}")
-    order = torch.randperm(samples, generator=generator).to(device)
+    order = to_device(torch.randperm(samples, generator=generator), device)
     cuts = list(range(0, samples, max(batch_size, 2)))
     if samples - cuts[-1] == 1 and len(cuts) > 1:
         cuts.pop()
@@ -172,18 +173,20 @@ def train_epoch(
 ) -> float:
     """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
 
-    Images may be bytes: they are scaled batch by batch.
+    Images may be bytes: they are scaled batch by batch. `y` is on the device, `x` there or on the
+    host, from where its batches are copied.
 
     `augment` changes the images of each batch. A batch is learned in `steps` optimiser steps, after
     which `stepped` is called. `penalty` is a term of the loss that depends on the weights alone.
     """
     total = torch.zeros((), device=compute.device)
-    for index in optimizing.batches(len(y), batch_size, generator, compute.device):
+    for index in optimizing.batches(len(y), batch_size, generator, x.device):
+        target = rows_of(y, index)
         inputs = compute.images(x[index])
         inputs = inputs if augment is None or not len(index) else augment(inputs)
         for _ in range(steps):
             with compute.autocast():
-                loss = loss_of(inputs, y[index]) if len(index) else None
+                loss = loss_of(inputs, target) if len(index) else None
                 extra = 0.0 if penalty is None else penalty()
             optimizing.step(loss, extra)
         if stepped is not None:
@@ -310,7 +313,7 @@ def _score(
     size = evaluation_batch(model, x, compute)
     for start in range(0, len(y), size):
         part = slice(start, start + size)
-        target = y[part].to(compute.device)
+        target = compute.held(y[part])
         with compute.autocast():
             logits = model(compute.images(x[part])).float()
         top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
@@ -318,9 +321,11 @@ def _score(
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
         if kept is not None:
             kept.append(logits)
-    return Evaluation(correct.item() / len(y), loss.item() / len(y))
+    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once
+    return Evaluation(right / len(y), lost / len(y))
 
 
 def all_finite(model: nn.Module) -> bool:
     """Return whether all tensors in the state of `model` are finite."""
-    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+    found = [tensor.isfinite().all() for tensor in model.state_dict().values()]
+    return bool(torch.stack(found).all()) if found else True

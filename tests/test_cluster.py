@@ -316,6 +316,11 @@ class Actor:
     def __init__(self, machine):
         self.machine = machine
         self.is_ready = SimpleNamespace(remote=lambda: self)
+        self.make_room = SimpleNamespace(remote=ray_of_room)
+
+
+def ray_of_room():
+    sys.modules["ray"].made_room += 1
 
 
 class Ray:
@@ -330,6 +335,7 @@ class Ray:
         self.gone: set[Machine] = set()
         self.killed: list[Actor] = []
         self.started: list[Actor] = []
+        self.made_room = 0
 
     def start(self, machine):
         actor = Actor(machine)
@@ -360,6 +366,41 @@ def ray(monkeypatch):
 def pool(ray, *machines):
     said: list[str] = []
     return WorkerPool(machines, ray.start, said.append), said
+
+
+def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
+    """The others end first, give back their memory, and no new one begins before it has ended."""
+    workers, said = pool(ray, A, B)
+    events, free, first = [], threading.Event(), threading.Event()
+
+    def busy(_):
+        first.set()
+        free.wait(10)
+        events.append("another ends")
+
+    def alone(_):
+        events.append("alone begins")
+        later.start()
+        time.sleep(0.2)
+        events.append("alone ends")
+        return "reply"
+
+    before = threading.Thread(target=workers.run, args=("client-1", busy, None))
+    later = threading.Thread(
+        target=workers.run, args=("client-2", lambda _: events.append("a third"), None)
+    )
+    before.start()
+    first.wait(10)
+    threading.Timer(0.2, free.set).start()
+    assert workers.run_alone("client-0", alone, None) == "reply"
+    before.join()
+    later.join()
+    assert events == ["another ends", "alone begins", "alone ends", "a third"]
+    assert ray.made_room == 1  # the other one; its own is made room in by the task
+    assert said == ["client-0 finds too little memory on the GPU: it is asked again alone"]
+    with pytest.raises(TimeoutError):
+        workers.run_alone("client-0", lambda _: events.append("never"), -1.0)
+    workers.run("client-1", lambda _: "still served", 1.0)
 
 
 def lost(*_):

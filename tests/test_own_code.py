@@ -120,3 +120,55 @@ def test_a_model_that_the_method_cannot_use_is_refused_before_round_1(own, tmp_p
     assert status == 2, said
     assert f"model '{model}' has 8 features, not 64" in " ".join(fault.split())
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+GREEDY = """
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+class Greedy(nn.Module):
+    def forward(self, x):
+        place = Path(os.environ["FEDHET_TEST_PLACE"])
+        if self.training and len(x) > 2 and not place.exists():
+            if not os.environ.get("FEDHET_TEST_ALWAYS"):
+                place.touch()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return x.flatten(1)
+
+def greedy(shape, classes):
+    return nn.Sequential(Greedy(), nn.LazyLinear(8)), nn.Linear(8, classes)
+"""
+
+
+@pytest.fixture
+def greedy(tmp_path, monkeypatch, own):
+    (tmp_path / "mine" / "my_greedy_nets.py").write_text(GREEDY)
+    monkeypatch.setenv("FEDHET_TEST_PLACE", str(tmp_path / "place"))
+    return "my_greedy_nets:greedy"
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_who_finds_too_little_memory_on_a_gpu_is_asked_again_alone(greedy, tmp_path, call, backend):
+    status, said, fault = call(*words(greedy, tmp_path, backend))
+    assert status == 0, fault
+    again = "client-0 finds too little memory on the GPU: it is asked again alone"
+    assert " ".join((said + fault).split()).count(again) == 1
+    assert [record["failed"] for record in records(tmp_path / "run")] == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_who_does_not_fit_even_alone_fails_and_the_others_go_on(
+    greedy, tmp_path, call, monkeypatch, backend
+):
+    monkeypatch.setenv("FEDHET_TEST_ALWAYS", "yes")
+    status, _, fault = call(*words(greedy, tmp_path, backend))
+    assert status == 0, fault
+    for record in records(tmp_path / "run"):
+        assert list(record["failed"]) == ["client-0"]
+        assert "does not fit into the GPU's memory, not even alone (CUDA out of" in str(
+            record["failed"]
+        )

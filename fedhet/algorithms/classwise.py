@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.choices import FeatureNorm
 from fedhet.arrays import Array
+from fedhet.transfer import HOST, Numbers, all_to_device, to_device
 
 SMALLEST = 1e-6
 """The mean square below which a feature vector is no longer scaled up, for `unit`: a vector of
@@ -59,13 +61,15 @@ class ClassSums:
 
     def means(self, least: int = 1) -> ClassMeans:
         """Return the means of the classes of which `least` samples were seen."""
-        seen = self.counts >= least
-        count = self.counts[seen].unsqueeze(1)
+        sums = {"features": self.features, "logits": self.logits, "counts": self.counts}
+        there = all_to_device(sums, HOST)
+        seen = there["counts"] >= least
+        count = there["counts"][seen].unsqueeze(1)
         return ClassMeans(
-            classes=seen.nonzero().flatten().cpu().numpy(),
-            features=(self.features[seen] / count).cpu().numpy(),
-            logits=(self.logits[seen] / count).cpu().numpy(),
-            counts=self.counts[seen].long().cpu().numpy(),
+            classes=seen.nonzero().flatten().numpy(),
+            features=(there["features"][seen] / count).numpy(),
+            logits=(there["logits"][seen] / count).numpy(),
+            counts=there["counts"][seen].long().numpy(),
         )
 
 
@@ -168,9 +172,9 @@ class Teacher:
         known[rows] = True
         log_probabilities = all_logits.log_softmax(1)
         return cls(
-            all_features.to(device),
-            log_probabilities.to(device),
-            known.to(device),
+            to_device(all_features, device),
+            to_device(log_probabilities, device),
+            to_device(known, device),
             root_mean_square(features) or 1.0,
         )
 
@@ -185,11 +189,17 @@ class VariedTeacher(Teacher):
 
     generator: torch.Generator = field(kw_only=True)
 
+    @cached_property
+    def _picks(self) -> Numbers:
+        choices, generator = self.features.shape[1], self.generator
+        return Numbers(
+            lambda count: torch.randint(choices, (count,), generator=generator),
+            self.features.device,
+        )
+
     def targets(self, labels: Tensor) -> Tensor:
         """Return a random feature of its class for each sample: [N] -> [N, D]."""
-        # Drawn on the CPU, for the same draws on every device; the copy is asynchronous.
-        pick = torch.randint(self.features.shape[1], labels.shape, generator=self.generator)
-        return self.features[labels, pick.to(labels.device, non_blocking=True)]
+        return self.features[labels, self._picks.take(len(labels))]
 
 
 def newest(classes: Array, most: int) -> Array:

@@ -64,7 +64,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
     samples (ours). With p = softmax(z / T), the gradient of the mean negative log-likelihood is
     the mean of (z_y - sum_k p_k z_k) / T^2.
     """
-    temperature = logits.new_tensor(START_TEMPERATURE)
+    temperature = logits.new_full((), START_TEMPERATURE)
     own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     for _ in range(TEMPERATURE_STEPS):
         expected = ((logits / temperature).softmax(1) * logits).sum(1)
@@ -82,8 +82,9 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
     is always finite and differs for small n alone.
     """
     if corrected and not is_informative(len(scores), theta):
-        return scores.new_tensor(torch.inf)
-    return scores.kthvalue(_position(len(scores), theta, corrected=corrected)).values
+        return scores.new_full((), torch.inf)
+    # kthvalue would find it too, but is not deterministic on CUDA.
+    return scores.sort().values[_position(len(scores), theta, corrected=corrected) - 1]
 
 
 def is_informative(count: int, theta: float) -> bool:
@@ -121,7 +122,7 @@ def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     labels at least as likely as y, so that equally likely labels share the last of their ranks.
     """
     values, order = probabilities.sort(dim=1, descending=True)
-    before = values.cumsum(1).roll(1, dims=1)
+    before = running_sums(values).roll(1, dims=1)
     before[:, 0] = 0
     place = torch.arange(values.shape[1], device=values.device).expand_as(values)
     differs = values[:, 1:] != values[:, :-1]
@@ -132,6 +133,17 @@ def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     rho = torch.empty_like(values).scatter_(1, order, before.gather(1, first))
     rank = torch.empty_like(order).scatter_(1, order, last + 1)
     return rho, rank
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Return the sums of each row of values [N, C] up to every column, [N, C].
+
+    On CUDA, where `cumsum` is not deterministic, by a product of matrices in float64.
+    """
+    if values.device.type != "cuda":
+        return values.cumsum(1)
+    ones = torch.ones(2 * values.shape[1:], dtype=torch.float64, device=values.device)
+    return (values.double() @ ones.triu()).to(values.dtype)
 
 
 @torch.no_grad()

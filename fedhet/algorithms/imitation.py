@@ -7,6 +7,7 @@ Reciprocity Learning. N samples, n held-out samples, C classes, P of them in the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from fedhet.algorithms.conformal import (
     prediction_sets,
     top_sets,
 )
+from fedhet.transfer import Numbers, to_device
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ class Imitation:
 
         `accuracy` is the proxy's on the held-out samples as last measured; None: never.
         """
-        self.rules, self.labels, self.noise = rules, labels, noise
+        self.rules, self.labels = rules, labels
         self.accuracy = accuracy
         self.penalty = rules.raps.penalty
         """g of Eq. 7, the penalty in the proxy's sets."""
         self.calibrations: tuple[Calibration, Calibration] | None = None
         """The conformal models of the proxy and of the private model (Eq. 5)."""
-        self._sums = torch.zeros(4, device=labels.device)
+        self._of_both: tuple[Tensor, ...] = ()
+        """Temperatures, thresholds and penalties: the private model's and the proxy's, [2] each."""
+        self._factors_drawn = Numbers(partial(_uniform, noise), labels.device)
+        self._sums = torch.zeros(3, device=labels.device)
+        """Of eta, and of the sizes of the proxy's and of the private model's sets."""
+        self._count = 0
 
     def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
         """Fit both conformal models (Eq. 5), and how much the proxy's sets must shrink (Eq. 7).
@@ -76,6 +83,13 @@ class Imitation:
         change = 0.0 if self.accuracy is None else accuracy - self.accuracy
         self.penalty = dynamic_penalty(change, self.rules.raps.penalty, self.rules.g)
         self.accuracy = accuracy
+        for_proxy, for_private = self.calibrations
+        penalties = torch.tensor([self.rules.raps.penalty, self.penalty])
+        self._of_both = (
+            torch.stack([for_private.temperature, for_proxy.temperature]),
+            torch.stack([for_private.tau, for_proxy.tau]),
+            to_device(penalties, self.labels.device),
+        )
 
     def is_silent(self, held_out: int) -> bool:
         """Return whether so few held-out samples make all sets whole, which skips imitation.
@@ -109,18 +123,24 @@ class Imitation:
         """
         if self.calibrations is None:
             return top_sets(private, self.rules.top_k), top_sets(proxy, self.rules.top_k)
-        for_proxy, for_private = self.calibrations
-        raps, u = self.rules.raps, self._factors(len(proxy))
-        return (
-            prediction_sets(private, for_private, u, penalty=raps.penalty, k_reg=raps.k_reg),
-            prediction_sets(proxy, for_proxy, u, penalty=self.penalty, k_reg=raps.k_reg),
+        count, u = len(proxy), self._factors(len(proxy))
+        temperature, tau, penalty = (
+            each.repeat_interleave(count).unsqueeze(1) for each in self._of_both
         )
+        sets = prediction_sets(  # of both at once
+            torch.cat([private, proxy]),
+            Calibration(temperature, tau),
+            u.repeat(2),
+            penalty=penalty,
+            k_reg=self.rules.raps.k_reg,
+        )
+        return sets[:count], sets[count:]
 
     def figures(self) -> dict[str, float]:
         """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
-        eta, proxy, private, count = self._sums.tolist()
-        if count == 0:
+        if (count := self._count) == 0:
             return {}
+        eta, proxy, private = self._sums.tolist()
         found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
         tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
         return found if tau == torch.inf else {**found, "tau": tau}
@@ -141,8 +161,13 @@ class Imitation:
         """Return u of Eq. 6, [count]."""
         if self.rules.u is not None:
             return torch.full((count,), self.rules.u, device=self.labels.device)
-        return torch.rand(count, generator=self.noise).to(self.labels.device)
+        return self._factors_drawn.take(count)
 
     def _note(self, eta: Tensor, proxy: Tensor, private: Tensor) -> None:
-        sums = [eta.sum(), proxy.sum(), private.sum(), eta.new_tensor(len(eta))]
+        sums = [eta.sum(), proxy.sum(), private.sum()]
         self._sums += torch.stack([value.float() for value in sums])
+        self._count += len(eta)
+
+
+def _uniform(generator: torch.Generator, count: int) -> Tensor:
+    return torch.rand(count, generator=generator)

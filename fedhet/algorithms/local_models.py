@@ -7,7 +7,7 @@ FedType, its proxy (Section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedhet.algorithms.choices import LEAST_SCALE
+from fedhet.transfer import joined, separated
 
 Weights = Mapping[str, Tensor]
 
@@ -84,8 +85,8 @@ class MoreauModel(LocalModel):
     @torch.no_grad()
     def stepped(self) -> None:
         """Move the local copy towards the personal model."""
-        for name, parameter in self.model.named_parameters():
-            self.local[name].lerp_(parameter, min(self.rate * self.strength, 1.0))
+        named, share = dict(self.model.named_parameters()), min(self.rate * self.strength, 1.0)
+        torch._foreach_lerp_([self.local[name] for name in named], list(named.values()), share)
 
     def upload(self) -> dict[str, Tensor]:
         """Return the local copy, with the model's running statistics."""
@@ -118,27 +119,39 @@ class VariationalModel(LocalModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits for one draw of the weights."""
-        drawn = {}
-        for name, mean in self.model.named_parameters():
-            noise = torch.randn(mean.shape, generator=self._draws, device=mean.device)
-            drawn[name] = mean + self.noise * self._scale(name) * noise
-        logits: Tensor = functional_call(self.model, drawn, (x,))
+        named = dict(self.model.named_parameters())
+        means = list(named.values())
+        drawn = [self._drawn(*pair) for pair in zip(joined(means), self._scales(), strict=True)]
+        weights = dict(zip(named, separated(drawn, means), strict=True))
+        logits: Tensor = functional_call(self.model, weights, (x,))
         return logits
 
     def regulariser(self) -> Tensor:
         """Return zeta KL(q || q_g), summed over the weights."""
-        terms = [
-            gaussian_kl(mean, self._scale(name), self.anchor[name], self.anchor_scale[name])
-            for name, mean in self.model.named_parameters()
-        ]
-        return self.zeta * torch.stack(terms).sum()
+        means, anchors, scales = self._in_order()
+        return self.zeta * kl_of(joined(means), self._scales(), joined(anchors), joined(scales))
 
     def scale(self) -> dict[str, Tensor]:
         """Return the standard deviation of every weight."""
-        return {name: self._scale(name).detach() for name in self.raw}
+        raw = list(self.raw.values())
+        found = separated([each.detach() for each in scales_of(raw)], raw)
+        return dict(zip(self.raw, found, strict=True))
 
-    def _scale(self, name: str) -> Tensor:
-        return F.softplus(self.raw[name]).clamp_min(LEAST_SCALE)
+    def _drawn(self, mean: Tensor, scale: Tensor) -> Tensor:
+        noise = torch.randn(mean.shape, generator=self._draws, device=mean.device)
+        return mean + self.noise * scale * noise
+
+    def _scales(self) -> list[Tensor]:
+        """Return the standard deviations in the model's order, as `joined` returns them."""
+        return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
+
+    def _in_order(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the means, and what they are drawn to: means and standard deviations."""
+        named = dict(self.model.named_parameters())
+        anchors, scales = (
+            [each[name] for name in named] for each in (self.anchor, self.anchor_scale)
+        )
+        return list(named.values()), anchors, scales
 
 
 class LocalizedModel(VariationalModel):
@@ -171,14 +184,12 @@ class LocalizedModel(VariationalModel):
 
     def stepped(self) -> None:
         """Move w towards q."""
-        terms = [
-            gaussian_kl(p.detach(), self._scale(name).detach(), self._means[name], scale)
-            for (name, p), scale in zip(
-                self.model.named_parameters(), self.local_scale().values(), strict=True
-            )
-        ]
+        named = dict(self.model.named_parameters())
+        own, scales = joined([p.detach() for p in named.values()]), self._scales()
+        means = joined([self._means[name] for name in named])
+        apart = kl_of(own, [s.detach() for s in scales], means, self._local_scales(named))
         self._adam.zero_grad()
-        (self.zeta * torch.stack(terms).sum()).backward()  # type: ignore[no-untyped-call]
+        (self.zeta * apart).backward()  # type: ignore[no-untyped-call]
         self._adam.step()
         self._localise()
 
@@ -188,8 +199,12 @@ class LocalizedModel(VariationalModel):
 
     def local_scale(self) -> dict[str, Tensor]:
         """Return the standard deviations of w, by name, in the model's order."""
-        names = dict(self.model.named_parameters())
-        return {name: F.softplus(self._raw[name]).clamp_min(LEAST_SCALE) for name in names}
+        named = dict(self.model.named_parameters())
+        found = separated(self._local_scales(named), list(named.values()))
+        return dict(zip(named, found, strict=True))
+
+    def _local_scales(self, names: Iterable[str]) -> list[Tensor]:
+        return scales_of([self._raw[name] for name in names])
 
     def _localise(self) -> None:
         """Let q be drawn to w as it is now."""
@@ -199,8 +214,25 @@ class LocalizedModel(VariationalModel):
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
     """Return ||p - anchor||^2 over the parameters of `model`."""
-    terms = [(p - anchor[name]).square().sum() for name, p in model.named_parameters()]
-    return torch.stack(terms).sum()
+    named = dict(model.named_parameters())
+    pairs = zip(joined(list(named.values())), joined([anchor[n] for n in named]), strict=True)
+    return torch.stack([(p - other).square().sum() for p, other in pairs]).sum()
+
+
+def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
+    """Return standard deviations from unconstrained values, as `joined` returns them."""
+    return [F.softplus(each).clamp_min(LEAST_SCALE) for each in joined(raw)]
+
+
+def kl_of(
+    means: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    other_means: Sequence[Tensor],
+    other_scales: Sequence[Tensor],
+) -> Tensor:
+    """Return the KL divergence of Gaussians from others, summed over all tensors; a scalar."""
+    each = zip(means, scales, other_means, other_scales, strict=True)
+    return torch.stack([gaussian_kl(*four) for four in each]).sum()
 
 
 def gaussian_kl(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def query_statistics(
             norm.reset_running_stats()
             norm.momentum = None  # the plain mean over batches
             norm.train()
-        for rows in batches(len(x), STATISTICS_BATCH, generator, compute.device):
+        for rows in batches(len(x), STATISTICS_BATCH, generator, x.device):
             model(compute.images(x[rows]))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

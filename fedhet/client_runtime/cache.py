@@ -55,6 +55,12 @@ class OpenClients:
         clients[name] = client
         return client
 
+    def clear(self) -> None:
+        """Close all clients."""
+        self._runs.clear()
+        self._bytes.clear()
+        self._total = 0
+
     def kept(self) -> set[tuple[Hashable, Hashable]]:
         """Return what is open: pairs of a run and a client."""
         return {(run, name) for run, clients in self._runs.items() for name in clients}
@@ -78,6 +84,11 @@ class OpenClients:
 
 
 _open = OpenClients(MOST_BYTES)
+
+
+def close_clients() -> None:
+    """Close this process's clients: their states on disk are all that they need."""
+    _open.clear()
 
 
 def open_client(config: Config, node: Node) -> OpenClient:

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
-from fedhet.data import GENERATED, UNUSED, RunData, Split, labelled_parts, refuse_overlap
+from fedhet.data import (
+    GENERATED,
+    UNUSED,
+    ClientData,
+    RunData,
+    Split,
+    labelled_parts,
+    refuse_overlap,
+)
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.devices import Compute
@@ -28,10 +36,10 @@ class ClientSamples:
 
     info: ClientInfo
     own: Split
-    """The labelled training samples, on the device."""
+    """The labelled training samples: on the device, but `x` on the host where it has no room."""
     unlabelled: Split
-    """Unlabelled samples, on the device; often none. Their labels (UNKNOWN at a real site) are used
-    for measurements only, never for training."""
+    """Unlabelled samples, where the labelled ones are; often none. Their labels (UNKNOWN at a real
+    site) are used for measurements only, never for training."""
     tests: dict[str, Split]
     """The test splits by protocol: "personal" and "common", or the one of them that exists."""
     space: Tensor
@@ -85,8 +93,10 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     count, order = len(own) + len(rest), order_of(data.classes)
     if data.schema is not None:  # the same features, besides the same classes
         order = order_of([*data.classes, data.schema.digest])
-    tests = {"personal": data.test} if len(data.test) else {}
-    tests |= {} if data.common is None else {"common": data.common}
+    own, rest = _placed(compute, own, rest)
+    tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
+    if data.common is not None:
+        tests["common"] = _common(data, node, compute)
     return ClientSamples(
         ClientInfo(
             node.name,
@@ -98,8 +108,8 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             node.training.describe(),
             bool(node.folder),
         ),
-        _placed(own, compute),
-        _placed(rest, compute),
+        own,
+        rest,
         tests,
         torch.tensor(data.space, device=compute.device),
         data.left_aside,
@@ -107,6 +117,15 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.stored,
         data.schema,
     )
+
+
+def _common(data: ClientData, node: Node, compute: Compute) -> Split:
+    """Return the common test set on the device; the clients of a process have one copy."""
+    common = data.common
+    assert common is not None
+    if len(data.space) < len(data.classes):  # its rows are this client's alone
+        return _placed(compute, common)[0]
+    return node.data.once(f"test set on {compute.device}", lambda: _placed(compute, common)[0])
 
 
 def public_samples(config: Config, node: Node, samples: ClientSamples, *, labelled: bool) -> Split:
@@ -127,8 +146,11 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
 
 def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
     """Return the public set on the device; the clients of a process have one copy."""
-    return data.once(f"public set on {compute.device}", lambda: _placed(public, compute))
+    name = f"public set on {compute.device}"
+    return data.once(name, lambda: Split(compute.held(public.x), compute.held(public.y)))
 
 
-def _placed(split: Split, compute: Compute) -> Split:
-    return Split(compute.held(split.x), split.y.to(compute.device))
+def _placed(compute: Compute, *splits: Split) -> list[Split]:
+    """Return splits with their classes on the device, and their samples too if all have room."""
+    samples = compute.kept(*(split.x for split in splits))
+    return [Split(x, compute.held(split.y)) for x, split in zip(samples, splits, strict=True)]

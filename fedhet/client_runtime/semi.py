@@ -18,6 +18,7 @@ from fedhet.devices import Compute
 from fedhet.kinds import Shape, check_changeable, kind_of
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import LossOfBatch, batches, evaluating
+from fedhet.transfer import rows_of
 
 Predict = Callable[[Tensor], Tensor]
 """Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""
@@ -59,13 +60,13 @@ class FixMatch:
         times = max(1, math.ceil(steps * least / max(1, len(labelled))))
         self._has_labels = len(labelled) > 0
         learned = labelled if self._has_labels else unlabelled
-        rows = torch.arange(len(learned), device=learned.x.device).repeat(times)
-        self.x, self.y = learned.x[rows], learned.y[rows]
+        rows = torch.arange(len(learned)).repeat(times)
+        self.x, self.y = rows_of(learned.x, rows), rows_of(learned.y, rows)
         """The labelled samples of an epoch [N, ...], and their classes [N]."""
         self.batch_size = max(LEAST_BATCH, math.ceil(len(rows) / steps))
         """The labelled samples of a step."""
         self._batches = self._endless(max(LEAST_BATCH, math.ceil(len(unlabelled) / steps)))
-        self._counts = torch.zeros(4, device=unlabelled.x.device)
+        self._counts = torch.zeros(4, device=compute.device)
         """Counts of predictions, of pseudo-labels, of those of known class, and of wrong ones."""
 
     def augment(self, x: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class FixMatch:
         return found | ({"pseudo_error": wrong / checked} if checked else {})
 
     def _count(self, rows: Tensor, guessed: Tensor, confident: Tensor) -> None:
-        truth = self._unlabelled.y[rows]
+        truth = rows_of(self._unlabelled.y, rows)
         checked = confident & (truth != UNKNOWN)
         seen = torch.ones_like(confident)
         counted = torch.stack([seen, confident, checked, checked & (guessed != truth)])

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.arrays import group, grouped
-from fedhet.devices import Compute
+from fedhet.devices import Compute, move
 from fedhet.errors import StateError
 from fedhet.models import Refitted
 from fedhet.storage import ClientStore, Facts, refuse_other
+from fedhet.transfer import HOST, all_to_device
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""
@@ -88,14 +89,32 @@ class ClientState:
         version = _version_of(store, past[-1]) if past else 0
         readable = version > 0 or not past
         if readable and (store, version) == (self._store, self._version):
+            if self._compute.device.type != "cpu":  # where it is already
+                self._place()
             return
         self._store, self._version = store, UNSAVED
         version = self._load_last(past)
+        self._place()
         for model in self.models.values():
-            self._compute.place(model)
             if isinstance(model, Refitted) and self.participations:
                 model.fit_later(*self._training_set())
         self._version = version
+
+    def rest(self) -> None:
+        """Leave an accelerator's memory to other clients until the next `restore`."""
+        if self._compute.device.type == "cpu":
+            return
+        for model in self.models.values():
+            move(model, HOST)
+        self.tensors = all_to_device(self.tensors, HOST)
+        if self._compute.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _place(self) -> None:
+        """Put the state on the device."""
+        for model in self.models.values():
+            self._compute.place(model)
+        self.tensors = all_to_device(self.tensors, self._compute.device)
 
     def begin_round(self) -> None:
         """Mark the state as changing; unless it is saved, `restore` reads it from disk again."""
@@ -154,8 +173,7 @@ class ClientState:
                 raise StateError(f"{path} does not fit the model {kind}: {error}") from None
             if not all(bool(value.isfinite().all()) for value in weights.values()):
                 raise StateError(f"{path}: the model {kind} holds NaN or infinity")
-        kept = group(tensors, BESIDE_MODELS)
-        self.tensors = {name: value.to(self._compute.device) for name, value in kept.items()}
+        self.tensors = group(tensors, BESIDE_MODELS)
         self.facts = {k: v for k, v in facts.items() if k not in {*identity, "version"}}
         version = _version_in(facts)
         if not version or not isinstance(facts.get("participations", 0), int):

@@ -276,6 +276,8 @@ class HetClient(NumPyClient):
             raise
         except FedhetError as error:
             return [], 0, self.promise.fault(error)
+        finally:
+            self.state.rest()
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -302,6 +304,8 @@ class HetClient(NumPyClient):
             raise
         except FedhetError as error:
             return 0.0, 0, self.promise.fault(error)
+        finally:
+            self.state.rest()
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
 

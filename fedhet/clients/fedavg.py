@@ -13,7 +13,7 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedavg import FedAvgSettings
-from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.models.parts import names_of
 from fedhet.wire.knowledge import Knowledge
 
@@ -61,8 +61,8 @@ class FedAvgClient(HetClient):
     def reply(self, local: LocalModel) -> dict[str, Array]:
         """Return the tensors to send."""
         names = names_of(self.network, self.settings.part)
-        sent = {k: v.cpu().numpy() for k, v in local.upload().items() if k in names}
-        return grouped("weights", sent)
+        sent = {k: v for k, v in local.upload().items() if k in names}
+        return grouped("weights", on_host(sent))
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
         """Return `model` with `weights`, and the private model's own tensors for the rest."""

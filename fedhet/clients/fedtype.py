@@ -27,9 +27,10 @@ from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.errors import KnowledgeError
 from fedhet.methods.fedtype import FedTypeSettings
-from fedhet.models import HetModel, build, load_weights
+from fedhet.models import HetModel, build, load_weights, on_host
 from fedhet.seeding import derive, numpy_rng
 from fedhet.training import Optimization, evaluating, statistics_kept
+from fedhet.transfer import all_to_device, rows_of
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32
@@ -57,12 +58,10 @@ class FedTypeClient(HetClient):
         count = max(1, round(self.settings.calibration * everything))
         count = min(count, len(self.y) - 2)
         order = numpy_rng(self.run.seed, "calibration", self.info.name).permutation(len(self.y))
-        held, rest = (
-            torch.tensor(part.copy(), device=self.compute.device)
-            for part in (order[:count], order[count:])
-        )
-        self.held_out = Split(self.x[held], self.y[held])
-        self.samples.own = Split(self.x[rest], self.y[rest])
+        held, rest = (torch.tensor(part.copy()) for part in (order[:count], order[count:]))
+        x, y = self.x, self.y
+        self.held_out = Split(rows_of(x, held), rows_of(y, held))
+        self.samples.own = Split(rows_of(x, rest), rows_of(y, rest))
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model and the proxy."""
@@ -116,12 +115,13 @@ class FedTypeClient(HetClient):
         scale = knowledge.group("scale")
         if not scale:
             raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-        return {name: torch.tensor(v, device=self.compute.device) for name, v in scale.items()}
+        placed = {name: torch.tensor(value) for name, value in scale.items()}
+        return all_to_device(placed, self.compute.device)
 
     def _upload(self, proxy: LocalModel) -> dict[str, Array]:
-        sent = grouped("proxy", {k: v.cpu().numpy() for k, v in proxy.upload().items()})
+        sent = grouped("proxy", on_host(proxy.upload()))
         if isinstance(proxy, VariationalModel):
-            sent |= grouped("scale", {k: v.cpu().numpy() for k, v in proxy.scale().items()})
+            sent |= grouped("scale", on_host(proxy.scale()))
         return sent
 
 
@@ -157,7 +157,7 @@ class Reciprocity:
         rows = self.rows(epoch)
         x, y = self.client.x, self.client.y
         if rows is not None:
-            x, y = x[rows], y[rows]
+            x, y = rows_of(x, rows), rows_of(y, rows)
         if len(y) < 2:
             return
         losses = {self.loss: self.proxy.stepped}
@@ -174,8 +174,7 @@ class Reciprocity:
         """Return the rows of the epoch's part of the data; None means all data."""
         if self.settings.epoch_data == "full":
             return None
-        part = self.parts.tensor_split(self.client.training.local_epochs)[epoch]
-        return part.to(self.client.compute.device)
+        return self.parts.tensor_split(self.client.training.local_epochs)[epoch]
 
     @property
     def is_silent(self) -> bool:
@@ -195,9 +194,9 @@ class Reciprocity:
     def held_out_views(self, x: Tensor) -> Pair:
         """Return what `views` gives for a part of D'; training samples are added to a small one."""
         missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
-        rows = self.parts[:missing].to(x.device)
+        rows = self.parts[:missing]
         with self.client.compute.autocast():
-            joined = self.client.compute.images(torch.cat([x, self.client.x[rows]]))
+            joined = self.client.compute.images(torch.cat([x, rows_of(self.client.x, rows)]))
             private, proxy = self.views(joined)
         return private[: len(x)], proxy[: len(x)]
 

@@ -15,8 +15,9 @@ from fedhet.algorithms.local_models import LocalizedModel, LocalModel
 from fedhet.arrays import Array, Arrays, group, grouped
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.pfedbayes import PFedBayesSettings
-from fedhet.models import HetModel
+from fedhet.models import HetModel, on_host
 from fedhet.seeding import derive
+from fedhet.transfer import all_to_device
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"
@@ -57,8 +58,7 @@ class PFedBayesClient(FedAvgClient):
         """Return the localised means and standard deviations; keep the personal ones."""
         assert isinstance(local, LocalizedModel)
         self.state.tensors |= grouped(PERSONAL, local.scale())
-        scale = {k: v.detach().cpu().numpy() for k, v in local.local_scale().items()}
-        return super().reply(local) | grouped("scale", scale)
+        return super().reply(local) | grouped("scale", on_host(local.local_scale()))
 
     def _placed(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        return {k: torch.tensor(v, device=self.compute.device) for k, v in arrays.items()}
+        return all_to_device({k: torch.tensor(v) for k, v in arrays.items()}, self.compute.device)

@@ -127,7 +127,7 @@ class UmPfsslClient(HetClient):
         x = torch.cat([self.x, self.unlabelled.x[: len(pseudo)]])
         if len(x) < LEAST_BATCH:
             return
-        labelled = torch.arange(len(x), device=x.device) < len(self.y)
+        labelled = torch.arange(len(x), device=self.compute.device) < len(self.y)
         labels = F.pad(self.y, (0, len(pseudo)))
         targets = F.pad(pseudo, (0, 0, len(self.y), 0))
         direction = self.settings.divergence
@@ -138,7 +138,7 @@ class UmPfsslClient(HetClient):
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        rows = torch.arange(len(x), device=x.device)
+        rows = torch.arange(len(x), device=self.compute.device)
         self.train_epochs(x, rows, loss_of, optimizing, generator)
 
     # The helpers.

@@ -20,6 +20,7 @@ from fedhet.seeding import numpy_rng
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
+from fedhet.transfer import to_device
 
 if TYPE_CHECKING:
     from fedhet.data.tables import TableSchema
@@ -189,8 +190,8 @@ def no_test(owner: str, spec: DataSpec) -> DataError:
 
 def concatenated(*parts: Tensor) -> Tensor:
     """Return samples one after the other: as they are stored, or scaled if that differs."""
-    alike = len({part.dtype for part in parts}) == 1
-    return torch.cat([part if alike else scaled(part) for part in parts])
+    alike, place = len({part.dtype for part in parts}) == 1, parts[0].device
+    return torch.cat([to_device(part if alike else scaled(part), place) for part in parts])
 
 
 def stored_as(x: Tensor) -> Stored:

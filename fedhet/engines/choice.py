@@ -13,6 +13,7 @@ from flwr.server.client_manager import ClientManager
 
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
+from fedhet.engines.gpu_memory import with_gpu_share
 from fedhet.engines.inline import run_inline
 from fedhet.errors import one_line
 from fedhet.runs.log import Watcher
@@ -52,6 +53,7 @@ def cluster_for(
         return
     from fedhet.engines.ray.local_cluster import local_cluster
 
+    config = with_gpu_share(config, data)
     with local_cluster(config, data, directory, _notice(watchers)) as ray:
         yield ray
 
@@ -66,7 +68,8 @@ def engine_of(
 ) -> Iterator[Engine]:
     """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
     if config.run.engine.backend == "inline":
-        yield Engine(lambda parts: run_inline(config, data, directory / "state", parts))
+        notice, states = _notice(watchers), directory / "state"
+        yield Engine(lambda parts: run_inline(config, data, states, parts, notice))
     elif own is not None:
         show_waiting(watchers, "waiting for Ray to start")
         workers = own.workers()
@@ -77,6 +80,7 @@ def engine_of(
 
         address = config.run.engine.ray_address
         show_waiting(watchers, f"joining the Ray cluster {address}, asking its machines")
+        config = with_gpu_share(config, data)
         with joined_workers(config, directory, _notice(watchers)) as workers:
             machines = plural(workers.machines, "machine")
             starting = f"starting with {plural(workers.count, 'worker')} on {machines}"

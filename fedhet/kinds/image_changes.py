@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from fedhet.kinds.base import Change
+from fedhet.transfer import to_device
 
 BLACK = -1.0
 IN_A_ROW = 2
@@ -30,7 +31,7 @@ def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
     reach = max(1, height // 8)
     edges = (reach, reach, reach, reach)
     wide = F.pad(x, edges, "reflect") if reflect else F.pad(x, edges, value=BLACK)
-    top, left = torch.randint(2 * reach + 1, (2, count), generator=generator).to(x.device)
+    top, left = to_device(torch.randint(2 * reach + 1, (2, count), generator=generator), x.device)
     places = wide.unfold(2, height, 1).unfold(3, width, 1)  # [N, C, top, left, H, W]; a view
     return places[torch.arange(count, device=x.device), :, top, left]
 
@@ -38,7 +39,7 @@ def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
 def flip(x: Tensor, generator: Generator) -> Tensor:
     """Mirror each image, left to right, with probability 1/2."""
     mirrored = torch.rand(len(x), generator=generator) < 0.5
-    return torch.where(mirrored.to(x.device)[:, None, None, None], x.flip(3), x)
+    return torch.where(to_device(mirrored, x.device)[:, None, None, None], x.flip(3), x)
 
 
 def rand_augment(x: Tensor, generator: Generator) -> Tensor:
@@ -67,7 +68,7 @@ def erase(x: Tensor, generator: Generator) -> Tensor:
     rows = _between(down, (area * ratio).sqrt(), height)
     columns = _between(right, (area / ratio).sqrt(), width)
     inside = (rows[:, :, None] & columns[:, None, :]).unsqueeze(1)
-    return x.masked_fill(inside.to(x.device), BLACK)
+    return x.masked_fill(to_device(inside, x.device), BLACK)
 
 
 def _between(place: Tensor, length: Tensor, side: int) -> Tensor:

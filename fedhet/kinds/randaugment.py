@@ -12,6 +12,8 @@ import torch
 from torch import Generator, Tensor
 from torchvision.transforms.v2 import functional as V
 
+from fedhet.transfer import to_device
+
 Operation = Callable[[Tensor], Tensor]
 STRENGTH = 1 / 3
 """RandAugment's magnitude: 10 of its scale of 30."""
@@ -26,7 +28,7 @@ def operated(x: Tensor, generator: Generator) -> Tensor:
     drawn = _drawn_operations(len(x), generator)
     changed = x.clone()
     for number in sorted(set(drawn.tolist())):
-        rows = (drawn == number).nonzero().flatten().to(x.device)
+        rows = to_device((drawn == number).nonzero().flatten(), x.device)
         changed[rows] = OPERATIONS[number](x[rows])
     return changed
 

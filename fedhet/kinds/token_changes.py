@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 
 from fedhet.kinds.base import Change
 from fedhet.kinds.text import PADDING
+from fedhet.transfer import to_device
 
 WEAK, STRONG = 0.1, 0.3
 """The share of tokens that a weak and a strong change leave out."""
@@ -24,7 +25,7 @@ REACH = 3
 
 def left_out(x: Tensor, generator: Generator, share: float) -> Tensor:
     """Return texts without a random `share` of their tokens; the others close up, one stays."""
-    drawn = torch.rand(x.shape, generator=generator).to(x.device)
+    drawn = to_device(torch.rand(x.shape, generator=generator), x.device)
     drawn = drawn.masked_fill(x == PADDING, -1.0)
     kept = drawn >= share
     kept.scatter_(1, drawn.argmax(1, keepdim=True), value=True)
@@ -34,7 +35,7 @@ def left_out(x: Tensor, generator: Generator, share: float) -> Tensor:
 
 def moved(x: Tensor, generator: Generator) -> Tensor:
     """Return texts whose tokens have each moved by up to REACH places, by a random amount."""
-    drawn = torch.rand(x.shape, generator=generator).to(x.device) * (REACH + 1)
+    drawn = to_device(torch.rand(x.shape, generator=generator), x.device) * (REACH + 1)
     places = torch.arange(x.shape[1], device=x.device) + drawn
     places = places.masked_fill(x == PADDING, float("inf"))
     return x.gather(1, places.argsort(dim=1, stable=True))

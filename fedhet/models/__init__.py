@@ -19,11 +19,11 @@ from fedhet.models.registry import (
     without_batch_norms,
 )
 from fedhet.models.user_model import is_user_model
-from fedhet.models.weights import load_weights, to_arrays
+from fedhet.models.weights import load_weights, on_host, to_arrays
 
 __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",
     "Refitted", "Within", "assign", "base_and_width", "build", "build_any", "check", "check_name",
-    "describe", "is_registered", "is_user_model", "load_weights", "names", "narrow_name",
+    "describe", "is_registered", "is_user_model", "load_weights", "names", "narrow_name", "on_host",
     "private_pool", "shapes", "to_arrays", "without_batch_norms",
 ]  # fmt: skip

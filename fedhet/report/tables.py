@@ -164,7 +164,7 @@ def legend(run: Run) -> str:
 
 
 def away_lines(run: Run) -> list[str]:
-    """Return a sentence on each client that was not connected, or late, in some rounds or in any."""
+    """Return a sentence on each client that was not connected, or late, in some rounds."""
     lines = [
         f"{name} was {what} in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
         for what, found in (("not connected", run.away), ("late", run.late))

@@ -36,6 +36,16 @@ class ComputeSettings(Schema):
         "samples of a batch in evaluation; 0 = by the size of a model's activations, from 32 to "
         "1024 on a processor, and up to 8192 on an accelerator",
     )
+    deterministic: bool = machine(
+        True,
+        "on a GPU, only algorithms that give the same bits each time, as processors do; false lets "
+        "CUDA choose faster ones, and a repeated or resumed run is then equal within noise",
+    )
+    sample_mb: CountOrNone = machine(
+        4096,
+        "on a GPU, MB of samples that a worker keeps there, as far as half of the free memory "
+        "reaches; the batches of further samples are copied one by one",
+    )
 
 
 class EngineSettings(ComputeSettings):
@@ -52,8 +62,10 @@ class EngineSettings(ComputeSettings):
         True, "in a simulation, whether an error of a client's own code ends the run"
     )
     cpus_per_client: Positive = machine(1.0, "Ray: processors of a worker")
-    gpus_per_client: Annotated[float, Field(ge=0.01, le=1)] = machine(
-        0.25, "Ray: share of a GPU of a worker, where the device is a GPU"
+    gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine(
+        0.0,
+        "Ray: share of a GPU of a worker, and of its memory, where the device is a GPU; 0 = by the "
+        "size of the models, an eighth at least",
     )
     ray_address: RayAddress = machine(
         "",

@@ -47,7 +47,7 @@ class Machine:
         if not on_gpu:
             return by_processor
         # A worker cannot use parts of two GPUs.
-        return min(by_processor, int(self.gpus) * int(1 / engine.gpus_per_client))
+        return min(by_processor, int(self.gpus) * int(1 / (engine.gpus_per_client or 1)))
 
 
 def running_machines() -> list[Machine]:

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedhet.engines.gpu_memory import ASKED_ALONE
 from fedhet.engines.ray.machines import Machine
 from fedhet.errors import FedhetError
 
 LOG = logging.getLogger("flwr")
 LOOK_EVERY = 0.5
 """Seconds between two looks whether a worker has started."""
+ROOM_WITHIN = 30.0
+"""Seconds that idle workers have to give back a GPU's memory."""
 TRIES = 2
 """How many workers a client is asked by if they are lost, before it fails."""
 
@@ -40,6 +43,8 @@ class Placed:
 
 Task = Callable[[Any], Any]
 """Starts a task on an actor, and returns Ray's reference to its result."""
+Taken = Callable[[float | None], contextlib.AbstractContextManager[Placed]]
+"""Takes a worker, until a point in time, for as long as its block runs."""
 
 
 class WorkerPool:
@@ -58,6 +63,9 @@ class WorkerPool:
         self._idle: deque[Placed] = deque()
         self._busy: set[Placed] = set()
         self._starting: dict[Any, Placed] = {}
+        self._one_alone = threading.Lock()
+        self._is_reserved = False
+        """Whether a task runs alone, or waits until the others have ended."""
         for machine in places:
             self._begin(machine)
 
@@ -85,9 +93,20 @@ class WorkerPool:
         Raises LostError if that one is lost too, or none is left, and TimeoutError after `timeout`
         seconds, with the time to wait for a worker.
         """
+        return self._run(who, task, timeout, self._worker)
+
+    def run_alone(self, who: str, task: Task, timeout: float | None) -> Any:
+        """Return the result of a task as `run` does, while no other one runs on any worker.
+
+        The other workers give back the memory of their GPUs before.
+        """
+        self._notice(f"{who} {ASKED_ALONE}")
+        return self._run(who, task, timeout, self._worker_alone)
+
+    def _run(self, who: str, task: Task, timeout: float | None, worker: Taken) -> Any:
         end = None if timeout is None else time.monotonic() + timeout
         for tried in range(1, TRIES + 1):
-            with self._worker(end) as placed:
+            with worker(end) as placed:
                 try:
                     return _result(task(placed.actor), end)
                 except LostError as error:
@@ -122,15 +141,40 @@ class WorkerPool:
         finally:
             self._give_back(placed)
 
-    def _take(self, end: float | None) -> Placed:
+    @contextlib.contextmanager
+    def _worker_alone(self, end: float | None) -> Iterator[Placed]:
+        with self._one_alone:
+            self._is_reserved = True
+            try:
+                placed = self._take(end, alone=True)
+                try:
+                    self._make_room()
+                    yield placed
+                finally:
+                    self._give_back(placed)
+            finally:
+                with self._changed:
+                    self._is_reserved = False
+                    self._changed.notify_all()
+
+    def _make_room(self) -> None:
+        """Let idle workers give back their memory; one that is lost has none."""
+        import ray
+
+        refs = [placed.actor.make_room.remote() for placed in self._idle]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=ROOM_WITHIN)
+
+    def _take(self, end: float | None, *, alone: bool = False) -> Placed:
         with self._changed:
             while True:
                 self._admit()
-                if self._idle:
+                is_free = not self._busy if alone else not self._is_reserved
+                if self._idle and is_free:
                     placed = self._idle.popleft()
                     self._busy.add(placed)
                     return placed
-                if not (self._busy or self._starting):
+                if not (self._idle or self._busy or self._starting):
                     raise LostError("no worker is left on Ray")
                 left = _left(end)
                 if left == 0:

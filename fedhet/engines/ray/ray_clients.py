@@ -81,12 +81,17 @@ class WorkerProxy(DirectProxy):
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client on a worker. Raises ClientCallError or ClientCodeError."""
+        place = self._partition
         try:
             result = self._pool.run(
-                self.cid,
-                lambda actor: actor.call.remote(self._partition, name, instruction),
-                timeout,
+                self.cid, lambda actor: actor.call.remote(place, name, instruction), timeout
             )
+            if isinstance(result, Failed) and result.of_memory:
+                result = self._pool.run_alone(
+                    self.cid,
+                    lambda actor: actor.call.remote(place, name, instruction, alone=True),
+                    timeout,
+                )
         except (LostError, TimeoutError) as error:
             raise ClientCallError(str(error)) from error
         if isinstance(result, Failed) and result.of_code is not None:

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
+from fedhet.devices import find_device
+from fedhet.engines.gpu_memory import make_room, set_share, too_small
 from fedhet.server.own_code import CodeFault, is_of_code
 
 
@@ -22,6 +26,8 @@ class Failed:
     trace: str
     of_code: CodeFault | None = None
     """The fault of the client's code, if that is the cause."""
+    of_memory: bool = False
+    """Whether the GPU's memory did not suffice."""
 
 
 class Worker:
@@ -34,17 +40,43 @@ class Worker:
     def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
         self._config, self._state_dir = config, state_dir
         self._data = RunData.of(config.run, shared=decoded)
+        self._share(config.run.engine.gpus_per_client)
 
-    def call(self, partition: int, name: str, instruction: Any) -> Any:
-        """Call the method `name` of a client; return its result, or `Failed`."""
+    def call(self, partition: int, name: str, instruction: Any, *, alone: bool = False) -> Any:
+        """Call the method `name` of a client; return its result, or `Failed`.
+
+        `alone`: no other worker computes meanwhile, and this one may take the whole GPU.
+        """
+        if not alone:
+            return self._called(partition, name, instruction)
+        make_room()
+        self._share(1.0)
+        try:
+            return self._called(partition, name, instruction)
+        finally:
+            make_room()
+            self._share(self._config.run.engine.gpus_per_client)
+
+    def make_room(self) -> None:
+        """Give back the GPU's memory that this worker does not need at the moment."""
+        make_room()
+
+    def _called(self, partition: int, name: str, instruction: Any) -> Any:
         node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
         try:
             node = read_node(node_config, self._config.run, self._state_dir, self._data)
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
+        except torch.OutOfMemoryError as error:
+            return Failed(str(too_small(error)), traceback.format_exc(), of_memory=True)
         except Exception as error:
             fault = CodeFault.of(error) if is_of_code(error) else None
             return Failed(str(error), traceback.format_exc(), fault)
+
+    def _share(self, share: float) -> None:
+        """Bound this worker's part of its GPU, if it has one."""
+        if find_device(self._config.run.engine.device).type == "cuda":
+            set_share(share or 1.0)
 
     def is_ready(self) -> bool:
         """Return True: the process has started, and has imported what it needs."""

@@ -1,0 +1,114 @@
+"""A GPU's memory: a share for each worker, and what follows where it does not suffice."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.client_runtime.cache import close_clients
+from fedhet.config.resolve import Config
+from fedhet.data import RunData
+from fedhet.devices import find_device
+from fedhet.errors import FedhetError, one_line
+from fedhet.kinds import Shape, kind_of
+from fedhet.models import Refitted, build_any
+
+CONTEXT_BYTES = 2**29
+"""What CUDA itself takes of a GPU's memory in each process."""
+IN_USE = 0.9
+"""The share of the memory that is planned with."""
+MOST_WORKERS = 8
+"""Workers on a GPU at most, if their number follows from the models' size."""
+ASKED_ALONE = "finds too little memory on the GPU: it is asked again alone"
+COPIES = 4
+"""Of a weight: itself, its gradient, and two that Adam keeps."""
+
+
+def with_gpu_share(config: Config, data: RunData) -> Config:
+    """Return the settings with a share of a GPU for each worker, if they leave it open."""
+    engine = config.run.engine
+    device = find_device(engine.device)
+    if engine.gpus_per_client or device.type != "cuda":
+        return config
+    index = device.index or 0
+    total = torch.cuda.get_device_properties(index).total_memory
+    share = share_for(needed_bytes(config, data), total)
+    return config.replacing(engine=engine.model_copy(update={"gpus_per_client": share}))
+
+
+def share_for(needed: int, total: int) -> float:
+    """Return the share of a GPU of `total` bytes for a worker: 1/k, for k that fit side by side."""
+    fitting = int(IN_USE * total / needed)
+    return math.floor(100 / min(max(fitting, 1), MOST_WORKERS)) / 100
+
+
+def needed_bytes(config: Config, data: RunData) -> int:
+    """Return about what training takes of a GPU's memory for the largest of the run's models.
+
+    A method that trains further models of its own takes as much for each.
+    """
+    run, shape = config.run, tuple(data.dataset.shape)
+    classes, own = len(data.dataset.classes), config.flat()
+    others = [str(own[f"{run.method}.{name}"]) for name in _own_models(config)]
+    batch = max(run.training.batch_size, 2)
+    sizes = {
+        name: training_bytes(build_any(name, shape, classes, seed=run.seed), shape, batch)
+        for name in dict.fromkeys([*run.models.pool, *others])
+    }
+    largest = max(sizes[name] for name in run.models.pool)
+    return CONTEXT_BYTES + largest + sum(sizes[name] for name in others)
+
+
+def _own_models(config: Config) -> list[str]:
+    return [name.replace("_", "-") for name in config.method.spec.own_models]
+
+
+@torch.no_grad()
+def training_bytes(model: nn.Module, shape: Shape, batch: int) -> int:
+    """Return about what a training step on samples [batch, *shape] takes, in bytes.
+
+    The weights, with gradients and what the optimiser keeps; and what each layer returns, which
+    is kept for the backward pass, with its gradient.
+    """
+    if isinstance(model, Refitted):  # it is fitted on the host
+        return 0
+    outputs = [0]
+
+    def note(module: nn.Module, given: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            outputs.append(output.nbytes)
+
+    leaves = [part for part in model.modules() if not any(part.children())]
+    hooks = [part.register_forward_hook(note) for part in leaves]
+    try:
+        model.eval()(kind_of(shape).blank(1, shape))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return COPIES * weights + 2 * batch * sum(outputs)
+
+
+def set_share(share: float) -> None:
+    """Let this process take no more than a share of its GPU's memory."""
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def make_room() -> None:
+    """Give back what this process does not need at the moment: its open clients too."""
+    close_clients()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def too_small(error: torch.OutOfMemoryError) -> FedhetError:
+    """Return the error for a client that does not fit into its GPU even alone."""
+    said = one_line(" ".join(str(error).split()).partition(". ")[0])
+    return FedhetError(
+        f"does not fit into the GPU's memory, not even alone ({said}): a smaller "
+        "'training.batch-size' or model, or 'engine.precision' = bfloat16, takes less"
+    )
