@@ -62,6 +62,8 @@ class Protection:
     """Why the method cannot; empty: it can."""
     vectors: int = 0
     """Sums per class that a client releases in a round: features, logits."""
+    norm: float = 0.0
+    """L2 norm that no summed vector exceeds by itself; 0: they are scaled to 'class-clip'."""
     passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_epochs
     """(own settings, a client's training, rounds) -> how often it passes over its samples."""
     models: tuple[str, ...] = ()
