@@ -64,7 +64,7 @@ def contrastive_loss(prototypes: Tensor, labels: Tensor, trained: Tensor, margin
     rate independent of the number of clients. Without a margin it is Eq. 6.
     """
     distances = torch.cdist(prototypes, trained, compute_mode=EXACT)
-    own = F.one_hot(labels, len(trained)) * margin
+    own = F.one_hot(labels, len(trained)).to(distances.dtype) * margin
     return F.cross_entropy(-(distances + own), labels)
 
 

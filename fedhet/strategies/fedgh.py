@@ -7,7 +7,6 @@ with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from fedhet.models import build, load_weights, to_arrays
 from fedhet.seeding import torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy
-from fedhet.training import all_finite
+from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER
 
 
@@ -66,7 +65,8 @@ class FedGhStrategy(FedAvgStrategy):
             lr=own.server_lr,
             generator=torch_generator(self.run.seed, SERVER, round, "head"),
         )
-        if not (math.isfinite(loss) and all_finite(head)):
-            raise DivergedError(f"the loss of the head is {loss:.3g}")
-        self._instruct_all({"weights": to_arrays(head)})
+        weights = to_arrays(head)
+        if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
+            raise DivergedError(f"the loss of the head is {loss:.3g}")  # or a weight is NaN
+        self._instruct_all({"weights": weights})
         return loss

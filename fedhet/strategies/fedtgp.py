@@ -8,7 +8,6 @@ Learning, AAAI 2024, arXiv:2401.03230.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +26,7 @@ from fedhet.models import load_weights, to_arrays
 from fedhet.seeding import seeded, torch_generator
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.training import all_finite
+from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -100,7 +100,9 @@ class FedTgpStrategy(HetStrategy):
             lr=own.server_lr,
             generator=torch_generator(self.run.seed, SERVER, round, "prototypes"),
         )
-        if not (math.isfinite(loss) and all_finite(self.model)):
+        with torch.no_grad():
+            within = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # False for NaN
+        if not (within and all_finite(self.model)):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss of the prototypes is {loss:.3g}")
         return loss
