@@ -15,7 +15,7 @@ from fedhet.wire.knowledge import Knowledge
 class FedTgpClient(FedProtoClient):
     """Draws its features to the trained prototypes (Eq. 11), and replies with its own (Eq. 2)."""
 
-    settings: FedTgpSettings  # type: ignore[assignment]
+    settings: FedTgpSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train as in FedProto; return the prototypes alone."""

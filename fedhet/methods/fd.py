@@ -43,7 +43,7 @@ REPLIES = Contract(
     )
 )
 SPEC = MethodSpec(
-    title="mean probabilities of each class, of all clients but the one that learns from them",
+    title="class-wise probabilities alone, averaged over all other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
     settings=FdSettings,

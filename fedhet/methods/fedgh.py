@@ -38,8 +38,8 @@ REPLIES = Contract(
 )
 SPEC = replace(
     lg_fedavg.SPEC,
-    title="one head for all extractors, trained by the server on class means of their features",
-    paper="Yi et al., FedGH: Heterogeneous FL with Generalized Global Header",
+    title="one head for all extractors, which the server trains on class means",
+    paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
     settings=FedGhSettings,
     sizes=head_sizes,
     instructions=INSTRUCTIONS,

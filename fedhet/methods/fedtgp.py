@@ -8,16 +8,14 @@ from pydantic import Field
 
 from fedhet.algorithms.choices import Margin
 from fedhet.methods import fedproto
-from fedhet.settings.schema import Count, MethodSettings, NonNegative, Positive
-from fedhet.wire.contract import Contract, Sizes, TensorField
-from fedhet.wire.identity import ClientInfo
+from fedhet.settings.schema import Count, NonNegative, Positive
+from fedhet.wire.contract import Contract, TensorField
 
 
-class FedTgpSettings(MethodSettings):
+class FedTgpSettings(fedproto.PrototypeSettings):
     """Settings of FedTGP."""
 
     lambda_: NonNegative = Field(10.0, description="weight of the distance to the prototypes")
-    feature_dim: Count = Field(64, description="width of the features and prototypes, D")
     margin: Margin = Field(
         "largest",
         description="the margin between classes: the largest distance of two classes' centres, as "
@@ -31,11 +29,6 @@ class FedTgpSettings(MethodSettings):
     server_batch_size: Count = Field(10, description="prototypes per minibatch of the server")
 
 
-def tgp_sizes(settings: FedTgpSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width)."""
-    return Sizes({"C": client.classes, "D": settings.feature_dim})
-
-
 REPLIES = Contract(
     (
         TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
@@ -44,10 +37,9 @@ REPLIES = Contract(
 )
 SPEC = replace(
     fedproto.SPEC,
-    title="class prototypes that the server trains, to keep classes apart",
+    title="FedProto with prototypes that the server trains to stay apart",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
     settings=FedTgpSettings,
-    sizes=tgp_sizes,
     replies=REPLIES,
     figures={
         "classes_covered": "classes with a prototype",
