@@ -25,8 +25,8 @@ from rounds import (
 
 from fedhet.algorithms.classwise import Teacher
 from fedhet.algorithms.federated_distillation import (
-    as_distributions,
     class_cross_entropy,
+    nearest_distributions,
     totals_of,
     without,
 )
@@ -175,11 +175,33 @@ def test_what_is_left_is_the_mean_of_the_others(clients):
             np.testing.assert_allclose(means[row], np.mean(has, axis=0), atol=1e-6)
 
 
-def test_what_is_no_distribution_becomes_one():
-    rows = np.array([[0.2, 0.8], [-0.5, 1.5], [-1.0, -2.0], [0.0, 4.0]])
-    expected = [[0.2, 0.8], [0, 1], [0.5, 0.5], [0, 1]]
-    np.testing.assert_allclose(as_distributions(rows), expected, rtol=1e-6)
-    assert as_distributions(np.zeros((0, 3))).shape == (0, 3)
+def projected(vector):
+    """The shift by which the positive parts sum to 1, by bisection."""
+    low, high = min(vector) - 1, max(vector)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(max(value - middle, 0) for value in vector) > 1:
+            low = middle
+        else:
+            high = middle
+    return [max(value - low, 0) for value in vector]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.sampled_from([1e-6, 0.3, 50.0]))
+def test_what_is_no_distribution_becomes_the_nearest(seed, width, size):
+    vectors = size * np.random.default_rng(seed).normal(size=(5, width))
+    found = nearest_distributions(vectors)
+    assert (found >= 0).all()
+    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
+    for row, vector in zip(found, vectors, strict=True):
+        np.testing.assert_allclose(row, projected(vector), atol=1e-5)
+
+
+def test_what_is_a_distribution_stays():
+    rows = np.array([[0.2, 0.8, 0.0], [0.0, 0.99999, 0.0]])
+    assert (nearest_distributions(rows) == rows.astype(np.float32)).all()
+    assert nearest_distributions(np.zeros((1, 4))).tolist() == [[0.25] * 4]
+    assert nearest_distributions(np.zeros((0, 3))).shape == (0, 3)
 
 
 # The client: "Local training phase"

@@ -17,6 +17,8 @@ from fedhet.arrays import Array
 
 SMALLEST = 1e-12
 """The least probability of which a logarithm is taken."""
+ROUNDING = 1e-4
+"""How far the sum of a mean of probabilities may be from 1 by rounding."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,25 @@ def without(totals: ClassTotals, classes: Array, vectors: Array) -> tuple[Array,
     clients[rows] -= 1
     others = clients > 0
     means = sums[others] / clients[others, None]
-    return totals.classes[others], as_distributions(means)
+    return totals.classes[others], np.maximum(means, 0.0).astype(np.float32)
 
 
-def as_distributions(vectors: Array) -> Array:
-    """Return vectors [P, C] as probability distributions, float32: cut off at 0, of sum 1.
+def nearest_distributions(vectors: Array) -> Array:
+    """Return vectors [P, C] in float32, each as it is if it is a distribution, or the nearest one.
 
-    It changes what is none by rounding, or by noise; one without a positive number is uniform.
+    Nearest by Euclidean distance (Duchi et al., Efficient Projections onto the l1-Ball for Learning
+    in High Dimensions, ICML 2008, Fig. 1): of what is noised, the most likely. One of zeros becomes
+    uniform.
     """
-    positive = np.maximum(vectors.astype(np.float64), 0.0)
-    sums = positive.sum(1, keepdims=True)
-    uniform = np.full_like(positive, 1 / max(positive.shape[1], 1))
-    whole: Array = np.divide(positive, sums, out=uniform, where=sums > 0).astype(np.float32)
-    return whole
+    given = vectors.astype(np.float64)
+    whole = (given >= 0).all(1) & (np.abs(given.sum(1) - 1) <= ROUNDING)
+    ordered = -np.sort(-given, axis=1)
+    excess = ordered.cumsum(1) - 1
+    kept = (ordered * np.arange(1, given.shape[1] + 1) > excess).sum(1)
+    threshold = excess[np.arange(len(given)), kept - 1] / kept
+    nearest = np.maximum(given - threshold[:, None], 0.0)
+    chosen: Array = np.where(whole[:, None], given, nearest).astype(np.float32)
+    return chosen
 
 
 def class_cross_entropy(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:

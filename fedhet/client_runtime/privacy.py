@@ -197,7 +197,7 @@ class Private(Open):
         Of what was gathered only the shape is used: its features are of many models, one a batch.
         """
         protection = self._config.method.spec.privacy
-        norm = protection.norm or self._settings.class_clip
+        norm = min(self._settings.class_clip, protection.norm)
         self._charge(Release(combined(self.noise.sums, self.noise.counts, protection.vectors)))
         own, sums = self._samples.own, gathered
         sums.clear()

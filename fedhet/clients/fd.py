@@ -16,8 +16,8 @@ from torch import Tensor
 from fedhet.algorithms.classwise import Teacher
 from fedhet.algorithms.federated_distillation import (
     SMALLEST,
-    as_distributions,
     class_cross_entropy,
+    nearest_distributions,
 )
 from fedhet.arrays import Array
 from fedhet.clients.fedhe import FedHeClient
@@ -34,7 +34,7 @@ class FdClient(FedHeClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return each class's mean probabilities over all of them."""
         means = self._learn(round, self.read_teacher(knowledge))
-        probabilities = as_distributions(means.logits)
+        probabilities = nearest_distributions(means.logits)
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
