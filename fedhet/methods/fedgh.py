@@ -17,9 +17,9 @@ class FedGhSettings(lg_fedavg.LgFedAvgSettings):
     """Settings of FedGH; the head travels to the clients."""
 
     server_epochs: Count = Field(
-        1, description="the server's epochs per round over the clients' class means"
+        10, description="the server's epochs per round over the clients' class means"
     )
-    server_lr: Positive = Field(0.01, description="learning rate of the server's SGD")
+    server_lr: Positive = Field(0.1, description="learning rate of the server's SGD")
     server_batch_size: Count = Field(10, description="class means per minibatch of the server")
 
 
