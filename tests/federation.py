@@ -38,7 +38,9 @@ SMALL = {
 }
 
 
-SHARING = {"fedprox", "fedbn", "fedper", "lg-fedavg", "ds-fl", "cronus", "fedhe"}
+SHARING = {
+    "fedprox", "fedbn", "fedper", "lg-fedavg", "ds-fl", "cronus", "fedhe", "fd", "fedtgp"
+}  # fmt: skip
 """Methods whose round is another's, which shows in the ordinary tests what every method must do."""
 
 

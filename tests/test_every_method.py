@@ -15,6 +15,7 @@ from fedhet.methods.spec import FIGURES
 
 FAST = {
     "fedgems": {"fedgems.server-model": "mlp"},
+    "fedtgp": {"fedtgp.server-epochs": 3},
     "fedtype": {"fedtype.proxy": "mlp3"},
     "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
 }
@@ -111,6 +112,8 @@ ALONE = {
     "felo": {"felo.alpha": 0.0, "felo.share-weights": False, "models": "cnn2"},
     "fedhe": {"fedhe.alpha": 0.0, "models": ["mlp", "cnn2"]},
     "fedproto": {"fedproto.lambda": 0.0, "models": "cnn2"},
+    "fd": {"fd.gamma": 0.0, "models": ["mlp", "cnn2"]},
+    "fedtgp": {"fedtgp.lambda": 0.0, "fedtgp.server-epochs": 1, "models": "cnn2"},
     "fml": {"fml.alpha": 1.0, "fml.meme": "cnn2", "models": ["mlp", "cnn2", "cnn3"]},
 }
 """Without what they learn from the server; cnn2 has the width of features that Felo has."""
@@ -144,6 +147,9 @@ LEARNS = [
     ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "kl"}, {"personal/private": 0.7}),
     ("fedproto", {**SKEWED, "models": ["mlp", "cnn2"]},
      {"personal/private": 0.7, "personal/prototype": 0.7}),
+    ("fd", {**SKEWED, "models": "mlp"}, {"personal/private": 0.7}),
+    ("fedtgp", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
+    ("fedgh", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     # More than a client alone, which knows 0.49 of the common test set here.
     ("fedmd", PUBLIC, {"common/private": 0.6}),
     ("ds-fl", {**PUBLIC, "ds-fl.server-model": "mlp"},

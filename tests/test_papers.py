@@ -30,7 +30,7 @@ from fedhet.papers import (
     tables_of,
 )
 from fedhet.papers import source as source_of_tables
-from fedhet.papers.write import as_markdown
+from fedhet.papers.write import as_markdown, write_latex
 
 TABLE = """
 title = "Two methods"
@@ -263,6 +263,22 @@ def test_a_claim_holds_beyond_two_standard_errors(tops, outcome, tmp_path):
         assert verdict.difference.se == pytest.approx(each.std(ddof=1) / np.sqrt(3))
 
 
+def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
+    tops = {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]}
+    results = written(tmp_path / "runs", tops)
+    text = write_latex(results, tmp_path).read_text()
+    scores, _, tested = text.partition(r"\end{tabular}")
+    rows = {line.split(" & ")[0]: line for line in scores.splitlines() if " & " in line}
+    better, worse = (results.cells[row, "all"].mean for row in ("together", "alone"))
+    assert rf"\textbf{{{better:.2f} $\pm$" in rows["together"]
+    assert rf"\underline{{{worse:.2f} $\pm$" in rows["alone"]
+    assert r"Kendall's $\tau$ & -- & 1.00 & -- \\" in scores, "no contest of numbers of its own"
+    verdict = next(v for v in results.verdicts if v.where == "all")
+    found = next(line for line in tested.splitlines() if line.count(" & all: "))
+    assert rf"{verdict.difference.mean:+.2f} $\pm$" in found
+    assert found.count(r"$^\dagger$") == 1
+
+
 def test_claims_of_columns_compare_within_a_row(tmp_path):
     claim = """
 [[claims]]
@@ -353,7 +369,9 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
     made = {p: p.stat().st_mtime_ns for p in (mine / "runs").glob("*/*/summary.json")}
     assert len(made) == 8
     assert not [path for run in made for path in run.parent.rglob("*.safetensors")], "no models"
-    second = call("mine", "--seeds", "0,1,2", "--out", mine)
+    assert not (mine / "mine-tiny.tex").exists()
+    second = call("mine", "--seeds", "0,1,2", "--out", mine, "--latex")
+    assert (mine / "mine-tiny.tex").read_text().startswith(r"% \usepackage{booktabs}")
     assert second.output.count(", seed 2") == 4
     assert "seed 0" not in second.output
     assert all(path.stat().st_mtime_ns == before for path, before in made.items())

@@ -61,7 +61,7 @@ SENT = {
     "proxy": "trained by DP-SGD, jointly with the private model",
     "scores": "a private model's, on public data",
     "logits": "a private model's, on public data; or noised sums over noised counts",
-    "probabilities": "a private model's, on public data",
+    "probabilities": "a private model's, on public data; or noised sums over noised counts",
     "predictions": "a private model's, on public data",
     "space": "the task's label space, or all classes",
     "features": "noised sums over noised counts",

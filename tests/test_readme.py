@@ -152,4 +152,6 @@ def test_the_table_of_extras_is_that_of_the_project():
 
 
 def test_readme_is_a_first_page():
-    assert len(README.split()) <= 1500
+    """Besides the list of methods, a line each."""
+    own = [line for line in README.splitlines() if not line.startswith("| [`")]
+    assert len(" ".join(own).split()) <= 1150

@@ -152,7 +152,7 @@ def test_after_a_round_that_took_too_long_a_client_goes_on_as_if_it_had_not_been
     assert all(torch.equal(state[k], v) for k, v in client.network.state_dict().items())
 
 
-@pytest.mark.parametrize("method", ["felo", "velo", "fedhe", "fedproto"])
+@pytest.mark.parametrize("method", ["felo", "velo", "fedhe", "fedproto", "fd", "fedtgp", "fedgh"])
 @pytest.mark.parametrize("by_site", [False, True])
 def test_means_of_few_samples_stay_at_the_site(tmp_path, method, by_site):
     """Whatever the run asks for: the larger of its limit and the site's counts."""

@@ -17,6 +17,8 @@ RelationKind = Literal["en+ta", "en", "ta"]
 """The terms of UM-pFSSL's Eq. 13 that count: entropy and test accuracy, or one (Table III)."""
 Divergence = Literal["forward", "reverse"]
 """The direction of UM-pFSSL's Eq. 5: KL(pseudo-label || own), or KL(own || pseudo-label)."""
+Margin = Literal["largest", "nearest"]
+"""The distance between classes that is FedTGP's margin; see `trainable_prototypes`."""
 Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
 """The part of a model that travels: the whole model; its trained tensors, without the running
 statistics of batch norms; all tensors but those of batch norms; the layers before the head; the

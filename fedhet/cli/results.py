@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedhet.cli.options import NONE, loading
+from fedhet.cli.options import NONE, loading, say
 from fedhet.metrics import METRICS
 from fedhet.runs.records import KINDS, PROTOCOLS
 
@@ -65,6 +65,20 @@ def compare_command(
             help="The methods' own figures to draw too, e.g. pseudo_error.",
         ),
     ] = "",
+    test: Annotated[
+        str,
+        typer.Option(
+            metavar="none|t|wilcoxon",
+            help="Test of the differences by seed, with Holm's correction: a paired t-test, or "
+            "Wilcoxon's signed-rank test.",
+        ),
+    ] = "none",
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Write compare.tex too: the tables for a paper.")
+    ] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Write compare.csv too: a row for each run and model.")
+    ] = False,
 ) -> None:
     """Lay runs side by side: a table, a figure and a page; mean and spread over seeds.
 
@@ -73,9 +87,11 @@ def compare_command(
     with loading("pandas and Matplotlib"):
         from fedhet import report
         from fedhet.cli.shown import show_comparison
+        from fedhet.report.significance import read_test
 
     found = report.compare(
         directories,
+        test=read_test(test),
         target=target,
         kind=kind,
         figures=figures,
@@ -84,6 +100,8 @@ def compare_command(
         metric=metric,
     )
     show_comparison(found, out)
+    for path in report.write_for_paper(found, out, latex=latex, csv=csv):
+        say(f"for a paper: {path}")
 
 
 def report_command(

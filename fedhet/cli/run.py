@@ -156,6 +156,9 @@ KeepModels = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
 ]
+Latex = Annotated[
+    bool, typer.Option("--latex", help="Write each table in LaTeX too, with booktabs' rules.")
+]
 
 
 def table_command(
@@ -167,6 +170,7 @@ def table_command(
     set_: Pairs = None,
     keep_models: KeepModels = False,
     dry_run: DryRun = False,
+    latex: Latex = False,
 ) -> None:
     """Make tables of papers: run what is missing, and show the numbers next to the printed ones.
 
@@ -180,5 +184,13 @@ def table_command(
         table.list_tables()
     else:
         table.make_tables(
-            name, size, several, out, jobs, over, keep_models=keep_models, dry_run=dry_run
+            name,
+            size,
+            several,
+            out,
+            jobs,
+            over,
+            keep_models=keep_models,
+            dry_run=dry_run,
+            latex=latex,
         )

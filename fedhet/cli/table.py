@@ -34,6 +34,7 @@ from fedhet.papers import (
     read_table,
     table_names,
     tables_of,
+    write_latex,
     write_overview,
     write_results,
 )
@@ -63,6 +64,7 @@ def make_tables(
     *,
     keep_models: bool,
     dry_run: bool,
+    latex: bool = False,
 ) -> None:
     """Make the missing runs of tables, and show the tables; if `dry_run`, list the runs.
 
@@ -82,6 +84,8 @@ def make_tables(
     for results in made:
         _show(results)
         say(f"table: {write_results(results, out)}")
+        if latex:
+            say(f"for a paper: {write_latex(results, out)}")
     if len(made) > 1:
         console.print(_printed(overview(made)))
         write_overview(made, out / f"{word}-{size}.md")

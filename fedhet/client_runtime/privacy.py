@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from flwr.common import NDArrays, Scalar
-from torch import nn
+from torch import Tensor, nn
 
 from fedhet.algorithms.classwise import ClassMeans, ClassSums
 from fedhet.client_runtime.node import Node
@@ -49,6 +49,8 @@ from fedhet.wire.knowledge import Knowledge
 LOG = logging.getLogger("fedhet")
 ANSWER, ANSWERS = "answer-{:06d}.npz", "answer-*.npz"
 FAULT = "{} at a private client, whose own log says more"
+Answers = Callable[[Tensor], Tensor]
+"""Logits [N, C] -> what a method averages of them by class, [N, C]."""
 
 
 class Open:
@@ -81,8 +83,13 @@ class Open:
         """
         yield optimizing
 
-    def class_means(self, gathered: ClassSums, model: HetModel) -> ClassMeans:
-        """Return the class means that may be sent: those `gathered` while `model` trained."""
+    def class_means(
+        self, gathered: ClassSums, model: HetModel, answers: Answers | None = None
+    ) -> ClassMeans:
+        """Return the class means that may be sent: those `gathered` while `model` trained.
+
+        `answers`: what was gathered in place of logits, if it is not these.
+        """
         return gathered.means(self._least)
 
     def sent(self, answer: Knowledge) -> Knowledge:
@@ -182,19 +189,23 @@ class Private(Open):
             yield private
 
     @torch.no_grad()
-    def class_means(self, gathered: ClassSums, model: HetModel) -> ClassMeans:
+    def class_means(
+        self, gathered: ClassSums, model: HetModel, answers: Answers | None = None
+    ) -> ClassMeans:
         """Return class means of clipped and noised sums, in a pass of their own.
 
         Of what was gathered only the shape is used: its features are of many models, one a batch.
         """
-        vectors, norm = self._config.method.spec.privacy.vectors, self._settings.class_clip
-        self._charge(Release(combined(self.noise.sums, self.noise.counts, vectors)))
+        protection = self._config.method.spec.privacy
+        norm = min(self._settings.class_clip, protection.norm)
+        self._charge(Release(combined(self.noise.sums, self.noise.counts, protection.vectors)))
         own, sums = self._samples.own, gathered
         sums.clear()
         with evaluating(model):
             size = evaluation_batch(model, own.x, self._compute)
             for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
-                views = model.features_and_logits(self._compute.images(x))
+                features, logits = model.features_and_logits(self._compute.images(x))
+                views = features, answers(logits) if answers else logits
                 features, logits = (clipped(view.float(), norm) for view in views)
                 sums.add(features, logits, y)
         found = sums.features, sums.logits, sums.counts

@@ -6,6 +6,8 @@ Learning, MSN 2021, arXiv:2110.09910.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,6 +19,7 @@ from fedhet.algorithms.classwise import (
     class_feature_loss,
     class_logit_loss,
 )
+from fedhet.arrays import Array
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedhe import FedHeSettings
 from fedhet.wire.knowledge import Knowledge
@@ -26,6 +29,8 @@ class FedHeClient(HetClient):
     """Trains near the server's class logits, and replies with its own."""
 
     settings: FedHeSettings
+    all_epochs: ClassVar[bool] = False
+    """Whether class means are over all local epochs, not over the last alone."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return each class's mean logits over the last of them."""
@@ -43,8 +48,20 @@ class FedHeClient(HetClient):
         present, space = knowledge.tensors["classes"], self.space.cpu().numpy()
         own = np.isin(present, space)
         rows = np.searchsorted(space, present[own])
-        logits = knowledge.tensors["logits"][own][:, space]
+        logits = self.entries(knowledge)[own][:, space]
         return Teacher.of(rows, logits, logits, len(space), self.compute.device)
+
+    def entries(self, knowledge: Knowledge) -> Array:
+        """Return the server's logits [P, C] of each class that it sends."""
+        return knowledge.tensors["logits"]
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """Return what is averaged by class of a batch's logits [N, C]."""
+        return logits
+
+    def penalty(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return the term that is added to cross-entropy, a scalar."""
+        return self.settings.alpha * self.distance(logits, labels, teacher).mean()
 
     def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
         """Return the distance of own logits [N, C] to those of each sample's class, [N].
@@ -56,24 +73,24 @@ class FedHeClient(HetClient):
         return class_logit_loss(logits, labels, teacher)
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train for the local epochs; return the class means of the last epoch."""
+        """Train for the local epochs; return the class means of the last, or of all epochs."""
         model = self.network.train()
         sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             features, logits = model.features_and_logits(x)
-            sums.add(features, logits, y)
+            sums.add(features, self.answers(logits), y)
             own, target = self.own_classes(logits, y)
             loss = F.cross_entropy(own.float(), target)
             if teacher is None:
                 return loss
-            return loss + self.settings.alpha * self.distance(own, target, teacher).mean()
+            return loss + self.penalty(own, target, teacher)
 
         self.train_own(
             loss_of,
             self.private,
             self.optimization(model.parameters()),
             self.generator(round, "batches"),
-            before_epoch=lambda _: sums.clear(),
+            before_epoch=lambda _: None if self.all_epochs else sums.clear(),
         )
-        return self.promise.class_means(sums, model)
+        return self.promise.class_means(sums, model, self.answers)

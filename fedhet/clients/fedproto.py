@@ -14,7 +14,7 @@ from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_fe
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.devices import evaluation_batch
-from fedhet.methods.fedproto import FedProtoSettings
+from fedhet.methods.fedproto import PrototypeSettings
 from fedhet.training import evaluating
 from fedhet.wire.knowledge import Knowledge
 
@@ -22,7 +22,7 @@ from fedhet.wire.knowledge import Knowledge
 class FedProtoClient(HetClient):
     """Draws its features to the global prototypes, and replies with its own."""
 
-    settings: FedProtoSettings
+    settings: PrototypeSettings
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model with the feature width of the settings."""

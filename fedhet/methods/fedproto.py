@@ -13,11 +13,16 @@ from fedhet.wire.contract import Contract, Sizes, TensorField, all_or_none
 from fedhet.wire.identity import ClientInfo
 
 
-class FedProtoSettings(MethodSettings):
-    """Settings of FedProto."""
+class PrototypeSettings(MethodSettings):
+    """Settings of the clients of FedProto, and of methods that extend it."""
 
     lambda_: NonNegative = Field(1.0, description="weight of the distance to the prototypes")
     feature_dim: Count = Field(64, description="width of the features and prototypes, D")
+
+
+class FedProtoSettings(PrototypeSettings):
+    """Settings of FedProto."""
+
     weighting: Literal["samples", "clients"] = Field(
         "samples",
         description="does a client count by its samples of a class in the class's prototype, as in "
@@ -25,7 +30,7 @@ class FedProtoSettings(MethodSettings):
     )
 
 
-def prototype_sizes(settings: FedProtoSettings, client: ClientInfo) -> Sizes:
+def prototype_sizes(settings: PrototypeSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width)."""
     return Sizes({"C": client.classes, "D": settings.feature_dim})
 

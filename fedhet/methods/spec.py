@@ -5,6 +5,7 @@ A declaration imports neither PyTorch nor Flower, so that commands read it at on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -62,6 +63,8 @@ class Protection:
     """Why the method cannot; empty: it can."""
     vectors: int = 0
     """Sums per class that a client releases in a round: features, logits."""
+    norm: float = math.inf
+    """L2 norm that no summed vector exceeds by itself, if that is below 'class-clip'."""
     passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_epochs
     """(own settings, a client's training, rounds) -> how often it passes over its samples."""
     models: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedhet.disk.folder import Folder, write_text
 from fedhet.papers.results import OUTCOMES, CellResult, Results, Verdict
+from fedhet.report.latex import HEAD, tabular
 from fedhet.report.page import render
 from fedhet.report.tables import Cell, Cells, markdown, plain
 
@@ -35,6 +36,31 @@ def write_results(results: Results, out: Path) -> Path:
     ):
         csv.writer(file).writerows([COLUMNS, *_lines(results)])
     return write_text(out / f"{stem}.html", _page(results))
+
+
+def write_latex(results: Results, out: Path) -> Path:
+    """Write NAME-SIZE.tex into a folder: the table and the claims; return its path.
+
+    In a column of scores the best row is in bold and the second underlined; a dagger marks
+    differences beyond two standard errors.
+    """
+    plan = results.plan
+    columns = [column.name for column in plan.table.columns_in(plan.size)]
+    scored = {name: sign for name in columns if (sign := _sign(results, name))}
+    clear = [row for row, verdict in enumerate(results.verdicts) if verdict.difference.clear]
+    parts = [HEAD, tabular(cells(results), scored)]
+    if results.verdicts:
+        parts.append(tabular(claims(results), {"difference": 0}, clear))
+    name = f"{plan.name}-{plan.size}.tex"
+    return write_text(out / name, "\n".join(parts))
+
+
+def _sign(results: Results, column: str) -> int:
+    """Return 1 if higher numbers of a column are better, -1 if lower ones, 0 if neither."""
+    metrics = {c.planned.metric for (_, name), c in results.cells.items() if name == column}
+    if any(metric.startswith("figure/") for metric in metrics):
+        return 0
+    return -1 if any(metric.endswith("/std") for metric in metrics) else 1
 
 
 def write_overview(found: Sequence[Results], path: Path) -> None:

@@ -26,10 +26,20 @@ from fedhet.report.groups import (
     group_runs,
     load_all,
 )
+from fedhet.report.latex import comparison_latex
 from fedhet.report.page import render_comparison
-from fedhet.report.paired import Difference, Pair, pair_groups
+from fedhet.report.paired import Difference, Pair, Test, pair_groups
 from fedhet.report.run import Run
-from fedhet.report.tables import PAIRED, TAIL_OF, comparison_cells, markdown, paired_cells, plain
+from fedhet.report.significance import tested
+from fedhet.report.tables import (
+    TAIL_OF,
+    comparison_cells,
+    markdown,
+    paired_cells,
+    paired_legend,
+    plain,
+)
+from fedhet.report.tidy import comparison_frame
 
 
 def compare(
@@ -41,6 +51,7 @@ def compare(
     protocol: str | None = None,
     against: str | None = None,
     metric: str = ACCURACY,
+    test: Test = "none",
 ) -> Comparison:
     """Compare runs, given by their directories or by parents up to two levels above.
 
@@ -50,7 +61,8 @@ def compare(
     percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
     `figures` are names of the methods' own metrics, comma-separated, to be drawn over rounds too.
     `against` is the baseline of the paired differences; see `fedhet.report.paired.pair_groups`.
-    `metric` is compared in place of the accuracy, where the runs have measured it.
+    `metric` is compared in place of the accuracy, where the runs have measured it. `test`: whether
+    the paired differences are tested, and how; see `fedhet.report.significance`.
     With `out` the comparison is written there. Raises StateError if nothing can be compared,
     SettingsError for a kind, protocol, metric or baseline that these runs do not have.
     """
@@ -62,7 +74,7 @@ def compare(
     groups, more = group_runs(runs)
     columns = choose_columns(groups, kind, protocol)
     ranked = sorted(groups, key=lambda group: _rank(group, columns[0], judged))
-    pairs = pair_groups(ranked, columns[0], against)
+    pairs = tested(pair_groups(ranked, columns[0], against), test)
     notes += [*more, *cautions(ranked, columns[0]), *_unpaired(pairs)]
     basis = ""
     if wanted is None:
@@ -71,7 +83,7 @@ def compare(
         share = "110 % of the highest" if lower else "90 % of the lowest"
         basis = f"{share} {judged.title}, so all reach it"
     own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
-    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs, judged)
+    comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs, judged, test)
     if basis:
         noted = (*notes, f"bytes to {comparison.said_target}: {basis}")
         comparison = replace(comparison, notes=noted)
@@ -129,6 +141,19 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     return [*pngs, html, markdown, data]
 
 
+def write_for_paper(
+    comparison: Comparison, out_dir: Path | str, *, latex: bool, csv: bool
+) -> list[Path]:
+    """Write compare.tex, the tables in LaTeX, and compare.csv, a row for each run and model."""
+    out, paths = Path(out_dir), []
+    if latex:
+        paths.append(write_text(out / "compare.tex", comparison_latex(comparison)))
+    if csv:
+        flat = comparison_frame(comparison).to_csv(index=False)
+        paths.append(write_text(out / "compare.csv", flat))
+    return paths
+
+
 def comparison_page(dirs: Sequence[Path | str]) -> str:
     """Return the page of a comparison of runs; nothing is written. Raises as `compare` does."""
     found = compare(dirs)
@@ -143,7 +168,7 @@ def to_markdown(comparison: Comparison) -> str:
     notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
     paired = paired_cells(comparison)
-    below = f"\n{markdown(paired)}\n{PAIRED}\n" if paired else ""
+    below = f"\n{markdown(paired)}\n{paired_legend(comparison)}\n" if paired else ""
     return f"{table}\n{basis}\n{below}" + (f"\n{notes}" if notes else "")
 
 
@@ -197,7 +222,7 @@ def _pair_dict(pair: Pair) -> dict[str, object]:
     return {
         "group": pair.group.label, "against": pair.baseline.label, "protocol": pair.column[0],
         "kind": pair.column[1], "against_kind": pair.baseline_column[1], "fault": pair.fault,
-        "last": _difference_dict(pair.last), "tail": _difference_dict(pair.tail),
+        "last": _difference_dict(pair.last), "tail": _difference_dict(pair.tail), "p": pair.p,
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedhet.metrics import ACCURACY, METRICS, Metric
 from fedhet.report.groups import Column, Group, Spread
-from fedhet.report.paired import Pair
+from fedhet.report.paired import Pair, Test
 from fedhet.runs.units import percent, score
 
 
@@ -24,6 +24,8 @@ class Comparison:
     """The differences to the baseline, one pair a group."""
     metric: Metric = METRICS[ACCURACY]
     """What is compared; the runs' scores are of this metric."""
+    test: Test = "none"
+    """How the pairs were tested."""
 
     @property
     def headline(self) -> Column:

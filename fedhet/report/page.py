@@ -19,13 +19,13 @@ from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
 from fedhet.report.tables import (
-    PAIRED,
     away_lines,
     baseline_line,
     client_cells,
     comparison_cells,
     legend,
     paired_cells,
+    paired_legend,
     recall_cells,
 )
 from fedhet.runs.records import NAN
@@ -111,7 +111,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         hero=_lead(comparison),
         table=comparison_cells(comparison),
         paired=paired_cells(comparison),
-        paired_basis=PAIRED,
+        paired_basis=paired_legend(comparison),
         plots=[panel.chart() for panel in panels],
         shared=shared,
         differing=differing,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pandas as pd
 
@@ -20,6 +21,8 @@ BASELINE = "local"
 """The method that is the baseline by default, if it is among the runs."""
 CLEAR = 2.0
 """A difference is marked if it is more than this many standard errors from zero."""
+Test = Literal["none", "t", "wilcoxon"]
+"""The test of the differences; see `fedhet.report.significance`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Pair:
     """Of the same protocol; its kind of model may be another."""
     last: Difference
     tail: Difference
+    p: float = NAN
+    """Of the last round's differences, corrected for the number of pairs; NaN if not tested."""
 
     @property
     def fault(self) -> str:

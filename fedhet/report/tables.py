@@ -26,6 +26,7 @@ from fedhet.runs.units import (
 )
 
 MARK = "†"
+TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 TAIL_OF = "tail: mean of the last fifth of the rounds, of"
 PAIRED = (
     "Difference for the same seed: mean ± standard error over the n seeds that "
@@ -278,7 +279,19 @@ def paired_cells(comparison: Comparison) -> Cells | None:
         "last round": [_difference(pair.last, pair.fault) for pair in pairs],
         "tail": [_difference(pair.tail, ABSENT) for pair in pairs],
     }
+    if comparison.test != "none":
+        columns["p"] = [_number(pair.p) for pair in pairs]
     return Cells(columns, words=2)
+
+
+def paired_legend(comparison: Comparison) -> str:
+    """Return what the columns of the paired differences are."""
+    if comparison.test == "none":
+        return PAIRED
+    return (
+        f"{PAIRED} p: {TESTS[comparison.test]} of the last round, two-sided, with Holm's "
+        "correction over the rows."
+    )
 
 
 def _baseline(pair: Pair) -> str:

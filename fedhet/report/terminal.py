@@ -15,7 +15,6 @@ from fedhet.report.comparison import Comparison
 from fedhet.report.groups import Column
 from fedhet.report.run import Run
 from fedhet.report.tables import (
-    PAIRED,
     TAIL_OF,
     Cells,
     Row,
@@ -26,6 +25,7 @@ from fedhet.report.tables import (
     legend,
     metric_cells,
     paired_cells,
+    paired_legend,
     relative_line,
 )
 from fedhet.runs.units import printable
@@ -137,7 +137,7 @@ def paired_table(comparison: Comparison) -> Blocks | None:
     """Return the paired differences for the terminal, or None if no pair has two seeds."""
     cells = paired_cells(comparison)
     title = f"differences by seed: {' '.join(comparison.headline)}"
-    return None if cells is None else Blocks(cells, title, PAIRED)
+    return None if cells is None else Blocks(cells, title, paired_legend(comparison))
 
 
 def _ends(cells: Cells, columns: Sequence[Column]) -> tuple[list[Row], int, list[Row]]:

@@ -94,7 +94,7 @@ class EngineSettings(ComputeSettings):
     )
     least_per_class: Count = Field(
         1,
-        description="felo, velo, fedhe, fedproto: samples of a class below which a client does not "
+        description="methods of class means: samples of a class below which a client does not "
         "send the class's means; with 1, the mean of a single sample is sent, which is that sample",
     )
     outlier_factor: NonNegative = Field(

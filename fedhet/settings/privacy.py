@@ -30,17 +30,17 @@ class PrivacySettings(Schema):
     )
     class_clip: Positive = Field(
         5.0,
-        description="felo, velo, fedhe, fedproto: L2 norm to which each sample's features or "
-        "logits are scaled down before they are summed by class",
+        description="methods of class means: L2 norm to which each sample's features or logits "
+        "are scaled down before they are summed by class; fd's probabilities have one of at most 1",
     )
     class_noise: NonNegative = Field(
         0.0,
-        description="felo, velo, fedhe, fedproto: noise of the sums of each class in units of "
+        description="methods of class means: noise of the sums of each class in units of "
         "'class-clip'; 0 = a quarter of 'epsilon' is for these sums, or 4 with 'noise-multiplier'",
     )
     count_noise: NonNegative = Field(
         0.0,
-        description="felo, velo, fedhe, fedproto: noise of the number of samples of each class; 0 "
+        description="methods of class means: noise of the number of samples of each class; 0 "
         "= twice 'class-noise'",
     )
 

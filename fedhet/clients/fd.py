@@ -1,0 +1,56 @@
+"""FD, client half: Algorithm 1, "Local training phase".
+
+Eunjeong Jeong, Seungeun Oh, Hyesung Kim, Jihong Park, Mehdi Bennis and Seong-Lyun Kim,
+Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
+Non-IID Private Data, NeurIPS 2018 workshop on Machine Learning on the Phone, arXiv:1811.11479.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhet.algorithms.classwise import Teacher
+from fedhet.algorithms.federated_distillation import (
+    SMALLEST,
+    class_cross_entropy,
+    nearest_distributions,
+)
+from fedhet.arrays import Array
+from fedhet.clients.fedhe import FedHeClient
+from fedhet.methods.fd import FdSettings
+from fedhet.wire.knowledge import Knowledge
+
+
+class FdClient(FedHeClient):
+    """Learns from its labels and from the others' probabilities; replies with its own."""
+
+    settings: FdSettings  # type: ignore[assignment]
+    all_epochs: ClassVar[bool] = True
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train for the local epochs; return each class's mean probabilities over all of them."""
+        means = self._learn(round, self.read_teacher(knowledge))
+        probabilities = nearest_distributions(means.logits)
+        return Knowledge({"classes": means.classes, "probabilities": probabilities})
+
+    def entries(self, knowledge: Knowledge) -> Array:
+        """Return the logarithms of the other clients' probabilities: logits of the same softmax."""
+        logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], SMALLEST))
+        return logs
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """Return the probabilities F(w, b) of logits [N, C], 0 outside the label space."""
+        own = self.samples.own_columns(logits.detach().float()).softmax(1)
+        if own.shape == logits.shape:
+            return own
+        whole = torch.zeros_like(logits, dtype=own.dtype)
+        whole[:, self.space] = own
+        return whole
+
+    def penalty(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return gamma times the distillation regulariser (line 5)."""
+        return self.settings.gamma * class_cross_entropy(logits, labels, teacher).mean()

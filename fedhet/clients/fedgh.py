@@ -1,0 +1,43 @@
+"""FedGH, client half: local training from the global head, and class means of the features.
+
+Liping Yi, Gang Wang, Xiaoguang Liu, Zhuan Shi and Han Yu, FedGH: Heterogeneous Federated Learning
+with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedhet.arrays import Arrays
+from fedhet.clients.fedproto import FedProtoClient
+from fedhet.methods.fedgh import FedGhSettings
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedGhClient(FedProtoClient):
+    """Replaces its head by the global one, trains all of its model, and sends no weights.
+
+    Of FedProto it has the class means after training; its loss is cross-entropy alone.
+    """
+
+    settings: FedGhSettings  # type: ignore[assignment]
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the model after training and, if one was received, it with the global head."""
+        models: dict[str, nn.Module] = {"private": self.private}
+        if head := knowledge.group("weights"):
+            joined = self._joined(self.build_model(self.settings.feature_dim), head)
+            models["global"] = self.samples.within_space(self.compute.place(joined))
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Train from the global head; return the local averaged representations."""
+        self._joined(self.network, knowledge.group("weights"))
+        self._learn(round, None)
+        means = self._means()
+        return Knowledge({"classes": means.classes, "features": means.features})
+
+    def _joined(self, model: HetModel, head: Arrays) -> HetModel:
+        """Return `model` with this head, and the private model's own extractor."""
+        return load_weights(model, {**to_arrays(self.network), **head})

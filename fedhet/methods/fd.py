@@ -1,0 +1,58 @@
+"""FD: its settings, and the messages between its halves."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
+from fedhet.settings.defence import ROBUST
+from fedhet.settings.schema import MethodSettings, NonNegative
+from fedhet.wire.contract import Contract, TensorField, all_or_none
+
+
+class FdSettings(MethodSettings):
+    """Settings of FD."""
+
+    gamma: NonNegative = Field(
+        1.0, description="weight of the cross-entropy with the other clients' mean probabilities"
+    )
+
+
+INSTRUCTIONS = Contract(
+    all_or_none(
+        TensorField("classes", "int64", ("P",), "the classes that other clients have", ids="C"),
+        TensorField(
+            "probabilities",
+            "float32",
+            ("P", "C"),
+            "mean probabilities of each, of all clients but this one",
+            distribution=True,
+        ),
+    )
+)
+REPLIES = Contract(
+    (
+        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+        TensorField(
+            "probabilities",
+            "float32",
+            ("P", "C"),
+            "mean probabilities of each class",
+            distribution=True,
+        ),
+    )
+)
+SPEC = MethodSpec(
+    title="class-wise probabilities alone, averaged over all other clients",
+    paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
+    headline="common",
+    settings=FdSettings,
+    defences=ROBUST,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+    figures={
+        "classes_covered": "classes with an average",
+        "classes_taught": "classes that a client learns of others, mean over clients",
+    },
+    privacy=Protection(CLASS_SUMS, vectors=1, norm=1.0),
+)

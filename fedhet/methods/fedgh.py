@@ -1,0 +1,52 @@
+"""FedGH: its settings, and the messages between its halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field
+
+from fedhet.methods import fedavg, lg_fedavg
+from fedhet.methods.spec import CLASS_SUMS, Protection
+from fedhet.settings.schema import Count, Positive
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class FedGhSettings(lg_fedavg.LgFedAvgSettings):
+    """Settings of FedGH; the head travels to the clients."""
+
+    server_epochs: Count = Field(
+        10, description="the server's epochs per round over the clients' class means"
+    )
+    server_lr: Positive = Field(0.1, description="learning rate of the server's SGD")
+    server_batch_size: Count = Field(10, description="class means per minibatch of the server")
+
+
+def head_sizes(settings: FedGhSettings, client: ClientInfo) -> Sizes:
+    """Return the axes C and D (feature width), and the shapes of the head."""
+    sizes = fedavg.part_sizes(settings, client)
+    return replace(sizes, axes={**sizes.axes, "D": settings.feature_dim})
+
+
+INSTRUCTIONS = Contract((WeightsField("weights", "the global head, from which clients start"),))
+REPLIES = Contract(
+    (
+        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+        TensorField("features", "float32", ("P", "D"), "mean features of each"),
+    )
+)
+SPEC = replace(
+    lg_fedavg.SPEC,
+    title="one head for all extractors, which the server trains on class means",
+    paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
+    settings=FedGhSettings,
+    sizes=head_sizes,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+    figures={
+        "classes_covered": "classes that the head was trained on in the round",
+        "head_loss": "loss of the server's head",
+    },
+    privacy=Protection(CLASS_SUMS, vectors=1),
+)

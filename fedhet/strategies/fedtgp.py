@@ -1,0 +1,117 @@
+"""FedTGP, server half: global prototypes that are trained (Algorithm 1, lines 8 and 9).
+
+Jianqing Zhang, Yang Liu, Yang Hua and Jian Cao, FedTGP: Trainable Global Prototypes with
+Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
+Learning, AAAI 2024, arXiv:2401.03230.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from fedhet.algorithms.trainable_prototypes import (
+    TrainablePrototypes,
+    adaptive_margin,
+    nearest_distances,
+    train_prototypes,
+)
+from fedhet.arrays import Array, group, grouped
+from fedhet.errors import DivergedError
+from fedhet.methods.fedtgp import SPEC, FedTgpSettings
+from fedhet.models import load_weights, to_arrays
+from fedhet.seeding import seeded, torch_generator
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.training import all_finite
+from fedhet.wire.contract import MAX_MAGNITUDE
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedTgpStrategy(HetStrategy):
+    """Trains prototypes near the clients' own of their class and far from those of others.
+
+    All classes are trained against each other, but only those that a client has ever had are sent
+    (ours): of the others nothing is known.
+    """
+
+    spec = SPEC
+    settings: FedTgpSettings
+
+    def init(self) -> None:
+        """Start from new prototypes, which are not sent before they were trained."""
+        # As on the clients, results must not depend on the server's default number of threads.
+        torch.set_num_threads(self.run.engine.threads)
+        with seeded(self.run.seed, SERVER, "prototypes"):
+            self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
+        self._keep(np.zeros(0, np.int64))
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the trained prototypes, once there are any (line 3)."""
+        return self._instruction
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the trained prototypes, once there are any."""
+        return self._instruction if len(self.known) else None
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Train on all prototypes of the round. Raises DivergedError."""
+        sent = [reply.knowledge.tensors for reply in replies]
+        features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
+        labels = torch.tensor(np.concatenate([tensors["classes"] for tensors in sent]))
+        if len(labels) < 2:
+            return {"classes_covered": float(len(self.known))}
+        own = self.settings
+        margin = adaptive_margin(features, labels, own.most_margin, own.margin)
+        loss = self._train(round, features, labels, margin)
+        self._keep(np.union1d(self.known, labels.numpy()))
+        apart = nearest_distances(torch.tensor(self._instruction.tensors["features"]))
+        return {
+            "classes_covered": float(len(self.known)),
+            "prototype_loss": loss,
+            "margin": margin,
+            "separation": apart.mean().item() if len(apart) > 1 else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the trained vectors, the network, and the classes that are sent."""
+        return {"known": self.known, **grouped("prototypes", to_arrays(self.model))}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        load_weights(self.model, group(state, "prototypes"))
+        self._keep(state["known"])
+
+    def _train(
+        self, round: int, features: torch.Tensor, labels: torch.Tensor, margin: float
+    ) -> float:
+        """Return the loss of the last epoch. Raises DivergedError, with the model as it was."""
+        own, before = self.settings, copy.deepcopy(self.model.state_dict())
+        loss = train_prototypes(
+            self.model,
+            features,
+            labels,
+            margin=margin,
+            epochs=own.server_epochs,
+            batch_size=own.server_batch_size,
+            lr=own.server_lr,
+            generator=torch_generator(self.run.seed, SERVER, round, "prototypes"),
+        )
+        with torch.no_grad():
+            within = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # False for NaN
+        if not (within and all_finite(self.model)):
+            self.model.load_state_dict(before)
+            raise DivergedError(f"the loss of the prototypes is {loss:.3g}")
+        return loss
+
+    @torch.no_grad()
+    def _keep(self, known: Array) -> None:
+        """Keep the classes [P] that are sent, and build the one instruction of all clients."""
+        self.known = known
+        self._instruction = Knowledge()
+        if len(known):
+            features = self.model().numpy()[known]
+            self._instruction = Knowledge({"classes": known, "features": features})

@@ -1,0 +1,340 @@
+"""FD against a slow transcription of its Algorithm 1, and what travels and stays."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, client_of, small
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import (
+    PLAIN,
+    SPACES,
+    altered,
+    clients,
+    fitted,
+    inside_of,
+    instruction_of,
+    learn,
+    moved_outputs,
+    opened,
+    reply_of,
+    state_of,
+)
+
+from fedhet.algorithms.classwise import Teacher
+from fedhet.algorithms.federated_distillation import (
+    class_cross_entropy,
+    nearest_distributions,
+    totals_of,
+    without,
+)
+from fedhet.runs.measures import Measured
+from fedhet.server.reply import Reply
+from fedhet.wire.knowledge import Knowledge
+
+
+def fd(**changes):
+    return small("fd", **{"clients": 3, **changes})
+
+
+def softmax(rows):
+    shifted = np.exp(rows - rows.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def drawn(seed, classes=(0, 1, 2, 4), width=10):
+    """Return the others' probabilities as the server sends them."""
+    values = softmax(2 * np.random.default_rng(seed).normal(size=(len(classes), width)))
+    tensors = {"classes": np.array(classes, np.int64), "probabilities": values.astype(np.float32)}
+    return Knowledge(tensors)
+
+
+# The server: "Global ensembling phase"
+
+
+def global_ensembling(replies, client):
+    """Lines 10 to 15 for one device, a label and a device at a time."""
+    found = {}
+    for label in sorted({int(c) for reply in replies.values() for c in reply["classes"]}):
+        total, devices = 0.0, 0
+        for name, reply in replies.items():
+            rows = dict(zip(reply["classes"].tolist(), reply["probabilities"], strict=True))
+            if name != client and label in rows:
+                total = total + rows[label].astype(np.float64)
+                devices += 1
+        if devices:
+            found[label] = total / devices
+    return found
+
+
+def test_each_client_is_sent_the_mean_of_the_others(tmp_path):
+    """Of the latest reply of each; two of four answer in a round, and clients lack classes."""
+    server = Server(fd(clients=4, fraction=0.5, alpha=0.3, models="mlp"), tmp_path)
+    latest = {}
+    for number in (1, 2, 3):
+        replies = learn(server, number)
+        latest |= replies
+        taught = [len(global_ensembling(latest, name)) for name in replies]
+        assert server.strategy.state.record.method == {
+            "classes_covered": len({c for r in latest.values() for c in r["classes"].tolist()}),
+            "classes_taught": np.mean(taught),
+        }
+    assert len(latest) > 2
+    for name, member in server.strategy.members.items():
+        sent = server.strategy.instruct(4, member.info).tensors
+        expected = global_ensembling(latest, name)
+        assert sent["classes"].tolist() == list(expected)
+        np.testing.assert_allclose(
+            sent["probabilities"], np.array(list(expected.values())), rtol=1e-5, atol=1e-7
+        )
+
+
+def test_of_two_clients_each_is_sent_the_others_own(tmp_path):
+    server = Server(fd(clients=2, models="mlp"), tmp_path)
+    replies = learn(server, 1)
+    for asked in server.ask(2):
+        (other,) = [reply for name, reply in replies.items() if name != asked[0].name]
+        sent = instruction_of(asked).tensors
+        assert sent["classes"].tolist() == other["classes"].tolist()
+        np.testing.assert_allclose(sent["probabilities"], other["probabilities"], atol=1e-7)
+
+
+def answer(server, name, classes, probabilities):
+    tensors = {"classes": np.array(classes, np.int64), "probabilities": np.float32(probabilities)}
+    return Reply(server.strategy.members[name].info, Knowledge(tensors), Measured({}))
+
+
+def one_hot(*classes):
+    return np.eye(10)[list(classes)]
+
+
+def test_a_class_that_no_other_client_has_is_not_taught(tmp_path):
+    server = Server(fd(), tmp_path)
+    replies = [
+        answer(server, "client-0", [1, 2], one_hot(1, 2)),
+        answer(server, "client-1", [1, 4], one_hot(3, 4)),
+    ]
+    figures = server.strategy.aggregate(1, replies)
+    assert figures == {"classes_covered": 3.0, "classes_taught": 2.0}
+    sent = {asked[0].name: instruction_of(asked).tensors for asked in server.ask(2)}
+    assert {name: found["classes"].tolist() for name, found in sent.items()} == {
+        "client-0": [1, 4], "client-1": [1, 2], "client-2": [1, 2, 4],
+    }  # fmt: skip
+    assert (sent["client-0"]["probabilities"] == one_hot(3, 4)).all()
+    assert (sent["client-1"]["probabilities"] == one_hot(1, 2)).all()
+    half = (one_hot(1) + one_hot(3)) / 2
+    assert (sent["client-2"]["probabilities"] == np.vstack([half, one_hot(2, 4)])).all()
+
+
+def test_what_a_client_contributed_is_forgotten(tmp_path):
+    server = Server(fd(models="mlp"), tmp_path)
+    replies = learn(server, 1)
+    server.strategy.forget("client-1")
+    server.strategy.forget("nobody")
+    left = {name: reply for name, reply in replies.items() if name != "client-1"}
+    for asked in server.ask(2):
+        expected = global_ensembling(left, asked[0].name)
+        sent = instruction_of(asked).tensors
+        assert sent["classes"].tolist() == list(expected)
+    for name in replies:
+        server.strategy.forget(name)
+    assert not instruction_of(server.ask(3)[0]).tensors
+    assert not server.strategy.state_dict()
+
+
+PARTS = st.lists(
+    st.dictionaries(st.integers(0, 5), st.integers(0, 2**31), min_size=0, max_size=6),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(PARTS)
+def test_what_is_left_is_the_mean_of_the_others(clients):
+    """Whoever has which classes; each of their vectors is a distribution again."""
+    parts = [
+        (
+            np.array(sorted(own), np.int64),
+            np.array(
+                [np.random.default_rng(own[c]).dirichlet(np.full(4, 0.1)) for c in sorted(own)]
+            ).reshape(-1, 4).astype(np.float32),
+        )
+        for own in clients
+    ]  # fmt: skip
+    totals = totals_of(parts, 4)
+    for k, part in enumerate(parts):
+        classes, means = without(totals, *part)
+        others = [other for j, other in enumerate(parts) if j != k]
+        assert classes.tolist() == sorted({int(c) for own, _ in others for c in own})
+        assert (means >= 0).all()
+        np.testing.assert_allclose(means.sum(1), 1, rtol=1e-6)
+        for row, c in enumerate(classes):
+            has = [vectors[own.tolist().index(c)] for own, vectors in others if c in own]
+            np.testing.assert_allclose(means[row], np.mean(has, axis=0), atol=1e-6)
+
+
+def projected(vector):
+    """The shift by which the positive parts sum to 1, by bisection."""
+    low, high = min(vector) - 1, max(vector)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(max(value - middle, 0) for value in vector) > 1:
+            low = middle
+        else:
+            high = middle
+    return [max(value - low, 0) for value in vector]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.sampled_from([1e-6, 0.3, 50.0]))
+def test_what_is_no_distribution_becomes_the_nearest(seed, width, size):
+    vectors = size * np.random.default_rng(seed).normal(size=(5, width))
+    found = nearest_distributions(vectors)
+    assert (found >= 0).all()
+    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
+    for row, vector in zip(found, vectors, strict=True):
+        np.testing.assert_allclose(row, projected(vector), atol=1e-5)
+
+
+def test_what_is_a_distribution_stays():
+    rows = np.array([[0.2, 0.8, 0.0], [0.0, 0.99999, 0.0]])
+    assert (nearest_distributions(rows) == rows.astype(np.float32)).all()
+    assert nearest_distributions(np.zeros((1, 4))).tolist() == [[0.25] * 4]
+    assert nearest_distributions(np.zeros((0, 3))).shape == (0, 3)
+
+
+# The client: "Local training phase"
+
+
+def local_training(client, knowledge, gamma):
+    """Lines 3 to 8 with the whole data as batch: gradient descent, and the mean of F by label."""
+    model = copy.deepcopy(client.network).double()
+    x, y = client.x.double(), client.y.tolist()
+    taught = dict(zip(*knowledge.tensors.values(), strict=True))
+    total, count = {}, {}
+    for _ in range(client.training.local_epochs):
+        outputs = torch.exp(model(x)) / torch.exp(model(x)).sum(1, keepdim=True)
+        loss = 0.0
+        for n, label in enumerate(y):
+            loss = loss - torch.log(outputs[n, label])
+            if label in taught:
+                teacher = torch.tensor(taught[label]).double()
+                loss = loss - gamma * (teacher * torch.log(outputs[n])).sum()
+            total[label] = total.get(label, 0.0) + outputs[n].detach().numpy()
+            count[label] = count.get(label, 0) + 1
+        gradients = torch.autograd.grad(loss / len(y), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= client.training.lr * gradient
+    return model, {label: total[label] / count[label] for label in sorted(total)}
+
+
+def test_a_clients_round_is_the_local_training_phase(tmp_path):
+    """Over three epochs, with a class that nobody teaches: it has cross-entropy alone."""
+    chosen = {"fd.gamma": 0.7, "models": "mlp2", "max_samples": 150}
+    client = opened(fd(**chosen, **PLAIN), tmp_path)
+    knowledge = drawn(0)
+    assert len(set(client.y.tolist()) - {0, 1, 2, 4}) > 0
+    model, means = local_training(client, knowledge, 0.7)
+    reply = fitted(client, 1, knowledge)
+    for name, value in model.state_dict().items():
+        found = client.network.state_dict()[name]
+        np.testing.assert_allclose(found, value.numpy(), rtol=1e-4, atol=1e-6)
+    assert reply["classes"].tolist() == list(means)
+    np.testing.assert_allclose(
+        reply["probabilities"], np.array(list(means.values())), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_regulariser_reaches_the_own_model_alone():
+    """Its gradient is F minus the teacher's F, and 0 for a class without a teacher."""
+    rng = np.random.default_rng(1)
+    logits = torch.tensor(rng.normal(size=(6, 4)), dtype=torch.float32, requires_grad=True)
+    probabilities = softmax(rng.normal(size=(2, 4))).astype(np.float32)
+    teacher = Teacher.of(
+        np.array([0, 2]), np.log(probabilities), np.log(probabilities), 4, torch.device("cpu")
+    )
+    labels = torch.tensor([0, 1, 2, 2, 3, 0])
+    loss = class_cross_entropy(logits, labels, teacher)
+    own = softmax(logits.detach().double().numpy())
+    for n, label in enumerate(labels.tolist()):
+        row = {0: 0, 2: 1}.get(label)
+        expected = 0.0 if row is None else -(probabilities[row] * np.log(own[n])).sum()
+        assert loss[n].item() == pytest.approx(expected, rel=1e-5)
+    loss.sum().backward()
+    for n, label in enumerate(labels.tolist()):
+        row = {0: 0, 2: 1}.get(label)
+        expected = np.zeros(4) if row is None else own[n] - probabilities[row]
+        np.testing.assert_allclose(logits.grad[n], expected, atol=1e-6)
+    assert not teacher.log_probabilities.requires_grad
+
+
+def test_a_probability_of_zero_teaches(tmp_path):
+    """Its logarithm is not minus infinity, whose product with 0 is no number."""
+    client = opened(fd(models="mlp"), tmp_path)
+    sure = Knowledge({"classes": np.array([3]), "probabilities": one_hot(3).astype(np.float32)})
+    reply = fitted(client, 1, sure)
+    assert np.isfinite(reply["probabilities"]).all()
+    assert np.isfinite(client.loss)
+
+
+def test_a_label_space_of_its_own(tmp_path):
+    """Others' outputs get no gradient of the regulariser either, and are sent as 0."""
+    server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
+    learn(server, 1)
+    start = {name: state_of(client.network) for name, client in clients(server).items()}
+    asked = {each[0].name: instruction_of(each) for each in server.ask(2)}
+    replies = learn(server, 2)
+    for name, client in clients(server).items():
+        inside, moved = inside_of(client), moved_outputs(client, start[name])
+        assert ((moved > 0) == inside).all()
+        assert (replies[name]["probabilities"][:, ~inside] == 0).all()
+        np.testing.assert_allclose(replies[name]["probabilities"].sum(1), 1, rtol=1e-5)
+        teacher = client.read_teacher(asked[name])
+        rows = dict(zip(*asked[name].tensors.values(), strict=True))
+        for row, j in enumerate(client.space.tolist()):
+            assert bool(teacher.known[row]) == (j in rows)
+            if j in rows:
+                expected = rows[j][inside] / rows[j][inside].sum()
+                found = teacher.log_probabilities[row].exp()
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
+
+
+def test_nothing_but_class_probabilities_travels(tmp_path):
+    server = Server(fd(models=["mlp", "cnn2", "cnn3"]), tmp_path)
+    asked = server.ask(1)
+    assert not instruction_of(asked[0]).tensors
+    answers = server.answers(asked)
+    for proxy, result in answers:
+        reply = reply_of(result)
+        assert set(reply.tensors) == {"classes", "probabilities"}
+        present = sorted(set(client_of(proxy).y.tolist()))
+        assert reply.tensors["classes"].tolist() == present
+        assert reply.tensors["probabilities"].shape == (len(present), 10)
+        assert not reply.scalars
+    server.strategy.aggregate_fit(1, answers, [])
+    sent = instruction_of(server.ask(2)[0])
+    assert set(sent.tensors) == {"classes", "probabilities"}
+    assert not sent.scalars
+
+
+@pytest.mark.parametrize("average", ["median", "filter"])
+def test_a_robust_average_is_of_distributions(tmp_path, average):
+    """One client of five turns its classes around; the others' teachers hardly move."""
+    config = fd(clients=5, models="mlp", alpha=100.0, **{"defence.average": average})
+    server = Server(config, tmp_path)
+    asked = server.ask(1)
+    answers = server.answers(asked)
+
+    def turn(tensors):
+        tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)
+
+    hostile = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in answers]
+    server.strategy.aggregate_fit(1, hostile, [])
+    honest = {p.name: reply_of(r).tensors for p, r in answers if p.name != "client-1"}
+    sent = server.strategy.instruct(2, server.strategy.members["client-0"].info).tensors
+    np.testing.assert_allclose(sent["probabilities"].sum(1), 1, rtol=1e-5)
+    for c, row in zip(sent["classes"].tolist(), sent["probabilities"], strict=True):
+        has = [r["probabilities"][r["classes"].tolist().index(c)] for r in honest.values()]
+        assert abs(row - np.mean(has, axis=0)).max() < 0.2

@@ -1,0 +1,379 @@
+"""FedTGP against slow transcriptions of its equations, and what travels and stays."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, small
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import PLAIN, fitted, instruction_of, learn, opened, reply_of, same
+
+from fedhet.algorithms.prototypes import NearestPrototype
+from fedhet.algorithms.trainable_prototypes import (
+    TrainablePrototypes,
+    adaptive_margin,
+    contrastive_loss,
+    train_prototypes,
+)
+from fedhet.runs.measures import Measured
+from fedhet.server.reply import Reply
+from fedhet.strategies import fedtgp as server_half
+from fedhet.wire.knowledge import Knowledge
+
+
+def fedtgp(**changes):
+    quick = {"fedtgp.server-epochs": 3}
+    return small("fedtgp", **{"clients": 3, **quick, **changes})
+
+
+def phi(one, other):
+    return np.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(one, other, strict=True)))
+
+
+def drawn(seed, count=12, classes=4, width=5):
+    """Return clients' prototypes and their classes, each class at least twice."""
+    rng = np.random.default_rng(seed)
+    labels = np.concatenate([np.arange(classes)] * 2 + [rng.integers(0, classes, count)])[:count]
+    return rng.normal(size=(count, width)), labels
+
+
+# Trainable global prototypes
+
+
+def test_a_prototype_is_its_vector_processed_by_the_shared_network():
+    """Fig. 3: W2 ReLU(W1 v + b1) + b2, with a vector of each class."""
+    model = TrainablePrototypes(4, 5)
+    named = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
+    assert sum(value.size for value in named.values()) == 4 * 5 + 2 * (5 * 5 + 5)
+    for c in range(4):
+        vector = named["vectors.weight"][c]
+        hidden = np.maximum(named["network.0.weight"] @ vector + named["network.0.bias"], 0)
+        expected = named["network.2.weight"] @ hidden + named["network.2.bias"]
+        np.testing.assert_allclose(model()[c].detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+# Adaptive-margin-enhanced contrastive learning (Eqs. 6, 9 and 10)
+
+
+def equation_10(prototypes, labels, trained, margin):
+    """The sum over clients and classes of -log of the printed fraction."""
+    total = 0.0
+    for own, c in zip(prototypes, labels, strict=True):
+        top = np.exp(-(phi(own, trained[c]) + margin))
+        others = sum(np.exp(-phi(own, trained[k])) for k in range(len(trained)) if k != c)
+        total -= np.log(top / (top + others))
+    return total
+
+
+@pytest.mark.parametrize("margin", [0.0, 1.3])
+def test_the_loss_is_equation_10(margin):
+    """As a mean in place of the sum; without a margin it is Eq. 6."""
+    prototypes, labels = drawn(0)
+    trained = np.random.default_rng(9).normal(size=(4, 5))
+    loss = contrastive_loss(
+        torch.tensor(prototypes), torch.tensor(labels), torch.tensor(trained), margin
+    )
+    expected = equation_10(prototypes, labels, trained, margin) / len(labels)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_loss_reaches_all_global_prototypes_and_no_client():
+    """Its gradient is that of Eq. 10 by differences; what clients sent is given."""
+    prototypes, labels = drawn(1)
+    trained = np.random.default_rng(9).normal(size=(4, 5))
+    place = torch.tensor(trained, requires_grad=True)
+    contrastive_loss(torch.tensor(prototypes), torch.tensor(labels), place, 0.7).backward()
+    step = 1e-6
+    for c in range(4):
+        for d in range(5):
+            up, down = trained.copy(), trained.copy()
+            up[c, d], down[c, d] = up[c, d] + step, down[c, d] - step
+            slope = (
+                equation_10(prototypes, labels, up, 0.7)
+                - equation_10(prototypes, labels, down, 0.7)
+            ) / (2 * step * len(labels))
+            assert place.grad[c, d].item() == pytest.approx(slope, rel=1e-4, abs=1e-8)
+    model = TrainablePrototypes(4, 5).double()
+    given = torch.tensor(prototypes)
+    contrastive_loss(given, torch.tensor(labels), model(), 0.7).backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    assert given.grad is None
+
+
+def test_a_prototype_on_a_clients_own_has_a_gradient():
+    """A distance of zero, whose root has none, and one far from zero, which loses no digits."""
+    own = torch.tensor([[1000.0, 0.0], [1000.01, 0.0]])
+    trained = own.clone().requires_grad_()
+    loss = contrastive_loss(own, torch.tensor([0, 1]), trained, 0.5)
+    loss.backward()
+    assert trained.grad.isfinite().all()
+    assert loss.item() == pytest.approx(np.log(1 + np.exp(0.5 - 0.01)), rel=1e-3)
+
+
+def equation_9(prototypes, labels, threshold, reading):
+    """The pairs of classes one at a time."""
+    centres = {c: prototypes[labels == c].mean(0) for c in set(labels.tolist())}
+    if len(centres) < 2:
+        return 0.0
+    apart = {c: [phi(q, centres[k]) for k in centres if k != c] for c, q in centres.items()}
+    choose = max if reading == "largest" else min
+    return min(max(choose(distances) for distances in apart.values()), threshold)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 20), st.sampled_from([1.0, 2.5, 100.0]))
+def test_the_margin_is_equation_9(seed, count, threshold):
+    """As printed, and as in the authors' code."""
+    prototypes, labels = drawn(seed, count)
+    for reading in ("largest", "nearest"):
+        found = adaptive_margin(torch.tensor(prototypes), torch.tensor(labels), threshold, reading)
+        assert found == pytest.approx(equation_9(prototypes, labels, threshold, reading), rel=1e-9)
+
+
+def slow_training(model, prototypes, labels, margin, lr, epochs):
+    """Gradient descent on Eq. 10 over all prototypes, in float64 and term by term."""
+    model = copy.deepcopy(model).double()
+    own = torch.tensor(prototypes).double()
+    for _ in range(epochs):
+        trained = model()
+        loss = 0.0
+        for n, c in enumerate(labels.tolist()):
+            powers = [
+                -torch.sqrt(((own[n] - trained[k]) ** 2).sum()) - (margin if k == c else 0.0)
+                for k in range(len(trained))
+            ]
+            loss = loss - powers[c] + torch.logsumexp(torch.stack(powers), 0)
+        gradients = torch.autograd.grad(loss / len(labels), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= lr * gradient
+    return model().detach().numpy()
+
+
+def test_training_is_gradient_descent():
+    prototypes, labels = drawn(3)
+    torch.manual_seed(0)
+    model = TrainablePrototypes(4, 5)
+    expected = slow_training(model, prototypes, labels, 0.8, 0.1, 4)
+    train_prototypes(
+        model,
+        torch.tensor(prototypes).float(),
+        torch.tensor(labels),
+        margin=0.8,
+        epochs=4,
+        batch_size=100,
+        lr=0.1,
+        generator=torch.Generator().manual_seed(0),
+    )
+    np.testing.assert_allclose(model().detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_trained_prototypes_are_further_apart_than_means():
+    """What it is for: of clients whose classes overlap, the means are close to each other."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(4, 8))
+    labels = np.tile(np.arange(4), 10)
+    prototypes = centres[labels] + rng.normal(size=(40, 8))
+    means = np.array([prototypes[labels == c].mean(0) for c in range(4)])
+    torch.manual_seed(0)
+    model, own = TrainablePrototypes(4, 8), torch.tensor(prototypes).float()
+    train_prototypes(
+        model,
+        own,
+        torch.tensor(labels),
+        margin=adaptive_margin(own, torch.tensor(labels), 100.0),
+        epochs=200,
+        batch_size=10,
+        lr=0.05,
+        generator=torch.Generator().manual_seed(0),
+    )
+    trained = model().detach().numpy()
+
+    def closest(vectors):
+        return min(phi(vectors[a], vectors[b]) for a in range(4) for b in range(a))
+
+    assert closest(trained) > closest(means)
+    for c in range(4):  # and each is nearest to the mean of its own class
+        assert min(range(4), key=lambda k: phi(trained[c], means[k])) == c
+
+
+# The server
+
+
+def answer(server, name, classes, value=1.0):
+    width = server.strategy.settings.feature_dim
+    features = np.random.default_rng(len(name)).normal(size=(len(classes), width))
+    tensors = {"classes": np.array(classes, np.int64), "features": np.float32(value * features)}
+    return Reply(server.strategy.members[name].info, Knowledge(tensors), Measured({}))
+
+
+def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
+    """With the settings of the run, and Eq. 9's margin; of the clients that were asked."""
+    seen = []
+    plain = server_half.train_prototypes
+
+    def watched(model, features, labels, **options):
+        seen.append((features.numpy().copy(), labels.numpy().copy(), options))
+        return plain(model, features, labels, **options)
+
+    monkeypatch.setattr(server_half, "train_prototypes", watched)
+    own = {
+        "fedtgp.server-epochs": 2, "fedtgp.server-lr": 0.02, "fedtgp.server-batch-size": 7,
+        "fedtgp.most-margin": 3.0, "fedtgp.margin": "nearest",
+    }  # fmt: skip
+    server = Server(fedtgp(clients=4, fraction=0.5, alpha=0.3, models="mlp", **own), tmp_path)
+    for number in (1, 2):
+        replies = learn(server, number)
+        features, labels, options = seen[-1]
+        expected = [replies[name]["features"] for name in sorted(replies)]
+        np.testing.assert_array_equal(features, np.concatenate(expected))
+        assert labels.tolist() == [c for name in sorted(replies) for c in replies[name]["classes"]]
+        margin = equation_9(features, labels, 3.0, "nearest")
+        assert options["margin"] == pytest.approx(margin, rel=1e-4)
+        assert (options["epochs"], options["lr"], options["batch_size"]) == (2, 0.02, 7)
+        measured = server.strategy.state.record.method
+        assert measured["margin"] == options["margin"]
+        sent = instruction_of(server.ask(number + 1)[0]).tensors["features"]
+        apart = [min(phi(a, b) for j, b in enumerate(sent) if j != i) for i, a in enumerate(sent)]
+        assert measured["separation"] == pytest.approx(np.mean(apart), rel=1e-4)
+
+
+def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
+    """The others have prototypes too, of which nothing is known."""
+    server = Server(fedtgp(), tmp_path)
+    assert not instruction_of(server.ask(1)[0]).tensors
+    client = server.strategy.members["client-0"].info
+    assert server.strategy.eval_instruction(1, client) is None
+    figures = server.strategy.aggregate(1, [answer(server, "client-0", [1, 7])])
+    assert figures["classes_covered"] == 2.0
+    figures = server.strategy.aggregate(2, [answer(server, "client-1", [4, 7])])
+    assert figures["classes_covered"] == 3.0
+    sent = instruction_of(server.ask(3)[0]).tensors
+    assert sent["classes"].tolist() == [1, 4, 7]
+    trained = server.strategy.model().detach().numpy()
+    np.testing.assert_array_equal(sent["features"], trained[[1, 4, 7]])
+    assert server.strategy.eval_instruction(2, client) is server.strategy.instruct(3, client)
+
+
+@pytest.mark.parametrize("classes", [[], [3]])
+def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
+    server = Server(fedtgp(), tmp_path)
+    before = server.strategy.state_dict()
+    figures = server.strategy.aggregate(1, [answer(server, "client-0", classes)])
+    assert figures == {"classes_covered": 0.0}
+    assert same(server.strategy.state_dict(), before)
+
+
+def test_one_class_of_two_clients_has_no_margin(tmp_path):
+    server = Server(fedtgp(), tmp_path)
+    replies = [answer(server, "client-0", [3]), answer(server, "client-1", [3])]
+    figures = server.strategy.aggregate(1, replies)
+    assert figures["margin"] == figures["separation"] == 0.0
+    assert figures["classes_covered"] == 1.0
+
+
+def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
+    """Of a client with numbers whose squares are infinite, where no check refuses them."""
+    server = Server(fedtgp(), tmp_path)
+    server.strategy.aggregate(1, [answer(server, "client-0", [1, 2])])
+    before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
+    with pytest.raises(Exception, match="the loss of the prototypes is"):
+        server.strategy.aggregate(2, [answer(server, "client-1", [1, 2], 1e38)])
+    assert same(server.strategy.state_dict(), before)
+
+
+def test_one_hostile_client_moves_the_prototypes_little(tmp_path):
+    """A distance has a gradient of length 1, however far what is sent is."""
+    honest = [f"client-{k}" for k in range(4)]
+    near, far = (Server(fedtgp(clients=5), tmp_path / name) for name in ("near", "far"))
+    for server, value in ((near, 1.0), (far, 1e6)):
+        replies = [answer(server, name, [1, 2, 3]) for name in honest]
+        replies.append(answer(server, "client-4", [1, 2, 3], value))
+        server.strategy.settings.__dict__["most_margin"] = 1.0
+        server.strategy.aggregate(1, replies)
+    one, other = (s.strategy.model().detach().numpy() for s in (near, far))
+    assert np.abs(one - other).max() < 1.0
+
+
+# The client (Eqs. 2 and 11)
+
+
+def test_a_clients_round_is_the_local_update(tmp_path):
+    """Cross-entropy plus lambda times the squared error to the prototype, as in FedProto."""
+    chosen = {"models": "mlp2", "fedtgp.lambda": 0.7, "max_samples": 150, **PLAIN}
+    client = opened(fedtgp(**chosen), tmp_path)
+    rng = np.random.default_rng(0)
+    taught = {c: rng.normal(size=64).astype(np.float32) for c in (0, 1, 2, 4)}
+    assert len(set(client.y.tolist()) - set(taught)) > 0
+    model = copy.deepcopy(client.network).double()
+    x, y = client.x.double(), client.y.tolist()
+    for _ in range(client.training.local_epochs):
+        features = model.extractor(x)
+        logits = model.classifier(features)
+        loss = 0.0
+        for n, label in enumerate(y):
+            loss = loss + torch.logsumexp(logits[n], 0) - logits[n, label]
+            if label in taught:
+                gap = features[n] - torch.tensor(taught[label]).double()
+                loss = loss + 0.7 * (gap**2).mean()
+        gradients = torch.autograd.grad(loss / len(y), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= client.training.lr * gradient
+    classes, features = np.array(list(taught), np.int64), np.stack(list(taught.values()))
+    reply = fitted(client, 1, Knowledge({"classes": classes, "features": features}))
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(
+            client.network.state_dict()[name], value.numpy(), rtol=1e-4, atol=1e-6
+        )
+    own = model.extractor(client.x.double()).detach().numpy()
+    labels = client.y.numpy()
+    assert reply["classes"].tolist() == sorted(set(labels.tolist()))
+    for row, c in enumerate(reply["classes"]):
+        mean = own[labels == c].mean(0)
+        np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
+
+
+def test_the_nearest_trained_prototype_is_judged(tmp_path):
+    client = opened(fedtgp(), tmp_path)
+    features = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    knowledge = Knowledge({"classes": np.array([0, 2, 5]), "features": features})
+    judged = client.eval_models(knowledge)
+    assert list(judged) == ["private", "prototype"]
+    assert isinstance(judged["prototype"], NearestPrototype)
+    own = client.network.extractor(client.x[:4]).detach().numpy()
+    for n, guess in enumerate(judged["prototype"](client.x[:4]).argmax(1).tolist()):
+        gaps = {c: phi(own[n], features[row]) for row, c in enumerate((0, 2, 5))}
+        assert guess == min(gaps, key=gaps.get)
+
+
+# What travels and what stays
+
+
+def test_nothing_but_prototypes_travels(tmp_path):
+    """Not the numbers of samples either, which FedProto sends."""
+    config = fedtgp(models=["mlp", "cnn2", "cnn3"], **{"fedtgp.feature-dim": 32})
+    server = Server(config, tmp_path)
+    answers = server.answers(server.ask(1))
+    for _, result in answers:
+        reply = reply_of(result)
+        assert set(reply.tensors) == {"classes", "features"}
+        assert reply.tensors["features"].shape == (len(reply.tensors["classes"]), 32)
+        assert not reply.scalars
+    server.strategy.aggregate_fit(1, answers, [])
+    sent = instruction_of(server.ask(2)[0])
+    assert set(sent.tensors) == {"classes", "features"}
+    assert not sent.scalars
+
+
+def test_draws_are_of_seed_and_round_alone(tmp_path):
+    """Not of torch's global generator; another seed begins with other prototypes."""
+    states = []
+    for number, seed in enumerate((0, 0, 1)):
+        server = Server(fedtgp(seed=seed), tmp_path / str(number))
+        torch.manual_seed(number)
+        learn(server, 1)
+        states.append(server.strategy.state_dict())
+    assert same(states[0], states[1])
+    assert not same(states[0], states[2])

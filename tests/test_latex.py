@@ -1,0 +1,134 @@
+"""Tables for a paper: LaTeX with booktabs' rules, CSV, and tested differences."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from synthetic import lines_of, make
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.report import compare
+from fedhet.report.latex import comparison_latex, escaped, tabular
+from fedhet.report.tables import Cell, Cells
+
+TOPS = {"local": 0.5, "felo": 0.9, "fedhe": 0.7}
+
+
+def parsed(text: str) -> list[dict[str, str]]:
+    """Return the rows of the first tabular in a text, by header; its rules stand where they do."""
+    inside = re.search(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, re.S)
+    layout, lines = inside[1], inside[2].splitlines()
+    assert (lines[0], lines[2], lines[-1]) == (r"\toprule", r"\midrule", r"\bottomrule")
+    rows = [line.removesuffix(r" \\").split(" & ") for line in (lines[1], *lines[3:-1])]
+    assert all(line.endswith(r" \\") for line in (lines[1], *lines[3:-1]))
+    assert {len(row) for row in rows} == {len(layout)}
+    assert all(text.count("{") == text.count("}") for row in rows for text in row)
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for number, (method, top) in enumerate(TOPS.items()):
+        for seed in (0, 1, 2):
+            path = tmp_path / "runs" / f"{method}-{seed}"
+            make(path, method=method, seed=seed, top=top, noise=number)
+    return tmp_path / "runs"
+
+
+def last(run: Path) -> float:
+    return float(
+        np.mean([*lines_of(run)[-1]["accuracy"]["common"]["private"]["per_client"].values()])
+    )
+
+
+def by_hand(runs: Path) -> dict[str, list[float]]:
+    return {method: [last(runs / f"{method}-{s}") for s in (0, 1, 2)] for method in TOPS}
+
+
+def test_the_best_is_bold_the_second_underlined_and_clear_ones_have_a_dagger(runs: Path) -> None:
+    values = by_hand(runs)
+    order = sorted(values, key=lambda method: -np.mean(values[method]))
+    rows = {row["run"].split()[0]: row["common private"] for row in
+            parsed(comparison_latex(compare([runs])))}  # fmt: skip
+    assert set(rows) == set(TOPS)
+    for place, method in enumerate(order):
+        mean, std = np.mean(values[method]), np.std(values[method], ddof=1)
+        text = rf"{mean:.4f} $\pm$ {std:.4f}"
+        differences = np.subtract(values[method], values["local"])
+        error = np.std(differences, ddof=1) / np.sqrt(3)
+        if method != "local" and abs(differences.mean()) > 2 * error:
+            text += r"$^\dagger$"
+        looks = [r"\textbf{%s}", r"\underline{%s}", "%s"]
+        assert rows[method] == looks[place].replace("%s", text)
+    assert any("dagger" in text for text in rows.values())
+
+
+def test_where_lower_is_better_the_lowest_is_bold() -> None:
+    column = [Cell("2", 2.0), Cell("1", 1.0), Cell("–"), Cell("3", 3.0), Cell("1", 1.0)]
+    names = [Cell(text) for text in "abcde"]
+    rows = parsed(tabular(Cells({"n": names, "loss": column}), {"loss": -1}))
+    expected = [r"\underline{2}", r"\textbf{1}", "--", "3", r"\textbf{1}"]
+    assert [row["loss"] for row in rows] == expected
+    rows = parsed(tabular(Cells({"n": names, "loss": column})))
+    assert [row["loss"] for row in rows] == ["2", "1", "--", "3", "1"]
+
+
+def test_no_number_or_equal_ones_are_no_contest() -> None:
+    for cells in (
+        [Cell("x"), Cell("y")],
+        [Cell("1", 1.0), Cell("1", 1.0)],
+        [Cell("n", np.nan)] * 2,
+    ):
+        rows = parsed(tabular(Cells({"n": cells, "s": cells}), {"s": 1}))
+        assert [row["s"] for row in rows] == [cell.text for cell in cells]
+
+
+def test_what_latex_reads_as_something_else_is_escaped() -> None:
+    assert escaped("a_b & 5% of $x #1 {y} ~ ^ \\") == (
+        r"a\_b \& 5\% of \$x \#1 \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}"
+    )
+    assert escaped("0.1 ± 0.2 †") == r"0.1 $\pm$ 0.2 $^\dagger$"
+
+
+def test_the_command_writes_them_and_tests_the_differences(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["compare", str(runs), "--out", str(out), "--latex", "--csv", "--test", "t"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert (out / "compare.tex").read_text() == comparison_latex(compare([runs], test="t"))
+    values = by_hand(runs)
+    p = {m: stats.ttest_rel(values[m], values["local"]).pvalue for m in ("felo", "fedhe")}
+    small, large = sorted(p, key=p.get)
+    corrected = {small: 2 * p[small], large: max(2 * p[small], p[large])}
+    pairs = json.loads((out / "compare.json").read_text())["paired"]
+    found = {pair["group"].split()[0]: pair["p"] for pair in pairs}
+    assert found == pytest.approx({m: min(1.0, v) for m, v in corrected.items()}, rel=1e-6)
+    assert "Holm" in (out / "compare.md").read_text()
+    assert "Holm" in (out / "compare.html").read_text()
+    rows = list(csv.DictReader((out / "compare.csv").open()))
+    assert len(rows) == 9
+    for row in rows:
+        run = Path(row["directory"])
+        assert float(row["mean"]) == pytest.approx(last(run))
+        assert run.name == f"{row['method']}-{row['seed']}"
+        assert (row["protocol"], row["kind"], row["metric"]) == ("common", "private", "accuracy")
+
+
+def test_without_them_nothing_more_is_written(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["compare", str(runs), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert not {"compare.tex", "compare.csv"} & {path.name for path in out.iterdir()}
+    assert "Holm" not in (out / "compare.md").read_text()
+    assert {pair["p"] for pair in json.loads((out / "compare.json").read_text())["paired"]} == {
+        None
+    }
+    wrong = CliRunner().invoke(app, ["compare", str(runs), "--test", "z"])
+    assert wrong.exit_code != 0
