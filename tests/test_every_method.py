@@ -140,6 +140,8 @@ LEARNS = [
     ("lg-fedavg", DIRICHLET, {"personal/private": 0.75}),
     ("fml", {**SKEWED, "models": ["mlp", "cnn2"], "fml.meme": "mlp"},
      {"personal/private": 0.7, "personal/proxy": 0.6}),
+    ("fedkd", {**SKEWED, "models": ["mlp", "cnn2"], "fedkd.mentee": "mlp"},
+     {"personal/private": 0.7, "personal/proxy": 0.6}),
     ("fedmrl", {**SKEWED, "models": ["mlp", "cnn2"], "fedmrl.shared": "mlp"},
      {"personal/private": 0.7, "personal/global": 0.6}),
     ("fedhe", {**SKEWED, "models": "mlp", "fedhe.loss": "mse"}, {"personal/private": 0.7}),

@@ -27,6 +27,7 @@ from fedhet.server.exchange import Exchange
 from fedhet.server.round import RoundState
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo, read_properties
+from fedhet.wire.factors import FactorsField
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 METHODS = sorted(shipped_names())
@@ -56,6 +57,10 @@ def sound(method, rng):
             for name, (shape, dtype) in MODEL.items():
                 whole = (FREE, *shape) if field.stacked else shape
                 tensors[f"{field.name}/{name}"] = np.full(whole, max(field.low or 0, 1), dtype)
+            if isinstance(field, FactorsField):
+                del tensors[f"{field.name}/fc.weight"]
+                tensors[f"{field.name}/fc.weight/left"] = np.ones((3, 1), np.float32)
+                tensors[f"{field.name}/fc.weight/right"] = np.ones((1, 2), np.float32)
         elif isinstance(field, TensorField):
             shape = tuple(a if isinstance(a, int) else AXES.get(a, FREE) for a in field.axes)
             dtype = "uint8" if field.dtype == "uint" else field.dtype

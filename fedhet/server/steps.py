@@ -18,6 +18,7 @@ from fedhet.server.reply import Reply, from_outside
 from fedhet.server.round import RoundState
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.factors import FactorsField, with_whole_changes
 from fedhet.wire.identity import ClientInfo
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
@@ -37,9 +38,12 @@ def checks(
     `members`: the names of the run's clients.
 
     The contract is checked again after an attack, whose replies the server would refuse as well.
+    Changes that came as factors are compared, poisoned and averaged as whole tensors.
     """
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
     steps: list[Step] = [contract]
+    if any(isinstance(field, FactorsField) for field in replies.fields):
+        steps.append(partial(multiply, contract=replies, sizes=sizes))
     if run.attack.kind != "none":
         steps += [_attack(run, replies, sizes, state, members), contract]
     if run.engine.outlier_factor:
@@ -79,6 +83,13 @@ def check_contract(
             with from_outside(name):
                 contract.check(name, knowledge.tensors, knowledge.scalars, wanted)
             yield reply
+
+
+def multiply(replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf) -> Iterator[Reply]:
+    """Yield the replies with the changes of which they hold factors."""
+    for reply in replies:
+        whole = with_whole_changes(reply.knowledge, contract, sizes(reply.client))
+        yield reply.with_knowledge(whole)
 
 
 def check_magnitude(
