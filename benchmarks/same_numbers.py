@@ -47,6 +47,7 @@ RUNS = {
     "pfedme": f"pfedme {ONE} --set pfedme.steps=2",
     "pfedbayes": f"pfedbayes {ONE}",
     "fml": f"fml {TWO}",
+    "fedgen": f"fedgen {TWO}",
     "fedkd": f"fedkd {TWO} --rounds 3",
     "fedmrl": f"fedmrl {TWO}",
     "fedproto": f"fedproto {TWO}",

@@ -140,6 +140,7 @@ LEARNS = [
     ("lg-fedavg", DIRICHLET, {"personal/private": 0.75}),
     ("fml", {**SKEWED, "models": ["mlp", "cnn2"], "fml.meme": "mlp"},
      {"personal/private": 0.7, "personal/proxy": 0.6}),
+    ("fedgen", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     ("fedkd", {**SKEWED, "models": ["mlp", "cnn2"], "fedkd.mentee": "mlp"},
      {"personal/private": 0.7, "personal/proxy": 0.6}),
     ("fedmrl", {**SKEWED, "models": ["mlp", "cnn2"], "fedmrl.shared": "mlp"},

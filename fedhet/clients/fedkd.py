@@ -6,6 +6,7 @@ learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 
@@ -47,6 +48,8 @@ class FedKdClient(HetClient):
     """Trains mentor and mentee on each other; sends the mentee's change at low rank."""
 
     settings: FedKdSettings
+    _begun: weakref.ref[Knowledge] | None = None
+    """The instruction with which the last round began: it is evaluated on it, too."""
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the mentor, which is the private model, and the mentee."""
@@ -69,7 +72,7 @@ class FedKdClient(HetClient):
         assert isinstance(mentee, HetModel)
         load_weights(mentee, start)
         figures = self._learn(round, mentee.train())
-        self._remember(round, start)
+        self._remember(round, knowledge, start)
         change = {name: value - start[name] for name, value in to_arrays(mentee).items()}
         sent = self._packed(round, change)
         sizes = [sum(value.size for value in part.values()) for part in (sent, change)]
@@ -87,16 +90,19 @@ class FedKdClient(HetClient):
         """
         if weights := knowledge.group("weights"):
             return dict(weights)
+        last = {k: v.cpu().numpy() for k, v in group(self.state.tensors, MENTEE).items()}
+        if self._begun is not None and self._begun() is knowledge:
+            return last
         held, base = self.state.facts.get(MENTEE), knowledge.scalars.get("base")
         if held != base:
             fault = f"changes the mentee of round {base}, the client holds that of {held or 'none'}"
             raise KnowledgeError(SERVER, "update", fault)
-        last = {k: v.cpu().numpy() for k, v in group(self.state.tensors, MENTEE).items()}
         shapes = self.sizes().models["update"]
         return changed(last, unpacked(knowledge.group("update"), shapes))
 
-    def _remember(self, round: int, start: Arrays) -> None:
+    def _remember(self, round: int, knowledge: Knowledge, start: Arrays) -> None:
         """Keep the mentee with which a round began, to which the next change will be added."""
+        self._begun = weakref.ref(knowledge)
         device = self.compute.device
         kept = {name: torch.tensor(value, device=device) for name, value in start.items()}
         self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
