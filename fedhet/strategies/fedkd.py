@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from fedhet.algorithms.averaging import changed
 from fedhet.algorithms.low_rank import energy_kept, factors
@@ -55,6 +56,8 @@ class FedKdStrategy(FedAvgStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 13 to 22: the mean change, cut to the rank that keeps its energy."""
+        # As on the clients, results must not depend on the server's default number of threads.
+        torch.set_num_threads(self.run.engine.threads)
         own, mentee = self.settings, self.averaged["weights"]
         energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
