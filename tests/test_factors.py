@@ -10,8 +10,9 @@ from rounds import altered, reply_of
 from fedhet.algorithms.low_rank import energy_kept, factors, least_rank
 from fedhet.errors import KnowledgeError
 from fedhet.server.magnitudes import magnitudes_of
+from fedhet.server.steps import with_whole_changes
 from fedhet.wire.contract import Contract, Sizes, TensorField
-from fedhet.wire.factors import FactorsField, most_rank, packed, unpacked, with_whole_changes
+from fedhet.wire.factors import FactorsField, most_rank, packed, unpacked
 from fedhet.wire.knowledge import Knowledge
 
 SENDER = "client-3"

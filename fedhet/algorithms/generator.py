@@ -81,8 +81,8 @@ def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
     Of noise e [N, E] and features z [N, D]; both distances are means over components, as in the
     authors' code.
     """
-    apart = (noise[:, None] - noise[None]).square().mean(2)
-    moved = (features[:, None] - features[None]).abs().mean(2)
+    apart = torch.cdist(noise, noise).square() / noise.shape[1]
+    moved = torch.cdist(features, features, p=1) / features.shape[1]
     return torch.exp(-(apart * moved).mean())
 
 

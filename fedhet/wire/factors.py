@@ -17,8 +17,7 @@ import numpy as np
 from fedhet.arrays import Array, Arrays, OnDemand, Shapes
 from fedhet.errors import KnowledgeError
 from fedhet.wire import contract
-from fedhet.wire.contract import Contract, Sizes, WeightsField
-from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.contract import WeightsField
 
 LEFT, RIGHT = "/left", "/right"
 Factors = tuple[Array, Array]
@@ -87,21 +86,6 @@ def unpacked(sent: Arrays, shapes: Shapes) -> OnDemand:
             partial(sent.__getitem__, name) if whole else partial(_product, sent, name, shape)
         )
     return OnDemand(sources)
-
-
-def with_whole_changes(knowledge: Knowledge, fields: Contract, sizes: Sizes) -> Knowledge:
-    """Return a checked message with all changes as whole tensors, made when they are used."""
-    own = knowledge.tensors
-    factored = [field.name for field in fields.fields if isinstance(field, FactorsField)]
-    sources: dict[str, Array | Callable[[], Array]] = {
-        name: partial(own.__getitem__, name)
-        for name in own
-        if name.partition("/")[0] not in factored
-    }
-    for field in factored:
-        changes = unpacked(knowledge.group(field), sizes.models[field])
-        sources |= {f"{field}/{name}": partial(changes.__getitem__, name) for name in changes}
-    return Knowledge(OnDemand(sources), knowledge.scalars)
 
 
 def _is_matrix(shape: tuple[int, ...], dtype: str) -> bool:
