@@ -26,6 +26,7 @@ from fedhet.server import exchange as exchanges
 from fedhet.server.exchange import Exchange
 from fedhet.server.round import RoundState
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
+from fedhet.wire.factors import FactorsField
 from fedhet.wire.identity import ClientInfo, read_properties
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
@@ -39,6 +40,8 @@ MODEL = {
     "bn.running_var": ((2,), "float32"),
     "bn.num_batches_tracked": ((), "int64"),
 }
+FACTORS = {"fc.weight/left": ((3, 1), "float32"), "fc.weight/right": ((1, 2), "float32")}
+"""The factors of its matrix: of rank 1, as those of rank 2 would be larger than the matrix."""
 NUMBERS = (
     0, 1, -1, 2, 5e-324, -5e-324, 1e-12, 1e11, -1e11, 1e13, -1e13, 1e20, 3.4e38, -3.4e38, 1.797e308,
     2**31, 2**63 - 1, -(2**63), 2**64 - 1, math.nan, math.inf, -math.inf,
@@ -46,6 +49,10 @@ NUMBERS = (
 WORDS = ("", "server", "a", "b", "run-1", "weights/", "x" * 5000)
 WORDS += ("\x1b[2J\nnote: all well", "\u202e")
 TYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16", "uint64", "object")
+
+
+def is_factored(field):
+    return isinstance(field, FactorsField)
 
 
 def sound(method, rng):
@@ -56,6 +63,10 @@ def sound(method, rng):
             for name, (shape, dtype) in MODEL.items():
                 whole = (FREE, *shape) if field.stacked else shape
                 tensors[f"{field.name}/{name}"] = np.full(whole, max(field.low or 0, 1), dtype)
+            if is_factored(field):
+                del tensors[f"{field.name}/fc.weight"]
+                for name, (shape, dtype) in FACTORS.items():
+                    tensors[f"{field.name}/{name}"] = np.ones(shape, dtype)
         elif isinstance(field, TensorField):
             shape = tuple(a if isinstance(a, int) else AXES.get(a, FREE) for a in field.axes)
             dtype = "uint8" if field.dtype == "uint" else field.dtype
@@ -225,10 +236,10 @@ def assert_allowed(method, parts, metrics, reply):
         low = field.low
         if isinstance(field, WeightsField):
             key = name.partition("/")[2]
-            shape, dtype = MODEL[key]
+            shape, dtype = (MODEL | FACTORS)[key] if is_factored(field) else MODEL[key]
             assert array.dtype == dtype
             assert array.shape[1 if field.stacked else 0 :] == shape
-            low = 0 if key.endswith("running_var") else low
+            low = 0 if key.endswith("running_var") and not is_factored(field) else low
         else:
             assert array.dtype == ("uint8" if field.dtype == "uint" else field.dtype)
             assert array.ndim == len(field.axes)
@@ -251,7 +262,11 @@ def assert_whole(fields, knowledge):
     for name, field in fields.items():
         there = {key for key in knowledge.tensors if key.partition("/")[0] == name}
         if isinstance(field, WeightsField):
-            assert there == {f"{name}/{key}" for key in MODEL} or not (there or field.required)
+            wholes = [MODEL.keys()]
+            if is_factored(field):
+                wholes.append(MODEL.keys() - {"fc.weight"} | FACTORS.keys())
+            found = {key.partition("/")[2] for key in there}
+            assert found in wholes or not (there or field.required)
         elif isinstance(field, TensorField):
             assert there or not field.required
         else:

@@ -34,6 +34,8 @@ OWN = {
     "heterofl": {"masked": False},
     "fedgems": {"fedgems.server-model": "mlp"},
     "cofed": {"update_batch_size": 32},
+    "fedgen": {"fedgen.weighting": "clients"},
+    "fedkd": {"fedkd.intensity": "sample"},
 }
 SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.refused)
 MEASURED = {
@@ -59,6 +61,7 @@ DESCRIBED = {
 SENT = {
     "weights": "trained by DP-SGD",
     "proxy": "trained by DP-SGD, jointly with the private model",
+    "update": "what DP-SGD, jointly with the private model, has changed of what the server sent",
     "scores": "a private model's, on public data",
     "logits": "a private model's, on public data; or noised sums over noised counts",
     "probabilities": "a private model's, on public data; or noised sums over noised counts",

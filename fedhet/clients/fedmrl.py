@@ -1,0 +1,107 @@
+"""FedMRL, client half: one model of a shared and an own network, whose features are fused.
+
+Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
+Matryoshka Representation Learning, NeurIPS 2024, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fedhet.algorithms.matryoshka import Projector, matryoshka_losses
+from fedhet.arrays import grouped
+from fedhet.client_runtime.epoch_means import EpochMeans
+from fedhet.clients.base import HetClient
+from fedhet.methods.fedmrl import FedMrlSettings
+from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.seeding import seeded
+from fedhet.wire.knowledge import Knowledge
+
+
+class Fusion(nn.Module):
+    """The extractor of a client's whole model: that of G, that of F, and P, x -> [N, d2].
+
+    The whole model is this and F's head. G is a part of it, with its own head, so that model,
+    projector and all are saved, used and exported as one; `shared` alone travels.
+    """
+
+    def __init__(self, shared: HetModel, own: HetModel) -> None:
+        super().__init__()
+        self.shared, self.own = shared, own.extractor
+        self.projector = Projector(shared.feature_dim, own.feature_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the fused representation [N, d2] of x [N, ...]."""
+        return self.projector.fuse(self.shared.extractor(x), self.own(x))
+
+    def coarse_logits(self, fused: Tensor) -> Tensor:
+        """Return the logits [N, C] of G's head on the coarse part of [N, d2]."""
+        logits: Tensor = self.shared.classifier(self.projector.coarse(fused))
+        return logits
+
+
+class FedMrlClient(HetClient):
+    """Trains both networks and the projector on the losses of both heads; sends the shared one."""
+
+    settings: FedMrlSettings
+
+    def setup(self) -> dict[str, nn.Module]:
+        """Build the whole model; F's features have their native width, or d1 if that is more."""
+        own, least = self.build_model(), self.settings.shared_dim
+        if own.feature_dim < least:
+            own = self.build_model(least)
+        with seeded(self.run.seed, "projector"):
+            fusion = Fusion(self._new_shared(), own)
+        return {"private": HetModel(fusion, own.classifier, own.feature_dim)}
+
+    def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
+        """Return the whole model after training and, if one came, with the average as its G."""
+        models: dict[str, nn.Module] = {"private": self.private}
+        if weights := knowledge.group("weights"):
+            averaged = copy.deepcopy(self.network)
+            load_weights(fusion_of(averaged).shared, weights)
+            models["global"] = self.samples.within_space(averaged)
+        return models
+
+    def train(self, round: int, knowledge: Knowledge) -> Knowledge:
+        """Start from the averaged shared model, train all parts, and return the shared one."""
+        shared = fusion_of(self.network).shared
+        load_weights(shared, knowledge.group("weights"))
+        figures = self._learn(round, self.network.train())
+        return Knowledge(grouped("weights", to_arrays(shared)), figures)
+
+    def _new_shared(self) -> HetModel:
+        info, own = self.info, self.settings
+        width, seed = own.shared_dim, self.run.seed
+        return build(own.shared, info.shape, info.classes, seed=seed, feature_dim=width)
+
+    def _learn(self, round: int, model: HetModel) -> dict[str, float]:
+        """Train on m^F times the own head's loss plus m^G times the shared one's.
+
+        Returns the means of both over the last epoch.
+        """
+        fusion, device = fusion_of(model), self.compute.device
+        weights = torch.tensor([self.settings.own_weight, self.settings.shared_weight]).to(device)
+        means = EpochMeans(("fine_loss", "coarse_loss"), device)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            fused, logits = model.features_and_logits(x)
+            fine, target = self.own_classes(logits, y)
+            coarse, _ = self.own_classes(fusion.coarse_logits(fused), y)
+            losses = matryoshka_losses(fine, coarse, target)
+            means.add(losses, len(y))
+            return weights @ losses
+
+        optimizing = self.optimization(model.parameters())
+        batches = self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
+        return means.read()
+
+
+def fusion_of(model: HetModel) -> Fusion:
+    """Return the extractor of a client's whole model."""
+    assert isinstance(model.extractor, Fusion)
+    return model.extractor

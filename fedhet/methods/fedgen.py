@@ -1,0 +1,99 @@
+"""FedGen: its settings, and the messages between its halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedhet.arrays import Shapes
+from fedhet.methods import lg_fedavg
+from fedhet.methods.fedavg import part_sizes
+from fedhet.methods.spec import Protection
+from fedhet.settings.schema import Count, NonNegative, Positive
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
+from fedhet.wire.identity import ClientInfo
+
+
+class FedGenSettings(lg_fedavg.LgFedAvgSettings):
+    """Settings of FedGen."""
+
+    alpha: NonNegative = Field(
+        10.0, description="weight of the cross-entropy of the head on generated features"
+    )
+    beta: NonNegative = Field(
+        10.0, description="weight of the divergence from the head's answer to generated features"
+    )
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.98, description="factor by which both weights fall in each round"
+    )
+    weighting: Literal["labels", "clients"] = Field(
+        "labels",
+        description="does a client count by its samples of a class in the ensemble, for which it "
+        "sends their numbers, or do all count alike and classes too, as printed?",
+    )
+    noise_dim: Count = Field(32, description="width of the generator's noise")
+    hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
+    server_steps: Count = Field(50, description="steps of the generator's training per round")
+    server_batch_size: Count = Field(128, description="generated features per step")
+    generator_lr: Positive = Field(3e-4, description="the generator's learning rate (Adam)")
+    diversity: NonNegative = Field(1.0, description="weight of the generator's diversity loss")
+
+
+def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
+    """Return the axis C, and the shapes of the head and of the generator."""
+    own = settings
+    generator = generator_shapes(client.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+    head = part_sizes(settings, client)
+    return Sizes(head.axes, {**head.models, "generator": generator})
+
+
+@lru_cache(maxsize=64)
+def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shapes:
+    """Return the shape and dtype of the generator's tensors; PyTorch is imported for it."""
+    import torch
+
+    from fedhet.algorithms.generator import Generator
+
+    with torch.device("meta"):
+        state = Generator(classes, noise, hidden, width).state_dict()
+    return {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in state.items()}
+
+
+INSTRUCTIONS = Contract(
+    (
+        WeightsField("weights", "the averaged head, from which clients start"),
+        WeightsField("generator", "the generator, once it has been trained", required=False),
+        TensorField(
+            "prior", "float32", ("C",), "share of each class", required=False, distribution=True
+        ),
+    )
+)
+REPLIES = Contract(
+    (
+        WeightsField("weights", "the head, after training"),
+        *all_or_none(
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+        ),
+    )
+)
+SPEC = replace(
+    lg_fedavg.SPEC,
+    title="one head for all extractors, taught by a generator of features",
+    paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
+    settings=FedGenSettings,
+    sizes=gen_sizes,
+    instructions=INSTRUCTIONS,
+    replies=REPLIES,
+    figures={
+        "generator_loss": "cross-entropy of the ensemble of heads on generated features",
+        "agreement": "share of generated features that the ensemble takes for their class",
+    },
+    privacy=Protection(
+        "DP-SGD; the heads that are sent are its result, without the numbers of samples by class",
+        needs={"weighting": ("clients",)},
+    ),
+)

@@ -1,0 +1,121 @@
+"""FedGen, server half: FedAvg's, of the heads, on which it trains a generator of features.
+
+Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation for Heterogeneous
+Federated Learning, ICML 2021, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from fedhet.algorithms.classwise import capped
+from fedhet.algorithms.generator import (
+    Course,
+    Generator,
+    agreement,
+    ensemble,
+    label_weights,
+    train_generator,
+)
+from fedhet.arrays import Array, group, grouped
+from fedhet.methods.fedgen import SPEC, FedGenSettings
+from fedhet.models import load_weights, to_arrays
+from fedhet.seeding import seeded, torch_generator
+from fedhet.strategies.base import Reply
+from fedhet.strategies.fedavg import FedAvgStrategy
+from fedhet.training import all_finite
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedGenStrategy(FedAvgStrategy):
+    """Averages the heads by samples, and trains the generator on the ensemble of them."""
+
+    spec = SPEC
+    settings: FedGenSettings
+
+    def init(self) -> None:
+        """Start from a new head and an untrained generator, which is not sent."""
+        own, classes = self.settings, self.task.classes
+        with seeded(self.run.seed, SERVER, "generator"):
+            self.generator = Generator(classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+        self.prior = np.zeros(classes, np.float32)
+        """p(y) [C], the share of each class in the last round's samples; 0 before that."""
+        super().init()
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the averaged head."""
+        return self._judged
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
+        sent = reply.knowledge.tensors
+        if "counts" not in sent:
+            return reply
+        counts = capped(sent["counts"], reply.samples)
+        return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Train the generator on the clients' heads, and average these by samples."""
+        figures = self._train(round, replies)
+        super().aggregate(round, replies)
+        return figures
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the head, the generator and p(y)."""
+        generator = {name: value.copy() for name, value in to_arrays(self.generator).items()}
+        head = grouped("weights", self.averaged["weights"])
+        return {**head, **grouped("generator", generator), "prior": self.prior}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        load_weights(self.generator, group(state, "generator"))
+        self.prior = state["prior"]
+        super().load_state_dict(state)
+
+    def _train(self, round: int, replies: Sequence[Reply]) -> dict[str, float]:
+        """Train the generator (Eq. 4); return its figures, or nothing if it diverged."""
+        # As on the clients, results must not depend on the server's default number of threads.
+        torch.set_num_threads(self.run.engine.threads)
+        own, before = self.settings, copy.deepcopy(self.generator.state_dict())
+        counts = self._counts(replies)
+        heads = [reply.knowledge.group("weights") for reply in replies]
+        names = ("classifier.weight", "classifier.bias")
+        head = ensemble(label_weights(counts), *([each[name] for each in heads] for name in names))
+        shares = counts.sum(0) / counts.sum()
+        prior, draws = torch.tensor(shares), torch_generator(self.run.seed, SERVER, round, "noise")
+        course = Course(own.server_steps, own.server_batch_size, own.generator_lr, own.diversity)
+        loss = train_generator(self.generator, head, prior, course, draws)
+        if not all_finite(self.generator):
+            self.generator.load_state_dict(before)
+            self.log.notice(f"the generator diverged in round {round}: the previous one is kept")
+            return {}
+        self.prior = shares.astype(np.float32)
+        return {
+            "generator_loss": loss,
+            "agreement": agreement(self.generator, head, prior, draws),
+        }
+
+    def _counts(self, replies: Sequence[Reply]) -> Array:
+        """Return each client's samples of each class [K, C]; 1 of each if they do not count."""
+        counts = np.zeros((len(replies), self.task.classes))
+        for row, reply in zip(counts, replies, strict=True):
+            sent = reply.knowledge.tensors
+            if self.settings.weighting == "clients":
+                row[:] = 1
+            elif "classes" in sent:
+                row[sent["classes"]] = sent["counts"]
+        return counts if counts.any() else np.ones_like(counts)
+
+    def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
+        """Build the instruction to evaluate, and that to train, which has the generator too."""
+        super()._instruct_all(averaged)
+        self._judged = self._instruction
+        if self.prior.any():
+            generator = grouped("generator", to_arrays(self.generator))
+            taught = {**self._judged.tensors, **generator, "prior": self.prior}
+            self._instruction = Knowledge(taught)

@@ -1,0 +1,100 @@
+"""FedKD, server half: FedAvg's, of the mentees' changes; the mean change is sent at low rank too.
+
+Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
+learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from fedhet.algorithms.averaging import changed
+from fedhet.algorithms.low_rank import energy_kept, factors
+from fedhet.arrays import Array, group, grouped
+from fedhet.methods.fedkd import SPEC, FedKdSettings
+from fedhet.models import build, to_arrays
+from fedhet.runs.measures import mean_figures
+from fedhet.strategies.base import Reply
+from fedhet.strategies.fedavg import FedAvgStrategy, average_of
+from fedhet.wire.factors import packed, unpacked
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+
+class FedKdStrategy(FedAvgStrategy):
+    """Adds the mean of the clients' changes to the mentee, and sends clients that mean.
+
+    A client that has not answered in the last round lacks the mentee to which it would be added:
+    it is sent the mentee itself (ours; in the paper all clients take part in all rounds).
+    """
+
+    spec = SPEC
+    settings: FedKdSettings
+
+    def init(self) -> None:
+        """Start from a new mentee."""
+        task = self.task
+        mentee = build(self.settings.mentee, task.shape, task.classes, seed=self.run.seed)
+        self._instruct_all({"weights": to_arrays(mentee)})
+        self._change(0, {}, ())
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the last round's change, or the mentee."""
+        if round != self.changed_in + 1 or client.name not in self.holders:
+            return self._instruction
+        self.holders.discard(client.name)  # one that fails to answer may lack the mentee
+        return self._update
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
+        """Send the round's change, or the mentee."""
+        holds = round == self.changed_in and client.name in self.holders
+        return self._update if holds else self._instruction
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Run lines 13 to 22: the mean change, cut to the rank that keeps its energy."""
+        # As on the clients, results must not depend on the server's default number of threads.
+        torch.set_num_threads(self.run.engine.threads)
+        own, mentee = self.settings, self.averaged["weights"]
+        energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
+        sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
+        shapes = self.sizes(self.task).models["update"]
+        self._instruct_all({"weights": changed(mentee, unpacked(sent, shapes))})
+        self._change(round, sent, [reply.client.name for reply in replies])
+        figures = mean_figures([reply.knowledge.scalars for reply in replies])
+        return figures | {"sent_down": share_of(sent, mentee)}
+
+    def forget(self, client: str) -> None:
+        """Drop what is known of a client's mentee."""
+        self.holders.discard(client)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the mentee, its last change, its round, and the clients that can use it."""
+        holders = {name: np.array(True) for name in sorted(self.holders)}
+        kept = {**super().state_dict(), **grouped("update", self._sent)}
+        return {**kept, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state)
+        self._change(int(state["changed_in"]), group(state, "update"), group(state, "holders"))
+
+    def _change(
+        self, round: int, sent: dict[str, Array], holders: Sequence[str] | Mapping[str, Array]
+    ) -> None:
+        """Build the instruction for clients that hold the mentee as it was before the change."""
+        self.changed_in = round
+        """The round of the last change; 0: none."""
+        self.holders = set(holders)
+        """The clients that hold the mentee with which that round began."""
+        self._sent = sent
+        self._update = Knowledge(grouped("update", sent), {"base": round})
+
+
+def share_of(sent: Mapping[str, Array], whole: Mapping[str, Array]) -> float:
+    """Return the numbers that are sent, as a share of those of the whole."""
+    counts = [sum(value.size for value in part.values()) for part in (sent, whole)]
+    return counts[0] / counts[1]
