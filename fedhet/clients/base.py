@@ -18,12 +18,8 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.client_runtime.fault_injection import injected_faults
-from fedhet.client_runtime.messages import (
-    best_round,
-    measures,
-    own_loss,
-    read_instruction,
-)
+from fedhet.client_runtime.link import Link
+from fedhet.client_runtime.messages import best_round, measures, own_loss
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
 from fedhet.client_runtime.recipe import Recipe
@@ -38,7 +34,7 @@ from fedhet.errors import FedhetError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.runs.measures import timed, write_measures
+from fedhet.runs.measures import LACKS, timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import (
@@ -50,7 +46,7 @@ from fedhet.training import (
     with_penalty,
 )
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Envelope, Knowledge, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, LackingError, encode
 
 
 class HetClient(NumPyClient):
@@ -78,6 +74,7 @@ class HetClient(NumPyClient):
             setup=partial(allocating, node.most_model_bytes, self.setup),
             training_set=self.training_set,
         )
+        self.link = Link(self.config, node, self.state)
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
         self.recorder = Recorder(self.config, node, self.samples)
         self.prepare()
@@ -262,7 +259,7 @@ class HetClient(NumPyClient):
         """Train as the server's instruction says, and return the reply."""
         try:
             with self.promise.guarded():
-                envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
+                envelope, instruction = self.link.read(parameters, self.sizes)
                 self.promise.begin(envelope.run, envelope.round)
                 arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
                 scores, eval_seconds = Evaluations(), 0.0
@@ -271,7 +268,7 @@ class HetClient(NumPyClient):
                 measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
                 said = write_measures(self.promise.measured(measured))
         except FedhetError as error:
-            return [], 0, self.promise.fault(error)
+            return [], 0, self._fault(error)
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -283,9 +280,7 @@ class HetClient(NumPyClient):
         """
         try:
             with self.promise.guarded():
-                envelope, instruction = read_instruction(
-                    parameters, self.config.method, self.sizes, may_be_empty=True
-                )
+                envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
                 self.promise.begin(envelope.run, envelope.round + 1)
                 self.state.restore(envelope.run, before=envelope.round + 1)
                 learns = self.config.method.spec.learns_last and self.state.participations > 0
@@ -295,7 +290,7 @@ class HetClient(NumPyClient):
                 scores, seconds = timed(self.evaluation, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except FedhetError as error:
-            return 0.0, 0, self.promise.fault(error)
+            return 0.0, 0, self._fault(error)
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
 
@@ -312,10 +307,17 @@ class HetClient(NumPyClient):
         self.state.restore(envelope.run, before=envelope.round)
         with injected_faults(self.run, self.info.name, envelope.round):
             answer, seconds = self._train(envelope.round, instruction)
+        sent = self.promise.sent(answer)
+        packing = self.link.packed(envelope, instruction, sent)
         self.state.save(envelope.round, best)
         self.recorder.leave(self.state.folder, envelope.run)
         whole = replace(envelope, sender=self.info.name)
-        return self.promise.keep(encode(whole, self.promise.sent(answer))), seconds
+        return self.promise.keep(encode(whole, sent, packing)), seconds
+
+    def _fault(self, error: FedhetError) -> dict[str, Scalar]:
+        """Return what the server is told of an error; is it to send the weights again?"""
+        lacks = {LACKS: True} if isinstance(error, LackingError) else {}
+        return {**self.promise.fault(error), **lacks}
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
+from fedhet.runs.measures import LACKS
 from fedhet.server.members import Member
 from fedhet.server.reply_spool import ReplySpool
 
@@ -31,6 +33,8 @@ class NamedProxy(ClientProxy):
         self.name = member.info.name
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self.again: Callable[[], Parameters | None] = lambda: None
+        """Makes the last message without what the client lacks; None: it built on nothing."""
         self.spool = spool
         self._proxy = member.proxy
         self._on_answer = on_answer
@@ -42,6 +46,8 @@ class NamedProxy(ClientProxy):
                 if self.instruction is not None:
                     ins = FitIns(self.instruction(), ins.config)
                 result = self._proxy.fit(ins, timeout, group_id)
+                if lacks(result) and (whole := self.again()):
+                    result = self._proxy.fit(replace(ins, parameters=whole), timeout, group_id)
                 if self.spool is not None:
                     result.parameters = self.spool.put(self.name, result.parameters)
         except Exception as error:
@@ -55,7 +61,10 @@ class NamedProxy(ClientProxy):
     ) -> EvaluateRes:
         """Forward the instruction; an error carries the client's name."""
         try:
-            return self._proxy.evaluate(ins, timeout, group_id)
+            result = self._proxy.evaluate(ins, timeout, group_id)
+            if lacks(result) and (whole := self.again()):
+                result = self._proxy.evaluate(replace(ins, parameters=whole), timeout, group_id)
+            return result
         except Exception as error:
             raise ClientFailureError(self.name, words_of(error)) from error
 
@@ -70,6 +79,11 @@ class NamedProxy(ClientProxy):
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
         return self._proxy.reconnect(ins, timeout, group_id)
+
+
+def lacks(result: FitRes | EvaluateRes) -> bool:
+    """Return whether a client says that it lacks the weights on which its instruction builds."""
+    return result.metrics.get(LACKS) is True
 
 
 class ClientFailureError(Exception):

@@ -33,6 +33,7 @@ from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member, Members
 from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
+from fedhet.server.published import publisher_of, without_versions
 from fedhet.server.reply import Reply
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
@@ -68,8 +69,13 @@ class HetStrategy(Strategy):
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        self._exchange = Exchange(log.run_name, config.method, limit, self.state, log.metrics)
-        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies)
+        self._publisher = publisher_of(self.run, spec)
+        self._exchange = Exchange(
+            *(log.run_name, config.method, limit, self.state, log.metrics),
+            publisher=self._publisher,
+        )
+        bases = self._exchange.bases_of
+        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, bases)
         self._dispatch = Dispatch(
             self._exchange,
             log.client_answered,
@@ -271,8 +277,9 @@ class HetStrategy(Strategy):
         """Resume after the last complete round. Raises StateError."""
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
-            _refuse_other_types(checkpoint.tensors, self.state_dict())
-            self.load_state_dict(checkpoint.tensors)
+            own = self._publisher.load(checkpoint.tensors, checkpoint.facts)
+            _refuse_other_types(own, self.state_dict())
+            self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
@@ -285,7 +292,7 @@ class HetStrategy(Strategy):
         kept = self.log.state_after(good) if good else {}
         self.init()
         if good:
-            self.load_state_dict(kept)
+            self.load_state_dict(without_versions(kept))
         self.state.went_back()
 
     def _evaluates(self, round: int) -> bool:
@@ -309,8 +316,9 @@ class HetStrategy(Strategy):
             self.forget(name)
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        facts = {"state": self.state.to_json()}
-        self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
+        facts = {"state": self.state.to_json(), **self._publisher.facts()}
+        tensors = {**self.state_dict(), **self._publisher.state_dict()}
+        self.log.checkpoint(record.round, tensors, facts, self.state.good)
 
 
 def _refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
