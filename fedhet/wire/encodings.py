@@ -132,8 +132,10 @@ class TopK(Encoding):
         return _bits(count) + 2 * self._kept(count)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return which numbers are kept, and these; None if one would be infinite."""
+        """Return which numbers are kept, and these; None if one is not finite, or would not be."""
         flat = values.reshape(-1)
+        if not np.isfinite(flat).all():
+            return None
         chosen = largest(flat, self._kept(len(flat))) if len(flat) else flat > 0
         halves = halved(flat[chosen])
         if not np.isfinite(halves).all():
