@@ -11,19 +11,20 @@ import logging
 from collections.abc import Callable
 
 import torch
-from flwr.common import NDArrays
+from flwr.common import NDArrays, Scalar
 
 from fedhet.arrays import Arrays, group, grouped
 from fedhet.client_runtime.messages import read_instruction
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
-from fedhet.errors import StateError
+from fedhet.errors import FedhetError, StateError
+from fedhet.runs.measures import LACKS
 from fedhet.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import is_name
-from fedhet.wire.knowledge import Envelope, Knowledge
+from fedhet.wire.knowledge import Envelope, Knowledge, LackingError
 from fedhet.wire.packing import PLAIN, Packing, digest_of
 
 UNSENT = "unsent"
@@ -104,3 +105,8 @@ class Link:
     def _store(self, run: str) -> ModelStore:
         folder = ClientStore(self._node.state_dir, run, self._node.name).folder
         return ModelStore(folder / "received", self._node.state_dir)
+
+
+def lacking(error: FedhetError) -> dict[str, Scalar]:
+    """Return what tells the server to send the weights again, if an error is that they are gone."""
+    return {LACKS: True} if isinstance(error, LackingError) else {}

@@ -18,7 +18,7 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.client_runtime.fault_injection import injected_faults
-from fedhet.client_runtime.link import Link
+from fedhet.client_runtime.link import Link, lacking
 from fedhet.client_runtime.messages import best_round, measures, own_loss
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
@@ -34,7 +34,7 @@ from fedhet.errors import FedhetError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.runs.measures import LACKS, timed, write_measures
+from fedhet.runs.measures import timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import (
@@ -46,7 +46,7 @@ from fedhet.training import (
     with_penalty,
 )
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Envelope, Knowledge, LackingError, encode
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 
 class HetClient(NumPyClient):
@@ -268,7 +268,7 @@ class HetClient(NumPyClient):
                 measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
                 said = write_measures(self.promise.measured(measured))
         except FedhetError as error:
-            return [], 0, self._fault(error)
+            return [], 0, self.promise.fault(error) | lacking(error)
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -290,7 +290,7 @@ class HetClient(NumPyClient):
                 scores, seconds = timed(self.evaluation, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except FedhetError as error:
-            return 0.0, 0, self._fault(error)
+            return 0.0, 0, self.promise.fault(error) | lacking(error)
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
 
@@ -313,11 +313,6 @@ class HetClient(NumPyClient):
         self.recorder.leave(self.state.folder, envelope.run)
         whole = replace(envelope, sender=self.info.name)
         return self.promise.keep(encode(whole, sent, packing)), seconds
-
-    def _fault(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return what the server is told of an error; is it to send the weights again?"""
-        lacks = {LACKS: True} if isinstance(error, LackingError) else {}
-        return {**self.promise.fault(error), **lacks}
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.
