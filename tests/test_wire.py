@@ -70,6 +70,20 @@ def test_ray_gives_the_numbers_of_inline(encoding, tmp_path):
     assert without_times(on_ray) == without_times(inline)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "felo"])
+def test_without_a_second_sending_every_number_is_the_same(method, tmp_path):
+    found = {}
+    for resend in (True, False):
+        config = small(method, rounds=3, **{"wire.resend": resend})
+        summary = run(config, tmp_path / f"{resend}")
+        found[resend] = summary["accuracy"], [r["loss"] for r in records(tmp_path / f"{resend}")]
+    assert found[True] == found[False]
+    one, other = (records(tmp_path / f"{resend}")[2] for resend in (True, False))
+    assert one["bytes_up"] == other["bytes_up"]
+    assert one["bytes_evaluation"] == pytest.approx(other["bytes_evaluation"], rel=0.01)
+    assert other["bytes_down"] < 0.2 * one["bytes_down"]
+
+
 @pytest.mark.parametrize("encoding", LOSSY)
 def test_an_encoding_weighs_less_and_changes_little(encoding, tmp_path):
     plain = run(small("fedavg", rounds=3), tmp_path / "plain")

@@ -17,8 +17,7 @@ class WireSettings(Schema):
         description="how weights and other large tensors travel: as they are; in half precision; "
         "as integers of one byte, rounded at random without bias; or, of weights that a client "
         "sends, the largest changes alone, while the rest is added to its next ones. Other than "
-        "with float32, weights travel as differences, and those that a client has are not sent "
-        "again",
+        "with float32, weights travel as differences",
     )
     keep: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.05,
@@ -26,7 +25,8 @@ class WireSettings(Schema):
         "costs one bit",
     )
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether anything travels other than as it is."""
-        return self.encoding != "float32"
+    resend: bool = Field(
+        True,
+        description="float32: whether weights are sent to a client that has them already; no "
+        "number depends on it. With the other encodings they never are",
+    )

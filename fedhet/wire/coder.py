@@ -18,14 +18,14 @@ from fedhet.arrays import Array, Arrays
 from fedhet.seeding import numpy_rng
 from fedhet.settings.wire import WireSettings
 from fedhet.wire.contract import VARIANCES, Contract, Field, TensorField, WeightsField
-from fedhet.wire.encodings import Encoding, Float16, Int8, TopK, halved
+from fedhet.wire.encodings import Encoding, Float16, Int8, TopK, Whole, halved
 from fedhet.wire.packing import Encoded
 
 Place = tuple[str | int, ...]
 """Who sends a message, in which round, and what for: from it and the seed come its draws."""
 LEAST_BYTES = 512
 """A smaller tensor travels whole."""
-HALF = Float16()
+HALF, WHOLE = Float16(), Whole()
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,19 @@ class Rules:
     """Of differences of weights that it is sent; None: it is sent them in half precision."""
     values: Encoding
     """Of tensors other than weights."""
+    weights: Encoding = HALF
+    """Of weights without a base."""
 
 
 def rules_of(settings: WireSettings) -> Rules | None:
     """Return the rules that the settings stand for; None: everything travels as it is."""
+    exact = Rules(WHOLE, None, WHOLE, WHOLE)
     return {
+        "float32": None if settings.resend else exact,
         "float16": Rules(HALF, None, HALF),
         "int8": Rules(Int8(), Int8(), Int8()),
         "top-k": Rules(TopK(settings.keep), Int8(), Int8()),
-    }.get(settings.encoding)
+    }[settings.encoding]
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class Coder:
         return found
 
     def _value(self, place: Place, name: str, value: Array) -> Coded | None:
-        encoding = HALF if isinstance(self._field(name), WeightsField) else self.rules.values
+        is_weights = isinstance(self._field(name), WeightsField)
+        encoding = self.rules.weights if is_weights else self.rules.values
         return coded(encoding, value, self._rng(place, name))
 
     def _encodable(self, tensors: Arrays) -> Iterator[tuple[str, Array]]:

@@ -161,6 +161,23 @@ class TopK(Encoding):
         return values
 
 
+class Whole(Encoding):
+    """None: a tensor travels as it is."""
+
+    name = ""
+
+    def size(self, shape: Shape) -> int:
+        """Return the bytes of the numbers themselves."""
+        return 4 * math.prod(shape)
+
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return None: there is nothing to encode."""
+        return None
+
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        raise EncodingError("has no encoding")
+
+
 ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int8(), TopK())}
 """What this side decodes, by name."""
 
