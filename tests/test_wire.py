@@ -93,7 +93,7 @@ def test_an_encoding_weighs_less_and_changes_little(encoding, tmp_path):
         for where in ("plain", encoding)
     ]
     up, down = (other / one for one, other in zip(*sums, strict=True))
-    assert up < {"float16": 0.6, "int8": 0.35, "top-k": 0.15}[encoding]
+    assert up < {"float16": 0.6, "int8": 0.36, "top-k": 0.22}[encoding]
     assert down < 0.2  # weights to evaluate are those of the next round
     if encoding != "top-k":
         one, other = (each["accuracy"]["common"]["global"]["mean"] for each in (plain, found))

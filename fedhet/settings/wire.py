@@ -20,7 +20,7 @@ class WireSettings(Schema):
         "with float32, weights travel as differences",
     )
     keep: Annotated[float, Field(gt=0, le=0.5)] = Field(
-        0.05,
+        0.15,
         description="top-k: share of each tensor's changes that is sent; besides, each number "
         "costs one bit",
     )

@@ -3,7 +3,7 @@
 Weights are encoded as differences to weights that both sides have, since these are small. Without
 such a base they travel in half precision: integers of one byte of the weights themselves cost
 accuracy. Other large tensors (class means, logits, features) are encoded as they are. Whole travel:
-integers, probabilities and whatever else has a minimum or a sum to keep, variances of batch
+integers, probabilities and whatever else has a minimum or a sum to keep, statistics of batch
 normalisation, tensors of less than half a kilobyte, and what an encoding cannot represent.
 """
 
@@ -23,6 +23,8 @@ from fedhet.wire.packing import Encoded
 
 Place = tuple[str | int, ...]
 """Who sends a message, in which round, and what for: from it and the seed come its draws."""
+STATISTICS = ("running_mean", VARIANCES)
+"""The ends of the names of what batch normalisation keeps: no sum of changes, but averages."""
 LEAST_BYTES = 512
 """A smaller tensor travels whole."""
 HALF, WHOLE = Float16(), Whole()
@@ -132,7 +134,7 @@ class Coder:
     def _has_no_rule(self, name: str) -> bool:
         field = self._field(name)
         if isinstance(field, WeightsField):
-            return field.low is None and not name.endswith(VARIANCES)
+            return field.low is None and not name.endswith(STATISTICS)
         return isinstance(field, TensorField) and field.low is None and not field.distribution
 
     def _is_one_model(self, name: str) -> bool:

@@ -123,7 +123,7 @@ class TopK(Encoding):
 
     name = "top-k"
     is_biased = True
-    keep: float = 0.05
+    keep: float = 0.15
     """The share of the numbers that is kept, at least one; decoding does not need it."""
 
     def size(self, shape: Shape) -> int:
