@@ -14,7 +14,7 @@ from fedhet.metrics import ACCURACY, measured_names
 from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons
-from fedhet.server.published import Instruction, Publisher
+from fedhet.server.published import Instruction, LastMessages, Publisher
 from fedhet.server.reply import Reply, from_outside
 from fedhet.server.reply_spool import SpooledReply
 from fedhet.server.round import RoundState
@@ -55,8 +55,7 @@ class Exchange:
         self._state = state
         self._remember, self._publisher = remember, publisher or Publisher(None)
         self._sent = SentInstructions(last_alone=not remember)
-        self._last: dict[str, tuple[Instruction, bool]] = {}
-        """The last message to each client that may lack what it builds on; was it to train?"""
+        self._last = LastMessages()
 
     def sent_to(self, client: str, round: int) -> Knowledge | None:
         """Return what a client was sent to train on in a round, as it decodes it.
@@ -97,10 +96,11 @@ class Exchange:
 
         None: the message built on nothing.
         """
-        if client not in self._last:
+        found = self._last.get(client)
+        if found is None:
             return None
-        instruction, training = self._last[client]
-        payload = instruction.whole
+        instruction, training = found
+        payload = instruction.anew().whole
         self._state.sent(payload_bytes(payload), training=training)
         return payload
 
@@ -120,7 +120,7 @@ class Exchange:
             found[client] = self._publisher.payload(client, instruction)
             digest = instruction.version.digest
             if digest:
-                self._last[client] = instruction.anew(), training
+                self._last.keep(client, round, instruction.anew(), training=training)
             if training and (self._remember or digest):
                 self._sent.keep(client, round, instruction.knowledge, digest)
         self._publisher.tidy()

@@ -14,8 +14,8 @@ class SentInstructions:
     """
 
     def __init__(self, *, last_alone: bool = False) -> None:
-        """`last_alone`: a client's instruction is forgotten when it is sent the next one."""
-        self._lock, self._last_alone = threading.Lock(), last_alone
+        """`last_alone`: all instructions are forgotten when those of another round are kept."""
+        self._lock, self._last_alone, self._round = threading.Lock(), last_alone, 0
         self._by_client: dict[str, dict[int, tuple[Knowledge, int]]] = {}
 
     def keep(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
@@ -24,10 +24,10 @@ class SentInstructions:
         `digest` is that of its weights, 0: no reply can build on them.
         """
         with self._lock:
-            rounds = self._by_client.setdefault(client, {})
-            if self._last_alone:
-                rounds.clear()
-            rounds[round] = knowledge, digest
+            if self._last_alone and round != self._round:
+                self._by_client.clear()
+            self._round = round
+            self._by_client.setdefault(client, {})[round] = knowledge, digest
 
     def get(self, client: str, round: int) -> tuple[Knowledge, int] | None:
         """Return the instruction of a round, and the digest of its weights.
