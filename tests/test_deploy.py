@@ -194,6 +194,27 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("encoding", ["int8", "top-k"])
+def test_three_sites_with_encodings_give_the_numbers_of_a_simulation(encoding, tmp_path):
+    """Each message is handled by a new process, which finds on disk what the site was sent."""
+    config = small(
+        "felo",
+        clients=3,
+        models=MODELS,
+        rounds=3,
+        join_timeout=300.0,
+        **{"wire.encoding": encoding},
+    )
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
+        summary, said = to_the_end(deployment, config, tmp_path / "deployed")
+    assert not any("left out" in line or "dropped" in line for line in said)
+    assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
+    received = sorted((tmp_path / "deployment" / "state").glob("*/client-*/received/*"))
+    assert len(received) == 9  # of three sites the last three
+
+
 def site_folders(everyone, config, root):
     """Write each client's rows of the simulation as a site has them; return the folders."""
     head, *rows = csv.reader(everyone.open(encoding="utf-8", newline=""))

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x65\x64het/v1/knowledge.proto\x12\tfedhet.v1\"\xfc\x01\n\x08Manifest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12&\n\x07tensors\x18\x06 \x03(\x0b\x32\x15.fedhet.v1.TensorSpec\x12\x31\n\x07scalars\x18\x07 \x03(\x0b\x32 .fedhet.v1.Manifest.ScalarsEntry\x1a\x41\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05value\x18\x02 \x01(\x0b\x32\x11.fedhet.v1.Scalar:\x02\x38\x01\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"T\n\x06Scalar\x12\x0e\n\x04real\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05valueb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x65\x64het/v1/knowledge.proto\x12\tfedhet.v1\"\x98\x02\n\x08Manifest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12&\n\x07tensors\x18\x06 \x03(\x0b\x32\x15.fedhet.v1.TensorSpec\x12\x31\n\x07scalars\x18\x07 \x03(\x0b\x32 .fedhet.v1.Manifest.ScalarsEntry\x12\x0c\n\x04\x62\x61se\x18\x08 \x01(\x04\x12\x0c\n\x04held\x18\t \x01(\x08\x1a\x41\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05value\x18\x02 \x01(\x0b\x32\x11.fedhet.v1.Scalar:\x02\x38\x01\"o\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x10\n\x08\x65ncoding\x18\x04 \x01(\t\x12\x12\n\ndifference\x18\x05 \x01(\x08\x12\x0f\n\x07rounded\x18\x06 \x01(\x08\"T\n\x06Scalar\x12\x0e\n\x04real\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05valueb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST_SCALARSENTRY']._loaded_options = None
   _globals['_MANIFEST_SCALARSENTRY']._serialized_options = b'8\001'
   _globals['_MANIFEST']._serialized_start=41
-  _globals['_MANIFEST']._serialized_end=293
-  _globals['_MANIFEST_SCALARSENTRY']._serialized_start=228
-  _globals['_MANIFEST_SCALARSENTRY']._serialized_end=293
-  _globals['_TENSORSPEC']._serialized_start=295
-  _globals['_TENSORSPEC']._serialized_end=351
-  _globals['_SCALAR']._serialized_start=353
-  _globals['_SCALAR']._serialized_end=437
+  _globals['_MANIFEST']._serialized_end=321
+  _globals['_MANIFEST_SCALARSENTRY']._serialized_start=256
+  _globals['_MANIFEST_SCALARSENTRY']._serialized_end=321
+  _globals['_TENSORSPEC']._serialized_start=323
+  _globals['_TENSORSPEC']._serialized_end=434
+  _globals['_SCALAR']._serialized_start=436
+  _globals['_SCALAR']._serialized_end=520
 # @@protoc_insertion_point(module_scope)

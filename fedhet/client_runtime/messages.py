@@ -12,17 +12,23 @@ from fedhet.models.evaluation import Evaluations
 from fedhet.runs.measures import Measured, peak_memory_mb, placed
 from fedhet.wire.contract import Contract, Sizes
 from fedhet.wire.identity import SERVER
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, expect
+from fedhet.wire.knowledge import Bases, Envelope, Knowledge, decode, expect, no_bases
 
 
 def read_instruction(
-    arrays: NDArrays, method: Method, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
+    arrays: NDArrays,
+    method: Method,
+    sizes: Callable[[], Sizes],
+    *,
+    may_be_empty: bool = False,
+    bases: Bases = no_bases,
+    max_bytes: int | None = None,
 ) -> tuple[Envelope, Knowledge]:
     """Return the server's message. Raises KnowledgeError if it violates the method's contract.
 
-    `may_be_empty`: an instruction to evaluate may be empty.
+    `may_be_empty`: an instruction to evaluate may be empty. `bases` and `max_bytes` are `decode`'s.
     """
-    envelope, knowledge = decode(arrays, SERVER)
+    envelope, knowledge = decode(arrays, SERVER, bases, max_bytes)
     expect(envelope, run=None, method=method.name, round=None, sender=SERVER)
     if knowledge.tensors or knowledge.scalars or not may_be_empty:
         contract: Contract = method.spec.instructions

@@ -18,12 +18,8 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.client_runtime.fault_injection import injected_faults
-from fedhet.client_runtime.messages import (
-    best_round,
-    measures,
-    own_loss,
-    read_instruction,
-)
+from fedhet.client_runtime.link import Link, lacking
+from fedhet.client_runtime.messages import best_round, measures, own_loss
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
 from fedhet.client_runtime.recipe import Recipe
@@ -78,6 +74,7 @@ class HetClient(NumPyClient):
             setup=partial(allocating, node.most_model_bytes, self.setup),
             training_set=self.training_set,
         )
+        self.link = Link(self.config, node, self.state)
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
         self.recorder = Recorder(self.config, node, self.samples)
         self.prepare()
@@ -262,7 +259,7 @@ class HetClient(NumPyClient):
         """Train as the server's instruction says, and return the reply."""
         try:
             with self.promise.guarded():
-                envelope, instruction = read_instruction(parameters, self.config.method, self.sizes)
+                envelope, instruction = self.link.read(parameters, self.sizes)
                 self.promise.begin(envelope.run, envelope.round)
                 arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
                 scores, eval_seconds = Evaluations(), 0.0
@@ -275,7 +272,7 @@ class HetClient(NumPyClient):
         except OwnModelError:
             raise
         except FedhetError as error:
-            return [], 0, self.promise.fault(error)
+            return [], 0, self.promise.fault(error) | lacking(error)
         finally:
             self.state.rest()
         return arrays, self.info.samples, dict(said)
@@ -289,9 +286,7 @@ class HetClient(NumPyClient):
         """
         try:
             with self.promise.guarded():
-                envelope, instruction = read_instruction(
-                    parameters, self.config.method, self.sizes, may_be_empty=True
-                )
+                envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
                 self.promise.begin(envelope.run, envelope.round + 1)
                 self.state.restore(envelope.run, before=envelope.round + 1)
                 learns = self.config.method.spec.learns_last and self.state.participations > 0
@@ -303,7 +298,7 @@ class HetClient(NumPyClient):
         except OwnModelError:
             raise
         except FedhetError as error:
-            return 0.0, 0, self.promise.fault(error)
+            return 0.0, 0, self.promise.fault(error) | lacking(error)
         finally:
             self.state.rest()
         loss = 0.0 if self.promise.is_on else own_loss(scores)
@@ -322,10 +317,12 @@ class HetClient(NumPyClient):
         self.state.restore(envelope.run, before=envelope.round)
         with injected_faults(self.run, self.info.name, envelope.round):
             answer, seconds = self._train(envelope.round, instruction)
+        sent = self.promise.sent(answer)
+        packing = self.link.packed(envelope, instruction, sent)
         self.state.save(envelope.round, best)
         self.recorder.leave(self.state.folder, envelope.run)
         whole = replace(envelope, sender=self.info.name)
-        return self.promise.keep(encode(whole, self.promise.sent(answer))), seconds
+        return self.promise.keep(encode(whole, sent, packing)), seconds
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.

@@ -91,6 +91,8 @@ def write_measures(measured: Measured) -> dict[str, float]:
 
 SPENT = "spent"
 """Set beside an error: the client has no privacy left to spend."""
+LACKS = "lacks"
+"""Set beside an error: the client does not have the weights on which its instruction builds."""
 FIGURES = ("pseudo_labels", "pseudo_error")
 """With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
 wrong, where the truth is known."""

@@ -263,7 +263,7 @@ class Collector:
         """Return a late reply. Raises StateError or OSError."""
         late = self._late.get(name)
         if late.sent is not None:
-            self._exchange.restore_sent(name, late.round, late.sent)
+            self._exchange.restore_sent(name, late.round, late.sent, late.digest)
         if self._spool is not None:
             late.result.parameters = self._spool.put(name, late.result.parameters)
         return late.result
@@ -275,7 +275,8 @@ def _keep(exchange: Exchange, late: LateReplies, call: Call, result: Any) -> Non
     if isinstance(payload, SpooledReply):
         payload = payload.payload()
     whole = FitRes(result.status, payload, result.num_examples, result.metrics)
-    late.put(name, LateReply(round, whole, exchange.sent_to(name, round)))
+    sent, digest = exchange.sent_to(name, round), exchange.digest_of_sent(name, round)
+    late.put(name, LateReply(round, whole, sent, digest))
     exchange.forget_sent(name, round)
 
 

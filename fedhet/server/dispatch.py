@@ -67,4 +67,6 @@ class Dispatch:
         return self._exchange.encode(round, client.name, instruct(round, client))
 
     def _proxy(self, member: Member) -> NamedProxy:
-        return NamedProxy(member, self._on_answer, self._spool)
+        proxy = NamedProxy(member, self._on_answer, self._spool)
+        proxy.again = partial(self._exchange.again, member.info.name)
+        return proxy

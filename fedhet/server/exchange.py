@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
+from flwr.common import Code, EvaluateRes, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.arrays import Arrays
 from fedhet.errors import KnowledgeError
 from fedhet.methods.registry import Method
 from fedhet.metrics import ACCURACY, measured_names
 from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons
+from fedhet.server.published import Instruction, LastMessages, Publisher
 from fedhet.server.reply import Reply, from_outside
 from fedhet.server.reply_spool import SpooledReply, bytes_of
 from fedhet.server.round import RoundState
 from fedhet.server.sent import SentInstructions
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
+    Bases,
     Envelope,
     Knowledge,
     decode,
-    encode,
     expect,
     payload_bytes,
     read_arrays,
@@ -42,42 +44,47 @@ class Exchange:
         *,
         remember: bool = False,
         max_age: int = 0,
+        publisher: Publisher | None = None,
     ) -> None:
         """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
 
         `metrics` are those that clients measure. `remember` keeps what clients are sent to train
-        on, for `sent_to`. `max_age` is 'pace.max-age'.
+        on, for `sent_to`. `max_age` is 'pace.max-age'. `publisher` encodes the instructions, None:
+        they travel as they are.
         """
         self._late, self._max_age = method.spec.late, max_age
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._max_bytes, self._metrics = max_bytes, metrics
         self._state = state
-        self._sent = SentInstructions() if remember else None
+        self._remember, self._publisher = remember, publisher or Publisher(None)
+        self._sent = SentInstructions(last_alone=not remember)
+        self._last = LastMessages()
 
     def sent_to(self, client: str, round: int) -> Knowledge | None:
         """Return what a client was sent to train on in a round, as it decodes it.
 
         None: it was sent nothing, it is forgotten, or nothing is remembered.
         """
-        return self._sent.get(client, round) if self._sent else None
+        found = self._sent.get(client, round)
+        return found[0] if found else None
 
     def forget_sent(self, client: str, round: int) -> None:
         """Forget what a client was sent to train on in a round."""
-        if self._sent:
-            self._sent.forget(client, round)
+        self._sent.forget(client, round)
 
-    def restore_sent(self, client: str, round: int, knowledge: Knowledge) -> None:
+    def digest_of_sent(self, client: str, round: int) -> int:
+        """Return the digest of the weights that a client was sent in a round; 0: there is none."""
+        found = self._sent.get(client, round)
+        return found[1] if found else 0
+
+    def restore_sent(self, client: str, round: int, knowledge: Knowledge, digest: int) -> None:
         """Remember again what a client was sent, which was kept elsewhere."""
-        if self._sent:
-            self._sent.keep(client, round, knowledge)
+        self._sent.keep(client, round, knowledge, digest)
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Return one client's instruction as a payload, and count its bytes."""
-        payload = self._encoded(round, knowledge)
-        if self._sent:
-            self._sent.keep(client, round, knowledge)
-        self._state.sent(payload_bytes(payload))
-        return payload
+        instruction = self._instruction(round, knowledge, (), training=True)
+        return self._payloads(round, {client: instruction}, training=True)[client]
 
     def encode_all(
         self, round: int, instructions: Mapping[str, Knowledge], *, training: bool = True
@@ -86,18 +93,60 @@ class Exchange:
 
         An object shared by several clients is encoded once.
         """
-        different = {id(knowledge): knowledge for knowledge in instructions.values()}
-        encoded = {key: self._encoded(round, each) for key, each in different.items()}
-        payloads = {name: encoded[id(each)] for name, each in instructions.items()}
-        if self._sent and training:
-            for name, each in instructions.items():
-                self._sent.keep(name, round, each)
-        self._state.sent(sum(map(payload_bytes, payloads.values())), training=training)
-        return payloads
+        sharing: dict[int, list[str]] = {}
+        for name, knowledge in instructions.items():
+            sharing.setdefault(id(knowledge), []).append(name)
+        made: dict[str, Instruction] = {}
+        for names in sharing.values():
+            knowledge = instructions[names[0]]
+            instruction = self._instruction(round, knowledge, names, training=training)
+            made |= dict.fromkeys(names, instruction)
+        return self._payloads(round, {name: made[name] for name in instructions}, training=training)
 
-    def _encoded(self, round: int, knowledge: Knowledge) -> Parameters:
+    def again(self, client: str) -> Parameters | None:
+        """Return the last message to a client without what it lacks, and count its bytes.
+
+        None: the message built on nothing.
+        """
+        found = self._last.get(client)
+        if found is None:
+            return None
+        instruction, training = found
+        payload = instruction.anew().whole
+        self._state.sent(payload_bytes(payload), training=training)
+        return payload
+
+    def _instruction(
+        self, round: int, knowledge: Knowledge, clients: Collection[str], *, training: bool
+    ) -> Instruction:
         envelope = Envelope(self._run, self._method, round, SERVER)
-        return ndarrays_to_parameters(encode(envelope, knowledge))
+        use = "train" if training else "evaluate"
+        return self._publisher.instruction(envelope, use, knowledge, clients)
+
+    def _payloads(
+        self, round: int, instructions: Mapping[str, Instruction], *, training: bool
+    ) -> dict[str, Parameters]:
+        """Return each client's payload; count and remember what it is sent."""
+        found: dict[str, Parameters] = {}
+        for client, instruction in instructions.items():
+            found[client] = self._publisher.payload(client, instruction)
+            digest = instruction.version.digest
+            if digest:
+                self._last.keep(client, round, instruction.anew(), training=training)
+            if training and (self._remember or digest):
+                self._sent.keep(client, round, instruction.knowledge, digest)
+        self._publisher.tidy()
+        self._state.sent(sum(map(payload_bytes, found.values())), training=training)
+        return found
+
+    def bases_of(self, client: str) -> Bases:
+        """Return what finds the weights that a client was sent, on which its reply builds."""
+
+        def weights(envelope: Envelope, digest: int) -> Arrays | None:
+            sent, known = self._sent.get(client, envelope.round) or (None, 0)
+            return sent.tensors if sent and known == digest else None
+
+        return weights
 
     def decode_all(
         self,
@@ -113,15 +162,15 @@ class Exchange:
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
         for name in self._state.expected:
-            if why_not := self._too_late(name, members) if name in answers else "":
-                self._state.too_late(name, why_not)
-                self._state.received(bytes_of(answers[name].parameters))
-                continue
             if name not in answers:
                 self._state.absent(name, why.get(name, "did not answer in time"))
-                continue
-            with self._state.dropping(name):
-                yield self.decode(members[name].info, answers[name])
+            elif why_not := self._too_late(name, members):
+                self._state.too_late(name, why_not)
+                self._state.received(bytes_of(answers[name].parameters))
+            else:
+                with self._state.dropping(name):
+                    yield self.decode(members[name].info, answers[name])
+            self.forget_sent(name, self._state.record.round - self._state.age_of(name))
 
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
         """Return a client's reply to this round. Raises KnowledgeError."""
@@ -134,14 +183,13 @@ class Exchange:
             if spooled:
                 (envelope, knowledge), known = spooled.message(), spooled.magnitudes
             else:
-                envelope, knowledge = decode(read_arrays(payload, name, self._max_bytes), name)
+                arrays = read_arrays(payload, name, self._max_bytes)
+                envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
             age = self._state.age_of(name)
             number = self._state.record.round - age
             expect(envelope, run=self._run, method=self._method, round=number, sender=name)
             measured = self._measures(name, result.metrics, client.classes)
-        sent = self.sent_to(name, number)
-        self.forget_sent(name, number)
-        return Reply(client, knowledge, measured, known, age, sent)
+        return Reply(client, knowledge, measured, known, age, self.sent_to(name, number))
 
     def _too_late(self, name: str, members: Collection[str]) -> str:
         """Return why a late reply is not used, or ""; one that is not late is."""

@@ -33,6 +33,8 @@ class LateReply:
     result: FitRes
     sent: Knowledge | None
     """None: it is not known, or was not asked for."""
+    digest: int = 0
+    """That of the weights in `sent`, if the reply is encoded as the difference to them."""
 
 
 class LateReplies:
@@ -62,6 +64,7 @@ class LateReplies:
             "metrics": json.dumps(result.metrics, default=repr),
             "arrays": len(payload),
             "sent": reply.sent is not None,
+            "digest": reply.digest,
             "scalars": json.dumps(dict(sent.scalars)),
         }
         tensors = grouped("payload", payload) | grouped("sent", base)
@@ -84,7 +87,8 @@ class LateReplies:
                 int(facts["samples"]),
                 json.loads(str(facts["metrics"])),
             )
-            return LateReply(int(facts["round"]), result, sent if facts["sent"] else None)
+            known, digest = sent if facts["sent"] else None, int(facts["digest"])
+            return LateReply(int(facts["round"]), result, known, digest)
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             raise StateError(f"{path} is not a late reply that fedhet saved: {error!r}") from error
 

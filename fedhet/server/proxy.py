@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
+from fedhet.runs.measures import LACKS
 from fedhet.server.members import Member
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.knowledge import payload_bytes
@@ -37,6 +39,8 @@ class NamedProxy(ClientProxy):
         self.name = member.info.name
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self.again: Callable[[], Parameters | None] = lambda: None
+        """Makes the last message without what the client lacks; None: it built on nothing."""
         self.spool = spool
         self.in_time: Callable[[], bool] = always
         """Whether a reply that has come belongs to the round: a late one is not spooled."""
@@ -53,6 +57,8 @@ class NamedProxy(ClientProxy):
                     ins, self.instruction = FitIns(self.instruction(), ins.config), None
                 self.sent = payload_bytes(ins.parameters)
                 result = self._proxy.fit(ins, timeout, group_id)
+                if lacks(result) and (whole := self.again()):
+                    result = self._proxy.fit(replace(ins, parameters=whole), timeout, group_id)
                 if self.in_time() and self.spool is not None:
                     result.parameters = self.spool.put(self.name, result.parameters)
         except Exception as error:
@@ -66,7 +72,10 @@ class NamedProxy(ClientProxy):
     ) -> EvaluateRes:
         """Forward the instruction; an error carries the client's name."""
         try:
-            return self._proxy.evaluate(ins, timeout, group_id)
+            result = self._proxy.evaluate(ins, timeout, group_id)
+            if lacks(result) and (whole := self.again()):
+                result = self._proxy.evaluate(replace(ins, parameters=whole), timeout, group_id)
+            return result
         except Exception as error:
             raise ClientFailureError(self.name, words_of(error)) from error
 
@@ -89,6 +98,11 @@ class FormerProxy(NamedProxy):
     def __init__(self, name: str) -> None:
         ClientProxy.__init__(self, name)
         self.name = name
+
+
+def lacks(result: FitRes | EvaluateRes) -> bool:
+    """Return whether a client says that it lacks the weights on which its instruction builds."""
+    return result.metrics.get(LACKS) is True
 
 
 class ClientFailureError(Exception):

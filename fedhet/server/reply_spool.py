@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from flwr.common import Parameters
+from flwr.common import Parameters, ndarrays_to_parameters
 
 from fedhet.arrays import Array, OnDemand
 from fedhet.disk.folder import Folder
@@ -23,9 +23,12 @@ from fedhet.server.magnitudes import Magnitudes, magnitudes_of
 from fedhet.server.reply import from_outside
 from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import (
+    Bases,
     Envelope,
     Knowledge,
     decode,
+    encode,
+    no_bases,
     payload_bytes,
     read_arrays,
     read_npy,
@@ -35,14 +38,24 @@ from fedhet.wire.knowledge import (
 class ReplySpool:
     """A folder for the replies of one round: at most one file a client, and none between rounds."""
 
-    def __init__(self, folder: Path, max_bytes: int, contract: Contract) -> None:
-        """`max_bytes`: a larger reply is not written; `contract` says which tensors are weights."""
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        contract: Contract,
+        bases_of: Callable[[str], Bases] = lambda client: no_bases,
+    ) -> None:
+        """`max_bytes`: a larger reply is not written; `contract` says which tensors are weights.
+
+        `bases_of` returns what has the weights on which a client's reply builds.
+        """
+        self._folder, self._max_bytes, self._bases_of = folder, max_bytes, bases_of
         self._weights = tuple(f"{name}/" for name in contract.weights)
 
     def put(self, client: str, payload: Parameters) -> SpooledReply:
         """Decode a client's reply and write it. Raises OSError."""
-        return SpooledReply(self._folder / client, payload, self._max_bytes, self._weights)
+        bases = self._bases_of(client)
+        return SpooledReply(self._folder / client, payload, self._max_bytes, self._weights, bases)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -65,7 +78,12 @@ class SpooledReply(Parameters):
     """
 
     def __init__(
-        self, path: Path, payload: Parameters, max_bytes: int, weights: tuple[str, ...]
+        self,
+        path: Path,
+        payload: Parameters,
+        max_bytes: int,
+        weights: tuple[str, ...],
+        bases: Bases,
     ) -> None:
         super().__init__(tensors=[], tensor_type=payload.tensor_type)
         self.size = payload_bytes(payload)
@@ -75,12 +93,18 @@ class SpooledReply(Parameters):
         self._path = path
         self._fault: tuple[str, str] | None = None
         """The field and the fault for which it is refused: an error would keep its frames alive."""
-        ends = list(accumulate(map(len, payload.tensors)))
-        self._places = list(zip([0, *ends], ends, strict=False))
+        self._places: list[tuple[int, int]] = []
+        """Where each array is in the file."""
         try:
             with from_outside(path.name):
-                envelope, knowledge = decode(read_arrays(payload, path.name, max_bytes), path.name)
+                arrays = read_arrays(payload, path.name, max_bytes)
+                envelope, knowledge = decode(arrays, path.name, bases, max_bytes)
                 self.magnitudes = magnitudes_of(knowledge)
+                values = knowledge.tensors.values()
+                if not all(one is other for one, other in zip(values, arrays[1:], strict=False)):
+                    payload = ndarrays_to_parameters(encode(envelope, knowledge))
+                ends = list(accumulate(map(len, payload.tensors)))
+                self._places = list(zip([0, *ends], ends, strict=False))
                 self._message = envelope, self._on_disk(knowledge, weights)
         except KnowledgeError as error:  # raised when the round's replies are read
             self._fault = error.field, error.fault
@@ -96,8 +120,9 @@ class SpooledReply(Parameters):
         """Return the decoded reply. Raises KnowledgeError."""
         if self._fault is not None:
             raise KnowledgeError(self._path.name, *self._fault)
-        if len(self._mapped()) != self.size:
-            fault = f"its file has changed: it had {self.size} bytes"
+        size = self._places[-1][1] if self._places else 0
+        if len(self._mapped()) != size:
+            fault = f"its file has changed: it had {size} bytes"
             raise KnowledgeError(self._path.name, "payload", fault)
         return self._message
 
@@ -113,7 +138,7 @@ class SpooledReply(Parameters):
         return read_npy(self._mapped()[start:end], self._path.name, f"array {number}")
 
     def _mapped(self) -> memoryview:
-        if not self.size:
+        if not self._places:
             return memoryview(b"")
         try:
             with self._path.open("rb") as file:

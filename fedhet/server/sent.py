@@ -13,17 +13,27 @@ class SentInstructions:
     An object that several clients share is kept once.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_client: dict[str, dict[int, Knowledge]] = {}
+    def __init__(self, *, last_alone: bool = False) -> None:
+        """`last_alone`: all instructions are forgotten when those of another round are kept."""
+        self._lock, self._last_alone, self._round = threading.Lock(), last_alone, 0
+        self._by_client: dict[str, dict[int, tuple[Knowledge, int]]] = {}
 
-    def keep(self, client: str, round: int, knowledge: Knowledge) -> None:
-        """Keep the instruction of a round; one that is sent again replaces the earlier."""
+    def keep(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
+        """Keep the instruction of a round; one that is sent again replaces the earlier.
+
+        `digest` is that of its weights, 0: no reply can build on them.
+        """
         with self._lock:
-            self._by_client.setdefault(client, {})[round] = knowledge
+            if self._last_alone and round != self._round:
+                self._by_client.clear()
+            self._round = round
+            self._by_client.setdefault(client, {})[round] = knowledge, digest
 
-    def get(self, client: str, round: int) -> Knowledge | None:
-        """Return the instruction of a round; None: there was none, or it is forgotten."""
+    def get(self, client: str, round: int) -> tuple[Knowledge, int] | None:
+        """Return the instruction of a round, and the digest of its weights.
+
+        None: there was none, or it is forgotten.
+        """
         with self._lock:
             return self._by_client.get(client, {}).get(round)
 

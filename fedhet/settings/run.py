@@ -37,6 +37,7 @@ from fedhet.settings.schema import (
     is_machine,
     machine,
 )
+from fedhet.settings.wire import WireSettings
 
 Optimizer = Literal["adam", "adamw", "sgd"]
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class RunSettings(Schema):
     attack: AttackSettings = AttackSettings()
     defence: DefenceSettings = DefenceSettings()
     privacy: PrivacySettings = PrivacySettings()
+    wire: WireSettings = WireSettings()
 
     @model_validator(mode="after")
     def _a_run_to_resume_is_named(self) -> RunSettings:

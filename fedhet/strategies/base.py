@@ -36,6 +36,7 @@ from fedhet.server.late_replies import LateReplies
 from fedhet.server.members import Member, Members
 from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
+from fedhet.server.published import publisher_of, without_versions
 from fedhet.server.reply import Reply
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
@@ -73,16 +74,16 @@ class HetStrategy(Strategy):
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
+        pace = self.run.pace
+        self._publisher = publisher_of(self.run, spec)
         self._exchange = Exchange(
-            log.run_name,
-            config.method,
-            limit,
-            self.state,
-            log.metrics,
-            remember=self.run.pace.may_be_late and spec.late == "averaged",
-            max_age=self.run.pace.max_age,
+            *(log.run_name, config.method, limit, self.state, log.metrics),
+            remember=pace.may_be_late and spec.late != "refused",
+            max_age=pace.max_age,
+            publisher=self._publisher,
         )
-        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies)
+        bases = self._exchange.bases_of
+        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, bases)
         spool = self._spool if spec.large_messages or spec.replies.weights else None
         self._dispatch = Dispatch(
             self._exchange,
@@ -312,8 +313,9 @@ class HetStrategy(Strategy):
             pace = json.loads(str(checkpoint.facts["pace"]))
             self.collector.load_dict(pace["collector"])
             self._selecting.load_dict(pace["selection"])
-            _refuse_other_types(checkpoint.tensors, self.state_dict())
-            self.load_state_dict(checkpoint.tensors)
+            own = self._publisher.load(checkpoint.tensors, checkpoint.facts)
+            _refuse_other_types(own, self.state_dict())
+            self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
@@ -326,7 +328,7 @@ class HetStrategy(Strategy):
         kept = self.log.state_after(good) if good else {}
         self.init()
         if good:
-            self.load_state_dict(kept)
+            self.load_state_dict(without_versions(kept))
         self.state.went_back()
 
     def _evaluates(self, round: int) -> bool:
@@ -352,7 +354,9 @@ class HetStrategy(Strategy):
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
         facts = {"state": self.state.to_json(), "pace": self._pace_as_json()}
-        self.log.checkpoint(record.round, self.state_dict(), facts, self.state.good)
+        tensors = {**self.state_dict(), **self._publisher.state_dict()}
+        whole = {**facts, **self._publisher.facts()}
+        self.log.checkpoint(record.round, tensors, whole, self.state.good)
         self.collector.settled(self.state.arrived)
 
     def _pace_as_json(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,18 +19,18 @@ from fedhet._generated import knowledge_pb2 as wire
 from fedhet.arrays import Array, Arrays, OnDemand, group
 from fedhet.errors import KnowledgeError
 from fedhet.wire.identity import is_name
+from fedhet.wire.packing import DTYPES, MAX_RANK, PLAIN, Packing, decoded_bytes, unpacked
 
-SCHEMA_VERSION = 1
-DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
-)
+SCHEMA_VERSION = 2
+"""Version of a message with encodings."""
+PLAIN_VERSION = 1
+"""Version of a message without, which a reader of that version understands."""
 MAX_MANIFEST_BYTES = 2**16
 """Limit on a manifest without tensors: once read, fields cost many times their bytes."""
 MAX_SPEC_BYTES = 1024
 """By how much a manifest may be larger for each tensor that came with it."""
 MAX_HEADER_BYTES = 1024
 """Limit on an .npy header, read before anything in it; numpy writes 118 bytes for most shapes."""
-MAX_RANK = 8
 _DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -75,57 +75,89 @@ class Knowledge:
         return Knowledge({**own, **tensors}, self.scalars)
 
 
-def encode(envelope: Envelope, knowledge: Knowledge) -> list[Array]:
+Bases = Callable[[Envelope, int], Arrays | None]
+"""Returns the weights of a digest that this side has for a message; None: it does not."""
+
+
+class LackingError(KnowledgeError):
+    """A message builds on weights that its receiver does not have."""
+
+
+def no_bases(envelope: Envelope, digest: int) -> None:
+    """Have no weights on which a message could build."""
+
+
+def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
     """Return the arrays of a message: the manifest as uint8 [bytes], then each tensor.
 
     Raises KnowledgeError for a tensor or a scalar of a type that messages do not support.
     """
     manifest = wire.Manifest(
-        schema_version=SCHEMA_VERSION,
+        schema_version=PLAIN_VERSION if packing.is_plain else SCHEMA_VERSION,
         run=envelope.run,
         method=envelope.method,
         round=envelope.round,
         sender=envelope.sender,
+        base=packing.base,
+        held=packing.held,
     )
+    encoded = packing.encoded
     for name, tensor in knowledge.tensors.items():
         if tensor.dtype.str.encode() not in _DTYPES or tensor.ndim > MAX_RANK:
             fault = f"{tensor.dtype} of rank {tensor.ndim} cannot travel"
             raise KnowledgeError(envelope.sender, name, fault)
-        manifest.tensors.add(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
+        spec = manifest.tensors.add(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
+        if name in encoded:
+            how = encoded[name]
+            spec.encoding, spec.difference = how.encoding, how.difference
+            spec.rounded = how.rounded
     for name, value in knowledge.scalars.items():
         try:
             manifest.scalars[name].CopyFrom(_scalar(value))
         except (TypeError, ValueError):
             raise KnowledgeError(envelope.sender, name, f"{value!r} cannot travel") from None
     head = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
-    return [head, *knowledge.tensors.values()]
+    tensors = knowledge.tensors
+    return [head, *(encoded[n].data if n in encoded else tensors[n] for n in tensors)]
 
 
-def decode(arrays: Sequence[Array], sender: str) -> tuple[Envelope, Knowledge]:
+def decode(
+    arrays: Sequence[Array], sender: str, bases: Bases = no_bases, max_bytes: int | None = None
+) -> tuple[Envelope, Knowledge]:
     """Decode the arrays of a message; `sender` is named in errors.
 
+    `bases` has the weights on which the message may build; `max_bytes` limits what the tensors
+    under an encoding decode to, before one is decoded.
+
     Raises KnowledgeError if the manifest is invalid, has another schema version, or does not match
-    the arrays that follow it. The method's fields are checked by its Contract.
+    the arrays that follow it, LackingError if it builds on weights that this side does not have.
+    The method's fields are checked by its Contract.
     """
     manifest = _read_manifest(arrays, sender)
     specs = manifest.tensors
     if len(specs) != len(arrays) - 1:
         fault = f"lists {len(specs)} tensors, {len(arrays) - 1} came"
         raise KnowledgeError(sender, "manifest", fault)
-    tensors: dict[str, Array] = {}
+    envelope = Envelope(manifest.run, manifest.method, manifest.round, manifest.sender)
+    base = _base_of(manifest, envelope, sender, bases)
+    if max_bytes is not None:
+        check_size(decoded_bytes(specs), sender, max_bytes)
+    tensors: dict[str, Array] = dict(base) if manifest.held else {}
     for spec, array in zip(specs, arrays[1:], strict=True):
         if spec.name in tensors:
             raise KnowledgeError(sender, spec.name, "appears twice")
-        if spec.dtype not in DTYPES or (spec.dtype, tuple(spec.shape)) != (
-            array.dtype.name,
-            array.shape,
-        ):
-            listed, came = f"{spec.dtype} {list(spec.shape)}", f"{array.dtype} {list(array.shape)}"
-            raise KnowledgeError(sender, spec.name, f"listed as {listed}, came as {came}")
-        tensors[spec.name] = array
+        tensors[spec.name] = unpacked(spec, array, sender, base)
     scalars = {name: _value(sender, name, scalar) for name, scalar in manifest.scalars.items()}
-    envelope = Envelope(manifest.run, manifest.method, manifest.round, manifest.sender)
     return envelope, Knowledge(tensors, scalars)
+
+
+def _base_of(manifest: wire.Manifest, envelope: Envelope, sender: str, bases: Bases) -> Arrays:
+    """Return the weights on which a message builds. Raises LackingError."""
+    found = bases(envelope, manifest.base) if manifest.base else {}
+    if found is None:
+        fault = f"{manifest.base} names weights that this side does not have"
+        raise LackingError(sender, "base", fault)
+    return found
 
 
 def expect(
@@ -209,8 +241,14 @@ def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
         manifest.ParseFromString(arrays[0].tobytes())
     except DecodeError as error:
         raise KnowledgeError(sender, "manifest", f"cannot be read ({error})") from None
-    if manifest.schema_version != SCHEMA_VERSION:
-        fault = f"is {manifest.schema_version}, this side reads {SCHEMA_VERSION}"
+    if not PLAIN_VERSION <= manifest.schema_version <= SCHEMA_VERSION:
+        fault = f"is {manifest.schema_version}, this side reads {PLAIN_VERSION} to {SCHEMA_VERSION}"
+        raise KnowledgeError(sender, "schema_version", fault)
+    packed = (
+        manifest.base or manifest.held or any(s.encoding or s.difference for s in manifest.tensors)
+    )
+    if packed and manifest.schema_version < SCHEMA_VERSION:
+        fault = f"is {manifest.schema_version}, encodings need {SCHEMA_VERSION}"
         raise KnowledgeError(sender, "schema_version", fault)
     return manifest
 

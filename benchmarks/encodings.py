@@ -1,0 +1,140 @@
+"""What the encodings of messages save, and what they cost: accuracy, bytes and seconds.
+
+    python -m benchmarks.encodings --data DIR --out DIR [--datasets digits,fashion-mnist]
+        [--methods a,b] [--seeds 3,4,5] [--encodings float32,float16,int8,top-k,top-k:0.1]
+
+Digits (all 1,797) and 2,000 images of Fashion-MNIST in DIR/FashionMNIST/raw; four clients,
+Dirichlet 0.5, one epoch a round. `top-k:0.1` is with 'wire.keep' = 0.1. A run that exists in --out
+is kept, so that the script can be stopped and started again.
+
+A cell is the mean accuracy of the last three rounds on the shared test set, of the model that the
+method is for, over the seeds; the difference to float32 of the same seed, with its standard error;
+all bytes (to train, to evaluate and back) and those of replies, as shares of float32's; and the
+seconds of a run as a ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import fedhet
+from fedhet import report
+
+CLIENTS = 4
+LAST = 3
+"""Rounds whose accuracies are averaged."""
+JUDGED = {
+    "felo": "global",
+    "fedavg": "global",
+    "fedtype": "private",
+    "fedgems": "server",
+}
+"""The kind of model whose accuracy counts."""
+PLAIN = "float32"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run gives."""
+
+    accuracy: float
+    bytes: float
+    bytes_up: float
+    seconds: float
+
+
+def settings(method: str, dataset: str, encoding: str, data: str) -> dict[str, Any]:
+    """Return a run's settings besides its method and seed."""
+    name, _, keep = encoding.partition(":")
+    chosen: dict[str, Any] = {
+        "models.pool": ["cnn2"] if method == "fedavg" else ["mlp", "cnn2"],
+        "data.data-dir": data,
+        "training.local-epochs": 1,
+        "engine.precision": "float32",
+        "wire.encoding": name,
+    }
+    if keep:
+        chosen["wire.keep"] = float(keep)
+    if dataset != "digits":
+        chosen |= {"data.max-samples": 2000, "data.max-test-samples": 1000}
+    if method == "fedgems":
+        chosen["fedgems.server-model"] = "cnn2"
+    return chosen
+
+
+def made(out: Path, data: str, method: str, dataset: str, encoding: str, seed: int) -> Found:
+    """Return what a run gives, which is made unless it is there."""
+    folder = out / f"{method}-{dataset}-{encoding.replace(':', '-')}-s{seed}"
+    if not (folder / "summary.json").exists():
+        fedhet.run(
+            method, dataset=dataset, clients=CLIENTS, rounds=15 if dataset == "digits" else 10,
+            seed=seed, backend="inline", out=folder, progress=False,
+            settings=settings(method, dataset, encoding, data),
+        )  # fmt: skip
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kind = JUDGED[method]
+    last = [float(r["accuracy"]["common"][kind]["mean"]) for r in records[-LAST:]]
+    sums = {
+        name: sum(float(record[name]) for record in records)
+        for name in ("bytes_up", "bytes_down", "bytes_evaluation")
+    }
+    seconds = sum(float(record["seconds"]["total"]) for record in records)
+    return Found(fmean(last), sum(sums.values()), sums["bytes_up"], seconds)
+
+
+def row(encoding: str, plain: list[Found], found: list[Found]) -> str:
+    """Return a table's row; both lists are by seed."""
+    accuracies = [100 * each.accuracy for each in found]
+    pairs = [100 * (one.accuracy - other.accuracy) for one, other in zip(found, plain, strict=True)]
+    error = stdev(pairs) / sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    shares = [
+        fmean(
+            getattr(one, name) / getattr(other, name)
+            for one, other in zip(found, plain, strict=True)
+        )
+        for name in ("bytes", "bytes_up", "seconds")
+    ]
+    spread = f" ± {stdev(accuracies):.1f}" if len(accuracies) > 1 else ""
+    difference = "" if encoding == PLAIN else f"{fmean(pairs):+.1f} ± {error:.1f}"
+    cells = [encoding, f"{fmean(accuracies):.1f}{spread}", difference]
+    return " | ".join([*cells, *(f"{share:.2f}" for share in shares)])
+
+
+def main() -> None:
+    """Make the runs, and print a table for each data set."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--datasets", default="digits,fashion-mnist")
+    parser.add_argument("--methods", default=",".join(JUDGED))
+    parser.add_argument("--seeds", default="3,4,5")
+    parser.add_argument("--encodings", default="float32,float16,int8,top-k")
+    given = parser.parse_args()
+    for name in ("write_figures", "write_page"):  # they take longer than such a small run
+        assert hasattr(report, name), name
+        setattr(report, name, lambda run: None)
+    seeds = [int(each) for each in given.seeds.split(",")]
+    for dataset in given.datasets.split(","):
+        print(f"\n{dataset}, {len(seeds)} seeds\n")
+        print("| method | encoding | accuracy | difference | bytes | of replies | seconds |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for method in given.methods.split(","):
+            plain = [made(given.out, given.data, method, dataset, PLAIN, seed) for seed in seeds]
+            for encoding in given.encodings.split(","):
+                found = [
+                    made(given.out, given.data, method, dataset, encoding, seed) for seed in seeds
+                ]
+                print(f"| {method} | {row(encoding, plain, found)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

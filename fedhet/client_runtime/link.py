@@ -1,0 +1,112 @@
+"""A client's side of the wire: the weights that it has, and what its replies left unsent.
+
+The weights that the server sent are kept on disk beside the client's states, by their digest, since
+in a deployment each message is handled by a process of its own. A client that has lost them says
+so, and is sent them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from flwr.common import NDArrays, Scalar
+
+from fedhet.arrays import Arrays, group, grouped
+from fedhet.client_runtime.messages import read_instruction
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.state import ClientState
+from fedhet.config.resolve import Config
+from fedhet.errors import FedhetError, StateError
+from fedhet.runs.measures import LACKS
+from fedhet.storage import KEPT_STATES, ClientStore, ModelStore
+from fedhet.wire.coder import Coder, rules_of
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import is_name
+from fedhet.wire.knowledge import Envelope, Knowledge, LackingError
+from fedhet.wire.packing import PLAIN, Packing, digest_of
+
+UNSENT = "unsent"
+"""The group of the state's tensors that error feedback adds to the next reply."""
+LOG = logging.getLogger("fedhet")
+
+
+class Link:
+    """Reads instructions and writes replies, as `wire.encoding` says."""
+
+    def __init__(self, config: Config, node: Node, state: ClientState) -> None:
+        run, self._method = config.run, config.method
+        self._node, self._state = node, state
+        rules, spec = rules_of(run.wire), self._method.spec
+        self._down = Coder(rules, spec.instructions, run.seed) if rules else None
+        self._up = Coder(rules, spec.replies, run.seed) if rules else None
+
+    def read(
+        self, arrays: NDArrays, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
+    ) -> tuple[Envelope, Knowledge]:
+        """Return the server's message, after its weights are kept.
+
+        Raises KnowledgeError if it violates the method's contract, LackingError if it builds on
+        weights that the client does not have.
+        """
+        envelope, knowledge = read_instruction(
+            arrays,
+            self._method,
+            sizes,
+            may_be_empty=may_be_empty,
+            bases=self._weights,
+            max_bytes=self._node.most_model_bytes,
+        )
+        if self._down and (weights := self._down.weights_of(knowledge.tensors)):
+            self._keep(envelope, weights)
+        return envelope, knowledge
+
+    def packed(self, envelope: Envelope, instruction: Knowledge, reply: Knowledge) -> Packing:
+        """Return how a reply travels; what it leaves unsent enters the state."""
+        if self._up is None or self._down is None:
+            return PLAIN
+        base = self._down.weights_of(instruction.tensors)
+        place = (self._node.name, envelope.round)
+        before = {n: t.cpu().numpy() for n, t in group(self._state.tensors, UNSENT).items()}
+        encoded, unsent = self._up.reply(place, reply.tensors, base, before)
+        others = {n: t for n, t in self._state.tensors.items() if not n.startswith(f"{UNSENT}/")}
+        left = {name: torch.from_numpy(value) for name, value in unsent.items()}
+        self._state.tensors = others | grouped(UNSENT, left)
+        builds = any(each.difference for each in encoded.values())
+        return Packing(encoded, digest_of(base) if builds else 0)
+
+    def _weights(self, envelope: Envelope, digest: int) -> Arrays | None:
+        """Return the weights of a digest, if the client still has them, whole."""
+        store = self._store(envelope.run) if is_name(envelope.run) else None
+        key = next((k for k in store.contents() if k[1] == digest), None) if store else None
+        if store is None or key is None:
+            return None
+        try:
+            weights = store.get(key)
+        except StateError as error:
+            LOG.warning("%s: %s", self._node.name, error)
+            return None
+        return weights if digest_of(weights) == digest else None
+
+    def _keep(self, envelope: Envelope, weights: Arrays) -> None:
+        """Keep weights that are new, and those of the last few rounds before.
+
+        Those of later rounds are of a server that has resumed from an earlier one.
+        """
+        store, digest = self._store(envelope.run), digest_of(weights)
+        known = store.contents()
+        if any(key[1] == digest for key in known) and self._weights(envelope, digest) is not None:
+            return
+        store.put((envelope.round, digest), weights)
+        past = [key for key in store.contents() if key[0] <= envelope.round]
+        store.keep(past[-KEPT_STATES:])
+
+    def _store(self, run: str) -> ModelStore:
+        folder = ClientStore(self._node.state_dir, run, self._node.name).folder
+        return ModelStore(folder / "received", self._node.state_dir)
+
+
+def lacking(error: FedhetError) -> dict[str, Scalar]:
+    """Return what tells the server to send the weights again, if an error is that they are gone."""
+    return {LACKS: True} if isinstance(error, LackingError) else {}

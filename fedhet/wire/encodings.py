@@ -1,0 +1,212 @@
+"""Encodings: how a tensor of float32 travels in fewer bytes.
+
+An encoding turns values into uint8 [bytes] and back. How many bytes there are follows from the
+shape (of top-k, from the bits that they begin with), so that this is checked before anything is
+allocated, and nothing decodes to more than 32 times its bytes.
+
+| encoding | bytes of a tensor of N numbers in R rows |
+|---|---|
+| float16 | 2 N: half precision, little endian |
+| int8 | 4 R + N: a float32 scale of each row, then each number in units of it |
+| top-k | N / 8, rounded up, + 2 K: a bit for each number (is it sent?), then K of float16 |
+
+Bits say which numbers of a sparse tensor follow, not indices: none is out of range, or twice.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedhet.algorithms.compression import LEVELS, largest, rounded, scales_of
+from fedhet.arrays import Array
+
+Shape = tuple[int, ...]
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+"""The number of bits that are set in each byte."""
+MOST = 1e12
+"""The largest absolute value that int8 encodes or decodes, as of a number that travels."""
+
+
+class EncodingError(ValueError):
+    """Bytes that do not decode to the tensor that they are said to be."""
+
+
+class Encoding(ABC):
+    """A way to write a tensor of float32 as bytes."""
+
+    name: ClassVar[str]
+    is_biased: ClassVar[bool] = False
+    """Whether what it leaves out must be sent later, lest it is lost."""
+
+    @abstractmethod
+    def size(self, shape: Shape) -> int:
+        """Return the bytes of a tensor of this shape."""
+
+    @abstractmethod
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return float32 values as uint8 [bytes]; None: they are beyond its range."""
+
+    def decode(self, data: Array, shape: Shape) -> Array:
+        """Return the float32 tensor. Raises EncodingError; allocates nothing before the check."""
+        expected = self._expected(data, shape)
+        if data.size != expected:
+            raise EncodingError(f"{data.size} bytes came, {expected} are of its shape")
+        try:
+            return self._decoded(data, shape).reshape(shape)
+        except ValueError as error:  # numpy has limits of its own for empty shapes
+            raise EncodingError(str(error)) from None
+
+    def _expected(self, data: Array, shape: Shape) -> int:
+        return self.size(shape)
+
+    @abstractmethod
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        """Return the values of data of the expected size."""
+
+
+class Float16(Encoding):
+    """Half precision: up to 65504, with a relative error of at most 2^-11 from 6e-5 on."""
+
+    name = "float16"
+
+    def size(self, shape: Shape) -> int:
+        """Return two bytes for each number."""
+        return 2 * math.prod(shape)
+
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return the nearest numbers of half precision; None if one would be infinite."""
+        halves = halved(values)
+        return halves.reshape(-1).view(np.uint8) if np.isfinite(halves).all() else None
+
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        return _finite(data.view("<f2")).astype(np.float32)
+
+
+class Int8(Encoding):
+    """Integers in units of a row's scale, rounded at random without bias."""
+
+    name = "int8"
+
+    def size(self, shape: Shape) -> int:
+        """Return four bytes for each row, and one for each number."""
+        return 4 * _rows(shape) + math.prod(shape)
+
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return the scales and the rounded numbers; None if one is not finite, or beyond 1e12."""
+        rows = _in_rows(values, values.shape)
+        scales = scales_of(rows)
+        if not (scales <= MOST / LEVELS).all():  # False for NaN
+            return None
+        numbers = rounded(rows, scales, rng)
+        return np.concatenate([_bytes(scales.astype("<f4")), _bytes(numbers)])
+
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        rows = _rows(shape)
+        scales = _finite(data[: 4 * rows].view("<f4"))
+        if (scales < 0).any() or (scales > MOST / LEVELS).any():
+            raise EncodingError(f"a scale must be from 0 to {MOST / LEVELS:.3g}")
+        numbers = data[4 * rows :].view(np.int8)
+        if (numbers < -LEVELS).any():
+            raise EncodingError(f"an integer must be from {-LEVELS} to {LEVELS}")
+        return _in_rows(numbers, shape) * scales.astype(np.float32)[:, None]
+
+
+@dataclass(frozen=True)
+class TopK(Encoding):
+    """The largest numbers of a tensor; the others count as zero."""
+
+    name = "top-k"
+    is_biased = True
+    keep: float = 0.15
+    """The share of the numbers that is kept, at least one; decoding does not need it."""
+
+    def size(self, shape: Shape) -> int:
+        """Return the bits of all numbers, and two bytes for each that is kept."""
+        count = math.prod(shape)
+        return _bits(count) + 2 * self._kept(count)
+
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return which numbers are kept, and these; None if one is not finite, or would not be."""
+        flat = values.reshape(-1)
+        if not np.isfinite(flat).all():
+            return None
+        chosen = largest(flat, self._kept(len(flat))) if len(flat) else flat > 0
+        halves = halved(flat[chosen])
+        if not np.isfinite(halves).all():
+            return None
+        return np.concatenate([np.packbits(chosen), _bytes(halves)])
+
+    def _kept(self, count: int) -> int:
+        return min(count, max(1, round(self.keep * count)))
+
+    def _expected(self, data: Array, shape: Shape) -> int:
+        bits = _bits(math.prod(shape))
+        if data.size < bits:
+            return bits
+        return bits + 2 * int(_ONES[data[:bits]].sum(dtype=np.int64))
+
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        count = math.prod(shape)
+        bits = np.unpackbits(data[: _bits(count)])
+        if bits[count:].any():
+            raise EncodingError("a bit beyond its last number is set")
+        values = np.zeros(count, np.float32)
+        values[bits[:count].view(np.bool_)] = _finite(data[_bits(count) :].view("<f2"))
+        return values
+
+
+class Whole(Encoding):
+    """None: a tensor travels as it is."""
+
+    name = ""
+
+    def size(self, shape: Shape) -> int:
+        """Return the bytes of the numbers themselves."""
+        return 4 * math.prod(shape)
+
+    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
+        """Return None: there is nothing to encode."""
+        return None
+
+    def _decoded(self, data: Array, shape: Shape) -> Array:
+        raise EncodingError("has no encoding")
+
+
+ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int8(), TopK())}
+"""What this side decodes, by name."""
+
+
+def halved(values: Array) -> Array:
+    """Return values in half precision, infinite where they are beyond it."""
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(values).astype("<f2")
+
+
+def _rows(shape: Shape) -> int:
+    """Return the number of rows with a scale of their own: of outputs, or of samples."""
+    return shape[0] if len(shape) > 1 else 1
+
+
+def _in_rows(values: Array, shape: Shape) -> Array:
+    rows = _rows(shape)
+    return values.reshape(rows, math.prod(shape) // max(rows, 1))
+
+
+def _bits(count: int) -> int:
+    return (count + 7) // 8
+
+
+def _bytes(values: Array) -> Array:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def _finite(values: Array) -> Array:
+    if not np.isfinite(values).all():
+        raise EncodingError("holds NaN or infinity")
+    return values

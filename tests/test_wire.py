@@ -1,0 +1,362 @@
+"""Runs with encodings: what clients have and lack, what is left unsent, and equal numbers."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from federation import Server, client_of, records, run, small, without_times
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from interruption import cut_and_resumed
+
+from fedhet.arrays import OnDemand
+from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
+from fedhet.server.reply_spool import ReplySpool
+from fedhet.settings.wire import WireSettings
+from fedhet.wire.coder import Coder, rules_of
+from fedhet.wire.contract import Contract, WeightsField
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.packing import Packing, digest_of
+
+LOSSY = ("float16", "int8", "top-k")
+
+
+def encoded(method="fedavg", encoding="int8", **changes):
+    return small(method, **{"wire.encoding": encoding, **changes})
+
+
+def received(proxy, ins):
+    """What a client decodes of its instruction."""
+    client = client_of(proxy)
+    return client.link.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
+
+
+def folders(server, what="received"):
+    return sorted(server.log.directory.glob(f"state/*/*/{what}"))
+
+
+# --- equal numbers ----------------------------------------------------------------------------
+
+CASES = [
+    ("felo", "int8", {"evaluate-every": 2}),
+    ("fedavg", "top-k", {}),
+    ("fedgems", "int8", {"fedgems.server-model": "mlp"}),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in [
+            ("feddf", "int8", {"feddf.epochs": 1}),
+            ("um-pfssl", "float16", {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "encoding", "changes"), CASES)
+def test_a_resumed_run_is_equal_bit_for_bit(method, encoding, changes, tmp_path):
+    config = encoded(method, encoding, rounds=4, fraction=0.75, **changes)
+    cut_and_resumed(config, tmp_path, 3, "after" if method == "felo" else "before")
+
+
+@pytest.mark.parametrize(
+    "encoding", ["top-k", *[pytest.param(e, marks=pytest.mark.slow) for e in LOSSY[:2]]]
+)
+def test_ray_gives_the_numbers_of_inline(encoding, tmp_path):
+    config = encoded("felo", encoding, rounds=3, max_samples=200)
+    inline = run(config, tmp_path / "inline")
+    on_ray = run(
+        encoded("felo", encoding, rounds=3, max_samples=200, backend="ray"), tmp_path / "ray"
+    )
+    assert without_times(on_ray) == without_times(inline)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "felo"])
+def test_without_a_second_sending_every_number_is_the_same(method, tmp_path):
+    found = {}
+    for resend in (True, False):
+        config = small(method, rounds=3, **{"wire.resend": resend})
+        summary = run(config, tmp_path / f"{resend}")
+        found[resend] = summary["accuracy"], [r["loss"] for r in records(tmp_path / f"{resend}")]
+    assert found[True] == found[False]
+    one, other = (records(tmp_path / f"{resend}")[2] for resend in (True, False))
+    assert one["bytes_up"] == other["bytes_up"]
+    assert one["bytes_evaluation"] == pytest.approx(other["bytes_evaluation"], rel=0.01)
+    assert other["bytes_down"] < 0.2 * one["bytes_down"]
+
+
+@pytest.mark.parametrize("encoding", LOSSY)
+def test_an_encoding_weighs_less_and_changes_little(encoding, tmp_path):
+    plain = run(small("fedavg", rounds=3), tmp_path / "plain")
+    found = run(encoded(encoding=encoding, rounds=3), tmp_path / encoding)
+    sums = [
+        [sum(r[name] for r in records(tmp_path / where)) for name in ("bytes_up", "bytes_down")]
+        for where in ("plain", encoding)
+    ]
+    up, down = (other / one for one, other in zip(*sums, strict=True))
+    assert up < {"float16": 0.6, "int8": 0.36, "top-k": 0.22}[encoding]
+    assert down < 0.2  # weights to evaluate are those of the next round
+    if encoding != "top-k":
+        one, other = (each["accuracy"]["common"]["global"]["mean"] for each in (plain, found))
+        assert abs(one - other) < 0.03
+
+
+# --- what clients have ------------------------------------------------------------------------
+
+
+def test_what_a_client_has_is_not_sent_again(tmp_path):
+    server = Server(encoded(), tmp_path)
+    server.play(1)
+    server.close(1)
+    for proxy, ins in server.ask(2):
+        assert sum(map(len, ins.parameters.tensors)) < 1000
+        weights = received(proxy, ins).group("weights")
+        assert weights.keys() == server.strategy.averaged["weights"].keys()
+        for name, value in server.strategy.averaged["weights"].items():
+            np.testing.assert_allclose(weights[name], value, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("encoding", LOSSY)
+def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
+    server = Server(encoded("felo", encoding), tmp_path)
+    for number in (1, 2, 3):
+        asked, _ = server.play(number)
+        for proxy, ins in asked:
+            kept = server.strategy._exchange.sent_to(proxy.name, number)
+            came = received(proxy, ins).tensors
+            if kept is None:  # without weights, nothing builds on it
+                assert number == 1
+                assert not any(name.startswith("weights/") for name in came)
+                continue
+            assert kept.tensors.keys() == came.keys()
+            assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
+        server.close(number)
+
+
+def lose(folder):
+    shutil.rmtree(folder)
+
+
+def damage(folder):
+    """Put weights in the place of others: valid files, with wrong names."""
+    paths = sorted(folder.glob("*.safetensors"))
+    contents = [path.read_bytes() for path in paths]
+    for path, other in zip(paths, [contents[-1], *contents], strict=False):
+        path.write_bytes(other)
+    assert len(paths) > 1
+
+
+def cut(folder):
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "happens"), [("int8", lose), ("int8", damage), ("float16", cut)]
+)
+def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp_path):
+    """It costs bytes, and changes no number."""
+    servers = [Server(encoded(encoding=encoding), tmp_path / name) for name in ("whole", "lost")]
+    for number in (1, 2, 3):
+        for server in servers:
+            if number > 1 and server is servers[1]:
+                happens(folders(server)[0])
+            _, answers = server.play(number)
+            assert not any("error" in result.metrics for _, result in answers)
+            server.close(number)
+    whole, lost = (server.strategy for server in servers)
+    for name, value in whole.averaged["weights"].items():
+        assert value.tobytes() == lost.averaged["weights"][name].tobytes()
+    assert lost.state.record.bytes_down > whole.state.record.bytes_down + 20_000
+    assert lost.state.record.answered == whole.state.record.answered
+
+
+def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
+    server = Server(encoded(), tmp_path)
+    asked = server.ask(1)
+    server.strategy._exchange.forget_sent(asked[0][0].name, 1)
+    answers = server.answers(asked)
+    server.strategy.aggregate_fit(1, answers, [])
+    failed = server.strategy.state.record.failed
+    assert list(failed) == [asked[0][0].name]
+    assert "base: " in failed[asked[0][0].name]
+
+
+# --- what is left unsent ----------------------------------------------------------------------
+
+
+def test_a_repeated_round_counts_what_was_left_once(tmp_path):
+    server = Server(encoded(encoding="top-k"), tmp_path)
+    server.play(1)
+    server.close(1)
+    asked = server.ask(2)
+    proxy, ins = asked[0]
+
+    def played():
+        result = proxy._proxy.fit(ins, None, 0)
+        kept = {n: v.numpy().copy() for n, v in client_of(proxy).state.tensors.items()}
+        return result.parameters.tensors, kept
+
+    first, left = played()
+    again, left_again = played()
+    assert first == again
+    assert left.keys() == left_again.keys()
+    assert any(name.startswith("unsent/weights/") and np.abs(v).max() for name, v in left.items())
+    assert all(np.array_equal(value, left_again[name]) for name, value in left.items())
+
+
+def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
+    """Over rounds, by sums of what the server decodes and of what the client trained to."""
+    server = Server(encoded(encoding="top-k", clients=2), tmp_path)
+    learned, came = {}, {}
+    for number in (1, 2, 3):
+        asked = server.ask(number)
+        starts = {proxy.name: received(proxy, ins).group("weights") for proxy, ins in asked}
+        answers = server.answers(asked)
+        for proxy, result in answers:
+            client, start = client_of(proxy), starts[proxy.name]
+            find = server.strategy._exchange.bases_of(proxy.name)
+            reply = decode(parameters_to_ndarrays(result.parameters), "a", find)[1]
+            for name, value in reply.group("weights").items():
+                place = proxy.name, name
+                after = client.network.state_dict()[name].numpy()
+                learned[place] = learned.get(place, 0) + after - start[name]
+                came[place] = came.get(place, 0) + value - start[name]
+        server.strategy.aggregate_fit(number, answers, [])
+        if number < 3:
+            server.close(number)
+    compared = 0
+    for proxy, _ in asked:
+        for name, value in client_of(proxy).state.tensors.items():
+            place = proxy.name, name.removeprefix("unsent/weights/")
+            np.testing.assert_allclose(came[place] + value.numpy(), learned[place], atol=1e-4)
+            compared += 1
+    assert compared >= 8
+
+
+# --- the publisher ----------------------------------------------------------------------------
+
+SENT = Contract((WeightsField("weights", "a model"),))
+
+
+def weights(seed, size=300):
+    rng = np.random.default_rng(seed)
+    return Knowledge({"weights/w": rng.normal(size=size).astype(np.float32)})
+
+
+def publisher(encoding="int8"):
+    return Publisher(Coder(rules_of(WireSettings(encoding=encoding)), SENT, 0))
+
+
+def decoded(parameters, base=None):
+    bases = {digest_of(base): base} if base else {}
+    arrays = parameters_to_ndarrays(parameters)
+    return decode(arrays, "server", lambda envelope, digest: bases.get(digest))[1].tensors
+
+
+def place(round):
+    return Envelope("run", "m", round, "server")
+
+
+def test_each_way_to_send_a_version_gives_the_same_numbers():
+    made, clients = publisher(), ("a", "b", "c")
+    first = made.instruction(place(1), "train", weights(1), clients)
+    for client in clients[:2]:
+        made.payload(client, first)
+    second = made.instruction(place(2), "train", weights(2), clients)
+    old, new = first.knowledge.tensors, second.knowledge.tensors
+    ways = [second.payload_for(held) for held in (0, digest_of(old), digest_of(new))]
+    sizes = [sum(map(len, each.tensors)) for each in ways]
+    assert sizes[0] > sizes[1] > sizes[2]
+    for way, base in zip(ways, (None, old, new), strict=True):
+        assert decoded(way, base)["weights/w"].tobytes() == new["weights/w"].tobytes()
+    half = new["weights/w"]
+    assert np.array_equal(half, half.astype(np.float16))
+    unit = np.abs(weights(2).tensors["weights/w"] - old["weights/w"]).max() / 127
+    error = np.abs(half - weights(2).tensors["weights/w"])
+    assert error.max() <= unit * 1.01 + np.abs(half).max() * 2**-11
+
+
+def test_errors_of_what_is_sent_do_not_add_up():
+    made, last = publisher(), None
+    for round in range(1, 40):
+        last = made.instruction(place(round), "train", weights(round), ["a"])
+        made.payload("a", last)
+    off = last.knowledge.tensors["weights/w"] - weights(39).tensors["weights/w"]
+    assert np.abs(off).max() < 0.1  # a difference is up to 8, its unit a 127th of that
+    assert abs(off.mean()) < 0.01
+
+
+def test_weights_that_are_sent_again_are_the_same_version():
+    made = publisher()
+    one = made.instruction(place(1), "evaluate", weights(1), ["a"])
+    made.payload("a", one)
+    made.tidy()
+    other = made.instruction(place(2), "train", weights(1), ["a", "b"])
+    assert other.version.digest == one.version.digest
+    assert decoded(made.payload("b", other)).keys() == {"weights/w"}
+
+
+def test_versions_that_nobody_has_are_forgotten():
+    made = publisher()
+    for number in range(20):
+        made.payload(f"c{number}", made.instruction(place(1), "train", weights(number), ()))
+        made.tidy()
+    assert len(made.state_dict()) == MOST_VERSIONS
+    for number in range(20):
+        made.payload(f"c{number}", made.instruction(place(2), "train", weights(77), ()))
+    made.tidy()
+    assert len(made.state_dict()) == 1
+
+
+def test_a_server_comes_back_with_what_its_clients_have():
+    made, back = publisher(), publisher()
+    made.payload("a", made.instruction(place(1), "train", weights(1), ["a"]))
+    kept = made.state_dict() | {"other": np.ones(2)}
+    assert back.load(kept, json.loads(json.dumps(made.facts()))).keys() == {"other"}
+    one, other = (each.instruction(place(2), "train", weights(2), ["a"]) for each in (made, back))
+    assert one.version.digest == other.version.digest
+    assert made.payload("a", one).tensors == back.payload("a", other).tensors
+
+
+def test_plain_instructions_leave_no_trace():
+    plain = publisher_of(small().run, small().method.spec)
+    plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
+    assert plain.state_dict() == plain.facts() == plain.held == {}
+
+
+# --- replies on disk --------------------------------------------------------------------------
+
+
+def test_an_encoded_reply_lies_on_disk_as_it_is_decoded(tmp_path):
+    coder = Coder(rules_of(WireSettings(encoding="int8")), SENT, 0)
+    base, own = weights(1).tensors, weights(2).tensors
+    travels, _ = coder.reply(("a", 1), own, base, {})
+    message = encode(
+        Envelope("run", "m", 1, "a"), Knowledge(own), Packing(travels, digest_of(base))
+    )
+    payload = ndarrays_to_parameters(message)
+    size = sum(map(len, payload.tensors))
+    spool = ReplySpool(
+        tmp_path, 10**6, SENT, lambda client: lambda envelope, d: base if client == "a" else None
+    )
+    reply = spool.put("a", payload)
+    assert reply.size == size  # bytes as sent
+    tensors = reply.message()[1].tensors
+    assert isinstance(tensors, OnDemand)
+    assert tensors["weights/w"].dtype == np.float32
+    assert np.abs(tensors["weights/w"] - own["weights/w"]).max() < 8 / 127
+    with pytest.raises(KnowledgeError, match="b: base: "):
+        spool.put("b", payload).message()
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+def test_settings_are_ranged_and_change_the_experiment():
+    with pytest.raises(SettingsError, match=r"wire\.encoding"):
+        small(**{"wire.encoding": "zip"})
+    for odd in (0.0, 0.6, -1.0):
+        with pytest.raises(SettingsError, match=r"wire\.keep"):
+            small(**{"wire.encoding": "top-k", "wire.keep": odd})
+    assert rules_of(small().run.wire) is None
+    assert encoded().flat()["wire.encoding"] == "int8"
