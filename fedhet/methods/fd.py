@@ -46,6 +46,7 @@ SPEC = MethodSpec(
     title="class-wise probabilities alone, averaged over all other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
+    late="kept",
     settings=FdSettings,
     defences=ROBUST,
     instructions=INSTRUCTIONS,

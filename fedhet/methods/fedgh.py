@@ -40,6 +40,7 @@ SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, which the server trains on class means",
     paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
+    late="kept",
     settings=FedGhSettings,
     sizes=head_sizes,
     instructions=INSTRUCTIONS,

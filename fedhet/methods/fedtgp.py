@@ -38,6 +38,7 @@ SPEC = replace(
     fedproto.SPEC,
     title="FedProto with prototypes that the server trains to stay apart",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
+    late="kept",
     settings=FedTgpSettings,
     replies=REPLIES,
     figures={

@@ -123,8 +123,8 @@ class MethodSpec:
     """
     late: Late = "refused"
     """What a reply is worth when its round has closed. averaged: it enters averages with a smaller
-    weight, and weights as the change that the client made. kept: it is the client's own, and
-    replaces its last one. refused: its rows belong to the round."""
+    weight, and weights as the change that the client made. kept: it counts like any other, as what
+    the client knows of itself. refused: its rows belong to the round."""
     learns_last: bool = False
     """Whether clients train once more, on what the last round has formed, before they evaluate."""
     defences: tuple[Average, ...] = ()

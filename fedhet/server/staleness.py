@@ -40,7 +40,7 @@ class CarriedOver:
         yield from (self._carried(reply, rate) for reply in found)
 
     def _carried(self, reply: Reply, rate: float) -> Reply:
-        if reply.sent is None or (rate == 1 and not reply.age):
+        if not self._fields or reply.sent is None or (rate == 1 and not reply.age):
             return reply
         now, sources = self._now(reply.client), dict[str, Array | Callable[[], Array]]()
         for field in self._fields:

@@ -63,7 +63,8 @@ class FedKdStrategy(FedAvgStrategy):
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
         self._instruct_all({"weights": changed(mentee, unpacked(sent, shapes))})
-        self._change(round, sent, [reply.client.name for reply in replies])
+        # A late client's mentee is older than the one that this changes.
+        self._change(round, sent, [reply.client.name for reply in replies if not reply.age])
         figures = mean_figures([reply.knowledge.scalars for reply in replies])
         return figures | {"sent_down": share_of(sent, mentee)}
 
