@@ -331,6 +331,32 @@ def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
     assert "client-1" in found[-1]["answered"]
 
 
+def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deployment, tmp_path):
+    """Rounds close with two of three; a minute's sleep costs no round, and leaves no mark."""
+    going = Run(deployment, tmp_path / "run", rounds=14, enough=2.0, local_epochs=60)
+    for _ in range(2):
+        process = training(deployment, 2, seconds=1.0)
+        node = deployment.processes[site_name(2)]
+        asleep = [node, *psutil.Process(node.pid).children(recursive=True)]
+        for each in asleep:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+        time.sleep(60)
+        for each in asleep:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
+        until(lambda process=process: not is_alive(process) or going.rounds_done() == 14)
+    found = going.end()
+    assert len(found) == 14
+    assert not any(map(failed, found))
+    assert any("client-2" in record.get("late", []) for record in found)
+    assert any("client-2" in record.get("ages", {}) for record in found)
+    assert all(len(record["answered"]) >= 2 for record in found)
+    said = " ".join(going.said)
+    assert "has closed without client-2: late, and still at work" in said
+    assert "client client-2's answer to round" in said
+
+
 def test_a_million_epochs_are_refused_by_the_sites_and_end_with_the_run(deployment, tmp_path):
     said: list[str] = []
     config = placed(small("felo", clients=3, local_epochs=10**6, join_timeout=20.0), tmp_path / "r")
