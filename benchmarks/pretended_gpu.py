@@ -75,13 +75,12 @@ class Gpu:
     fraction: float = 1.0
     """The part of it that this process may have."""
     live: int = 0
+    """Bytes in use, with those of which it has not been seen yet that nobody uses them."""
     peak: int = 0
     counts: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)
     """Times by kind (launch, up, down, wait), operator, and line of the project."""
     _held: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = field(default_factory=dict)
     """Memory of the processor by address, and who is still using it."""
-    _new: int = 0
-    """Bytes since it was last looked what is no longer used."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def total(self, *kinds: str) -> int:
@@ -93,10 +92,10 @@ class Gpu:
         address, size = storage.data_ptr(), storage.nbytes()
         found = torch._C._construct_storage_from_data_pointer(address, GPU, size)
         with self._lock:
-            self._new += size + 4096
-            if self._new > 2**26 or self.live + size > self.memory * self.fraction:
+            most = self.memory * self.fraction
+            if self.live + size > min(self.peak, most):
                 self._sweep()
-            if self.live + size > self.memory * self.fraction:
+            if self.live + size > most:
                 raise torch.OutOfMemoryError(f"CUDA out of memory (pretended). {size} bytes")
             if address:
                 self._held[address] = (StorageWeakRef(found), storage)
@@ -127,7 +126,7 @@ class Gpu:
     def _sweep(self) -> None:
         held = list(self._held.items())
         self._held = {a: pair for a, pair in held if not pair[0].expired()}
-        self.live, self._new = sum(host.nbytes() for _, host in self._held.values()), 0
+        self.live = sum(host.nbytes() for _, host in self._held.values())
 
     def count(self, kind: str, operator: str) -> None:
         """Count one event at the innermost line of the project; backward passes have none."""
@@ -152,6 +151,7 @@ class Numbers(PLAIN):
     """Where those are that there are: a kernel gets another Python object for the same one."""
 
     def __init__(self) -> None:
+        """Begin at the default seed."""
         self.known.add(self._cdata)
 
     def __del__(self) -> None:

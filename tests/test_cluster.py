@@ -391,16 +391,16 @@ def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
     )
     before.start()
     first.wait(10)
+    with pytest.raises(TimeoutError):  # and nobody waits for it any more
+        workers.run_alone("client-3", lambda _: events.append("never"), 0.05)
     threading.Timer(0.2, free.set).start()
     assert workers.run_alone("client-0", alone, None) == "reply"
     before.join()
     later.join()
     assert events == ["another ends", "alone begins", "alone ends", "a third"]
     assert ray.made_room == 1  # the other one; its own is made room in by the task
-    assert said == ["client-0 finds too little memory on the GPU: it is asked again alone"]
-    with pytest.raises(TimeoutError):
-        workers.run_alone("client-0", lambda _: events.append("never"), -1.0)
-    workers.run("client-1", lambda _: "still served", 1.0)
+    again = "finds too little memory on the GPU: it is asked again alone"
+    assert said == [f"client-3 {again}", f"client-0 {again}"]
 
 
 def lost(*_):

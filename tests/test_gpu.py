@@ -16,11 +16,12 @@ from torch.nn import functional as F
 import fedhet
 from benchmarks.pretended_gpu import pretended
 from fedhet.algorithms.conformal import running_sums
+from fedhet.client_runtime.cache import close_clients
 from fedhet.data import RunData
 from fedhet.data.examples import write_example
 from fedhet.devices import compute_for, find_device
 from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
-from fedhet.errors import SettingsError
+from fedhet.errors import FedhetError, SettingsError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
 from fedhet.report import load_run
@@ -240,26 +241,33 @@ def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
 
 
 def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
-    told = Notices()
-    config = on_gpu("local", models="mlp", clients=2, batch_size=200)
+    """Clients of an earlier run, whose samples are still on the GPU, make room for it."""
+    told, config = Notices(), on_gpu("local", models="mlp", clients=2, batch_size=200)
     with pretended() as gpu:
+        close_clients()
         run(config, tmp_path / "free")
-        alone, left = gpu.peak, gpu.memory - gpu.free()
-    assert left > 0  # the other client's samples, without which there is room
-    with pretended(memory=alone - 1):
+        needed = gpu.peak
+        close_clients()
+        run(on_gpu("local", models="mlp", clients=2, max_samples=1700), tmp_path / "earlier")
+        left = gpu.memory - gpu.free()
+        assert left > 300_000
+        gpu.memory = needed + left // 2
         run(config, tmp_path / "run", [told])
     assert all(record["failed"] == {} for record in records(tmp_path / "run"))
     assert any("it is asked again alone" in text for text in told.texts)
     assert same_states(tmp_path / "free", tmp_path / "run")
 
 
-def test_a_client_that_does_not_fit_alone_fails_in_one_line(tmp_path):
-    with pretended(memory=300_000):
-        run(on_gpu("local", models=["cnn2"], clients=2, batch_size=200), tmp_path / "run")
-    for record in records(tmp_path / "run"):
-        (fault, *_) = record["failed"].values()
-        assert "does not fit into the GPU's memory, not even alone (CUDA out of memory" in fault
-        assert "a smaller 'training.batch-size'" in fault
+def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
+    config = on_gpu("local", models=["cnn2"], clients=2, batch_size=200)
+    with (
+        pretended(memory=300_000),
+        pytest.raises(FedhetError, match=r"client-0: does not fit into the GPU's memory, not even"),
+    ):
+        run(config, tmp_path / "run")
+    fault = next(iter(records(tmp_path / "run")[0]["failed"].values()))
+    assert "(CUDA out of memory" in fault
+    assert "a smaller 'training.batch-size'" in fault
 
 
 def test_a_workers_share_follows_from_the_models_size():
