@@ -93,6 +93,7 @@ bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.cvae_share
 	$(BIN)/python -m benchmarks.voting
 	$(BIN)/python -m benchmarks.payload
+	$(BIN)/python -m benchmarks.encoding_step
 	$(BIN)/python -m benchmarks.flower_alone
 	$(BIN)/python -m benchmarks.server_memory
 	$(BIN)/python -m benchmarks.many_clients
