@@ -8,13 +8,14 @@ from pydantic import Field
 
 from fedhet.algorithms.choices import Margin
 from fedhet.methods import fedproto
-from fedhet.settings.schema import Count, Positive
+from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, TensorField
 
 
 class FedTgpSettings(fedproto.PrototypeSettings):
     """Settings of FedTGP."""
 
+    lambda_: NonNegative = Field(0.1, description="weight of the distance to the prototypes")
     margin: Margin = Field(
         "largest",
         description="the margin between classes: the largest distance of two classes' centres, as "
