@@ -10,7 +10,6 @@ from pydantic import Field
 
 from fedhet.arrays import Shapes
 from fedhet.methods import lg_fedavg
-from fedhet.methods.fedavg import part_sizes
 from fedhet.methods.spec import Protection
 from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
@@ -46,7 +45,7 @@ def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the shapes of the head and of the generator."""
     own = settings
     generator = generator_shapes(client.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
-    head = part_sizes(settings, client)
+    head = lg_fedavg.SPEC.sizes(settings, client)
     return Sizes(head.axes, {**head.models, "generator": generator})
 
 
