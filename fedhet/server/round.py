@@ -97,13 +97,13 @@ class RoundState:
         self.record.asked = [name for name in self.record.asked if name not in withdrawn]
         self.record.late, self.arrived = sorted(late), dict(arrived)
 
-    def news_of_the_late(self) -> Iterator[str]:
-        """Yield what to tell of the clients that are late since this round, and of late answers."""
+    def tell_who_is_late(self) -> None:
+        """Show which clients are late since this round, and whose late answers have come."""
         number, asked = self.record.round, {*self.record.asked}
         if new := [name for name in self.record.late if name in asked]:
-            yield f"round {number} has closed without {', '.join(new)}: late, and still at work"
+            self._notice(f"round {number} has closed without {', '.join(new)}: late, still at work")
         for name, of in sorted(self.arrived.items()):
-            yield f"client {name}'s answer to round {of} has come, in round {number}"
+            self._notice(f"client {name}'s answer to round {of} has come, in round {number}")
 
     @property
     def expected(self) -> list[str]:
@@ -121,10 +121,6 @@ class RoundState:
             f"client {name}'s answer to round {self.arrived[name]} came in round "
             f"{self.record.round}, and is not used: {reason}"
         )
-
-    def changed(self) -> set[str]:
-        """Return the clients whose models have changed, as far as the server knows."""
-        return {*self.selection.training, *self.arrived} & {*self.expected}
 
     def sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""

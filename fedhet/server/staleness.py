@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from fedhet.arrays import Array, Arrays, OnDemand
+from fedhet.methods.spec import MethodSpec
 from fedhet.pace.staleness import buffered_rate, carried_over
 from fedhet.server.reply import Reply
 from fedhet.settings.pace import PaceSettings
@@ -27,7 +28,8 @@ class CarriedOver:
     def __init__(self, pace: PaceSettings, contract: Contract, now: Now) -> None:
         """`contract` is that of the replies."""
         self._pace, self._now = pace, now
-        self._fields = [f for f in contract.fields if isinstance(f, WeightsField) and not f.stacked]
+        # Of factors, whose kind is another, changes are sent already.
+        self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Yield the replies; asynchronously, the rate of FedBuff needs all of them."""
@@ -52,6 +54,12 @@ class CarriedOver:
                     make = partial(_moved, groups[0], own, groups[1], name, rate, low)
                     sources[f"{field.name}/{name}"] = make
         return reply.with_knowledge(_replacing(reply.knowledge, sources)) if sources else reply
+
+
+def carried_over_by(pace: PaceSettings, spec: MethodSpec, now: Now) -> list[CarriedOver]:
+    """Return the step in a list, or none where no reply can be late, or has no average to enter."""
+    applies = pace.may_be_late and spec.late == "averaged"
+    return [CarriedOver(pace, spec.replies, now)] if applies else []
 
 
 def _moved(

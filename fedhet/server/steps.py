@@ -34,10 +34,11 @@ def checks(
     sizes: SizesOf,
     state: RoundState,
     members: Collection[str] = (),
+    late: Iterable[Step] = (),
 ) -> list[Step]:
     """Return the steps between decoding a reply and the method's `accept`, in their order.
 
-    `members`: the names of the run's clients.
+    `members`: the names of the run's clients. `late`: what is done with replies that are late.
 
     The contract is checked again after an attack, whose replies the server would refuse as well.
     Changes that came as factors are compared, poisoned and averaged as whole tensors.
@@ -46,6 +47,7 @@ def checks(
     steps: list[Step] = [contract]
     if any(isinstance(field, FactorsField) for field in replies.fields):
         steps.append(partial(multiply, contract=replies, sizes=sizes))
+    steps += late
     if run.attack.kind != "none":
         steps += [_attack(run, replies, sizes, state, members), contract]
     if run.engine.outlier_factor:

@@ -37,7 +37,7 @@ _MEANT = {
     "engine.threads": "num-threads torch-threads",
     "engine.gpus-per-client": "num-gpus gpus",
     "engine.cpus-per-client": "num-cpus cpus",
-    "engine.round-timeout": "timeout",
+    "engine.round-timeout": "client-timeout call-timeout",
     "engine.track": "wandb mlflow tracker tracking report-to",
     "pace.drop-outs": "dropouts drop-rate failure-rate",
     "pace.stragglers": "straggler straggler-rate",

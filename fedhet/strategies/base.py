@@ -7,7 +7,6 @@ evaluation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
@@ -28,20 +27,17 @@ from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures
 from fedhet.server.admission import admission_of
 from fedhet.server.client_health import ClientHealth
-from fedhet.server.collector import Collected, Collector
-from fedhet.server.dispatch import NOTHING, Dispatch
+from fedhet.server.collector import Collected
+from fedhet.server.dispatch import NOTHING
 from fedhet.server.evaluation import measured_on
-from fedhet.server.exchange import Exchange
-from fedhet.server.late_replies import LateReplies
 from fedhet.server.members import Member, Members
+from fedhet.server.messaging import Messaging
 from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
-from fedhet.server.published import publisher_of, without_versions
+from fedhet.server.published import without_versions
 from fedhet.server.reply import Reply
-from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
-from fedhet.server.selecting import Selecting
-from fedhet.server.staleness import CarriedOver
+from fedhet.server.staleness import carried_over_by
 from fedhet.server.steps import checks, through
 from fedhet.storage import Checkpoint
 from fedhet.wire.contract import Sizes
@@ -61,7 +57,7 @@ class HetStrategy(Strategy):
         self.run = config.run.model_copy(update={"training": config.run.training.first()})
         self.settings, self.log, self.data = config.own, log, data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
-        engine, spec, limit = self.run.engine, self.spec, int(self.run.engine.max_payload_mb * 1e6)
+        engine, spec = self.run.engine, self.spec
         carry_weights = spec.instructions.weights or spec.replies.weights
         self._code_faults = CodeFaults(log.notice, strict=engine.strict)
         self._members = Members(
@@ -74,26 +70,9 @@ class HetStrategy(Strategy):
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        pace = self.run.pace
-        self._publisher = publisher_of(self.run, spec)
-        self._exchange = Exchange(
-            *(log.run_name, config.method, limit, self.state, log.metrics),
-            remember=pace.may_be_late and spec.late != "refused",
-            max_age=pace.max_age,
-            publisher=self._publisher,
-        )
-        bases = self._exchange.bases_of
-        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, bases)
-        spool = self._spool if spec.large_messages or spec.replies.weights else None
-        self._dispatch = Dispatch(
-            self._exchange,
-            log.client_answered,
-            spool,
-            (engine.in_flight or log.workers) if spec.large_messages else None,
-        )
-        self._selecting = Selecting(self.run)
-        self._late = LateReplies(log.directory, log.run_name)
-        self.collector = Collector(self.run, self._exchange, self._late, spool)
+        config = config.replacing(training=self.run.training)
+        self._messages = Messaging.of(config, self.spec, log, self.state)
+        self.collector = self._messages.collector
         self._seconds: dict[str, float] = {}
         """How long the clients of this round took, by the run's clock."""
 
@@ -107,7 +86,7 @@ class HetStrategy(Strategy):
 
         `members` leaves out those that are still at work. `[pace]` says how clients are chosen.
         """
-        return Selection(tuple(self._selecting.choose(round, members)))
+        return Selection(tuple(self._messages.selecting.choose(round, members)))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the instruction for `client`; an object shared by several clients is encoded once.
@@ -193,9 +172,7 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._spool.clear()
-        if not self.log.resumed:
-            self._late.restore({})
+        self._messages.clear(resumed=bool(self.log.resumed))
         self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.log.begin(member.info for member in self.members.values())
         self.state.scores.outdate(self.members)
@@ -216,16 +193,17 @@ class HetStrategy(Strategy):
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
         idle = [self.members[name].info for name in eligible if name not in busy]
-        self._selecting.start(len(eligible) - len(idle))
+        self._messages.selecting.start(len(eligible) - len(idle))
         selection = self.select(server_round, idle) if idle else Selection(())
-        self.state.ask(selection, self._selecting.needed(selection), busy)
+        self.state.ask(selection, self._messages.selecting.needed(selection), busy)
         self.log.round_started(server_round, selection.names, self.state.aside(self.members))
         at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
         evaluated = selection.training if at_once else ()
         asked = [self.members[name] for name in selection.names]
+        messages = self._messages.dispatch.to_train(server_round, asked, self.instruct)
         instructions: list[tuple[ClientProxy, FitIns]] = [
             (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **self.log.kept_too}))
-            for proxy, payload in self._dispatch.to_train(server_round, asked, self.instruct)
+            for proxy, payload in messages
         ]
         self.state.clock.wait()
         return instructions
@@ -235,8 +213,7 @@ class HetStrategy(Strategy):
         self.state.closed(found.late, found.arrived, found.withdrawn)
         self.state.record.clock, self._seconds = found.clock, found.seconds
         if not self.run.pace.is_simulated:
-            for line in self.state.news_of_the_late():
-                self.log.notice(line)
+            self.state.tell_who_is_late()
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
@@ -244,13 +221,13 @@ class HetStrategy(Strategy):
         """Let the replies pass their steps, and the method aggregate those that are accepted."""
         self.state.clock.replied()
         self._code_faults.enter(failures)
-        with self._spool.read():
-            self.state.scores.outdate(self.state.changed())
-            replies = self._exchange.decode_all(results, failures, self.members)
-            steps = checks(self.run, self.spec.replies, self.sizes, self.state, self.members)
-            if self.run.pace.may_be_late and self.spec.late == "averaged":
-                now = partial(self.instruct, server_round)
-                steps.insert(1, CarriedOver(self.run.pace, self.spec.replies, now))
+        with self._messages.spool.read():
+            trained = {*self.state.selection.training, *self.state.arrived}
+            self.state.scores.outdate(trained & {*self.state.expected})
+            replies = self._messages.exchange.decode_all(results, failures, self.members)
+            now = partial(self.instruct, server_round)
+            late = carried_over_by(self.run.pace, self.spec, now)
+            steps = checks(self.run, self.spec.replies, self.sizes, self.state, self.members, late)
             accepted = list(through([*steps, self._accepted], replies))
             if self.state.settle([reply.client.name for reply in accepted]):
                 self._go_back()
@@ -268,7 +245,7 @@ class HetStrategy(Strategy):
                 name, round = reply.client.name, self.state.record.round
                 self.state.measured(name, reply.measured)
                 seconds = self._seconds.get(name, reply.measured.train_seconds)
-                self._selecting.answered(reply.client, round, reply.measured, seconds)
+                self._messages.selecting.answered(reply.client, round, reply.measured, seconds)
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -284,7 +261,7 @@ class HetStrategy(Strategy):
         if not instructions:
             self._close_round()
             return []
-        asked = self._dispatch.to_evaluate(server_round, self.members, instructions)
+        asked = self._messages.dispatch.to_evaluate(server_round, self.members, instructions)
         self.state.clock.wait()
         return list(asked)
 
@@ -300,7 +277,7 @@ class HetStrategy(Strategy):
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
                 info = self.members[name].info
-                self.state.measured(name, self._exchange.decode_evaluation(info, result))
+                self.state.measured(name, self._messages.exchange.decode_evaluation(info, result))
         self._close_round()
         return None, {}
 
@@ -310,10 +287,7 @@ class HetStrategy(Strategy):
         """Resume after the last complete round. Raises StateError."""
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
-            pace = json.loads(str(checkpoint.facts["pace"]))
-            self.collector.load_dict(pace["collector"])
-            self._selecting.load_dict(pace["selection"])
-            own = self._publisher.load(checkpoint.tensors, checkpoint.facts)
+            own = self._messages.load(checkpoint.tensors, checkpoint.facts)
             _refuse_other_types(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -350,19 +324,13 @@ class HetStrategy(Strategy):
             self.state.measured(SERVER, measured_on(common, models, self.run))
         for name in self.state.enter_health(self.members):
             self.forget(name)
-        self._selecting.finish()
+        self._messages.selecting.finish()
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        facts = {"state": self.state.to_json(), "pace": self._pace_as_json()}
-        tensors = {**self.state_dict(), **self._publisher.state_dict()}
-        whole = {**facts, **self._publisher.facts()}
-        self.log.checkpoint(record.round, tensors, whole, self.state.good)
+        tensors, facts = self._messages.state()
+        whole = {"state": self.state.to_json(), **facts}
+        self.log.checkpoint(record.round, {**self.state_dict(), **tensors}, whole, self.state.good)
         self.collector.settled(self.state.arrived)
-
-    def _pace_as_json(self) -> str:
-        """Return what is known of clients at work, and of those to select, for the checkpoint."""
-        parts = {"collector": self.collector.to_dict(), "selection": self._selecting.to_dict()}
-        return json.dumps(parts)
 
 
 def _refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
