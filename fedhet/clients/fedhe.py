@@ -7,7 +7,7 @@ Learning, MSN 2021, arXiv:2110.09910.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.classwise import (
@@ -19,6 +19,8 @@ from fedhet.algorithms.classwise import (
 )
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedhe import FedHeSettings
+from fedhet.models import HetModel
+from fedhet.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -46,6 +48,47 @@ class FedHeClient(HetClient):
         logits = knowledge.tensors["logits"][own][:, space]
         return Teacher.of(rows, logits, logits, len(space), self.compute.device)
 
+    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
+        """Train for the local epochs; return the class means of the last epoch."""
+        model, last = self.network.train(), self.training.local_epochs - 1
+        sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
+        objective = FedHeObjective(model, self.own_classes, teacher, sums, self.settings)
+
+        def before_epoch(epoch: int) -> None:
+            objective.gathering = epoch == last
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
+        return self.promise.class_means(sums, model)
+
+
+class FedHeObjective(Objective):
+    """Cross-entropy, and the distance to the server's logits; gathers class sums if it is to."""
+
+    def __init__(
+        self,
+        model: HetModel,
+        own_classes: nn.Module,
+        teacher: Teacher | None,
+        sums: ClassSums,
+        settings: FedHeSettings,
+    ) -> None:
+        super().__init__()
+        self.model, self.own_classes, self.teacher, self.sums = model, own_classes, teacher, sums
+        self.settings, self.gathering = settings, False
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        features, logits = self.model.features_and_logits(x)
+        if self.gathering:
+            self.sums.add(features, logits, y)
+        own, target = self.own_classes(logits, y)
+        loss = F.cross_entropy(own.float(), target)
+        if self.teacher is None:
+            return loss
+        return loss + self.settings.alpha * self.distance(own, target, self.teacher).mean()
+
     def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
         """Return the distance of own logits [N, C] to those of each sample's class, [N].
 
@@ -54,26 +97,3 @@ class FedHeClient(HetClient):
         if self.settings.loss == "mse":
             return class_feature_loss(logits, labels, teacher)
         return class_logit_loss(logits, labels, teacher)
-
-    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train for the local epochs; return the class means of the last epoch."""
-        model = self.network.train()
-        sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            features, logits = model.features_and_logits(x)
-            sums.add(features, logits, y)
-            own, target = self.own_classes(logits, y)
-            loss = F.cross_entropy(own.float(), target)
-            if teacher is None:
-                return loss
-            return loss + self.settings.alpha * self.distance(own, target, teacher).mean()
-
-        self.train_own(
-            loss_of,
-            self.private,
-            self.optimization(model.parameters()),
-            self.generator(round, "batches"),
-            before_epoch=lambda _: sums.clear(),
-        )
-        return self.promise.class_means(sums, model)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from flwr.common import FitIns, FitRes
 from flwr.server import Server, ServerAppComponents, ServerConfig
 
 from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.meeting import meet
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
@@ -43,11 +46,28 @@ class InlineProxy(DirectProxy):
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client's method `name`, without a time limit. Raises ClientCodeError."""
-        try:
-            with self._one_at_a_time:
+        with self._one_at_a_time:
+            return self._calling(name, instruction)()
+
+    @classmethod
+    def fit_together(
+        cls, proxies: Sequence[Self], instructions: Sequence[FitIns], timeout: float | None
+    ) -> Sequence[FitRes | Exception]:
+        """Let clients train at once, without a time limit."""
+        with cls._one_at_a_time:
+            pairs = zip(proxies, instructions, strict=True)
+            return meet([proxy._calling("fit", instruction) for proxy, instruction in pairs])
+
+    def _calling(self, name: str, instruction: Any) -> Callable[[], Any]:
+        """Return the call of the client's method, whose errors name the client's code."""
+
+        def call() -> Any:
+            try:
                 client = open_client(self._config, self._node).to_client()
                 return getattr(client, name)(instruction)
-        except NOT_OF_CODE:
-            raise
-        except Exception as error:
-            raise ClientCodeError(CodeFault.of(error)) from error
+            except NOT_OF_CODE:
+                raise
+            except Exception as error:
+                raise ClientCodeError(CodeFault.of(error)) from error
+
+        return call

@@ -52,5 +52,6 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    together=True,
     privacy=DP_SGD,
 )

@@ -9,5 +9,6 @@ SPEC = MethodSpec(
     paper="no paper",
     headline="common",
     any_model=True,
+    together=True,
     privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
 )

@@ -117,6 +117,12 @@ class MethodSpec:
 
     If so, an instruction is made just before it is sent, and replies are stored on disk.
     """
+    together: bool = False
+    """Whether clients may train as one where `engine.together` says so.
+
+    If so, all that their local epochs depend on is an `Objective` (`fedhet.objective`) that the
+    client trains by `train_own` at the rate of the round, with one step for each batch.
+    """
     learns_last: bool = False
     """Whether clients train once more, on what the last round has formed, before they evaluate."""
     defences: tuple[Average, ...] = ()

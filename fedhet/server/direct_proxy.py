@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Self, cast
 
 from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
@@ -15,6 +16,13 @@ class DirectProxy(ClientProxy):
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client's method `name`; `timeout` in seconds, None: none."""
+
+    @classmethod
+    @abstractmethod
+    def fit_together(
+        cls, proxies: Sequence[Self], instructions: Sequence[FitIns], timeout: float | None
+    ) -> Sequence[FitRes | Exception]:
+        """Let clients train at once, in one process; return what each has answered, or an error."""
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Call the client."""

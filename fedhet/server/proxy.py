@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
-from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import one_line, words_of
+from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.members import Member
 from fedhet.server.reply_spool import ReplySpool
 
@@ -32,7 +34,9 @@ class NamedProxy(ClientProxy):
         self.instruction: Callable[[], Parameters] | None = None
         self.turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.spool = spool
-        self._proxy = member.proxy
+        self.group: Group | None = None
+        """The clients with which this one trains, if it does not train alone."""
+        self.proxy = member.proxy
         self._on_answer = on_answer
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
@@ -41,7 +45,7 @@ class NamedProxy(ClientProxy):
             with self.turn:
                 if self.instruction is not None:
                     ins = FitIns(self.instruction(), ins.config)
-                result = self._proxy.fit(ins, timeout, group_id)
+                result = self._fitted(ins, timeout, group_id)
                 if self.spool is not None:
                     result.parameters = self.spool.put(self.name, result.parameters)
         except Exception as error:
@@ -50,26 +54,65 @@ class NamedProxy(ClientProxy):
         self._on_answer(self.name, one_line(str(result.metrics.get("error", ""))))
         return result
 
+    def _fitted(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        answer = None if self.group is None else self.group.answer(self, ins, timeout)
+        return answer or self.proxy.fit(ins, timeout, group_id)
+
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
         """Forward the instruction; an error carries the client's name."""
         try:
-            return self._proxy.evaluate(ins, timeout, group_id)
+            return self.proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
             raise ClientFailureError(self.name, words_of(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self._proxy.get_properties(ins, timeout, group_id)
+        return self.proxy.get_properties(ins, timeout, group_id)
 
     def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self._proxy.get_parameters(ins, timeout, group_id)
+        return self.proxy.get_parameters(ins, timeout, group_id)
 
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self._proxy.reconnect(ins, timeout, group_id)
+        return self.proxy.reconnect(ins, timeout, group_id)
+
+
+class Group:
+    """Clients that train together: the first that is asked trains all, the others get theirs.
+
+    The instructions differ in what the method sends; what Flower adds to them must be equal.
+    """
+
+    def __init__(self, payloads: Mapping[NamedProxy, Parameters]) -> None:
+        self._payloads, self._lock = payloads, threading.Lock()
+        self._config: dict[str, Scalar] | None = None
+        self._answers: dict[NamedProxy, FitRes | Exception] = {}
+
+    def answer(self, proxy: NamedProxy, ins: FitIns, timeout: float | None) -> FitRes | None:
+        """Return what a client has answered; None if it must be asked alone. Raises its error."""
+        with self._lock:
+            if self._config is None:
+                self._config, self._answers = ins.config, self._asked(ins.config, timeout)
+        found = self._answers.pop(proxy, None)
+        if isinstance(found, Exception):
+            raise found
+        return found if ins.config == self._config else None
+
+    def _asked(
+        self, config: dict[str, Scalar], timeout: float | None
+    ) -> dict[NamedProxy, FitRes | Exception]:
+        behind = [each.proxy for each in self._payloads]
+        kind = type(behind[0])
+        assert issubclass(kind, DirectProxy)
+        instructions = [FitIns(payload, config) for payload in self._payloads.values()]
+        try:
+            answers = kind.fit_together(behind, instructions, timeout)
+        except Exception as error:
+            answers = [error] * len(behind)
+        return dict(zip(self._payloads, answers, strict=True))
 
 
 class ClientFailureError(Exception):

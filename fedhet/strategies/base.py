@@ -27,7 +27,7 @@ from fedhet.runs.measures import mean_figures
 from fedhet.seeding import numpy_rng
 from fedhet.server.admission import admission_of
 from fedhet.server.client_health import ClientHealth
-from fedhet.server.dispatch import NOTHING, Dispatch
+from fedhet.server.dispatch import NOTHING, Dispatch, together_of
 from fedhet.server.evaluation import measured_on
 from fedhet.server.exchange import Exchange
 from fedhet.server.members import Member, Members
@@ -75,6 +75,7 @@ class HetStrategy(Strategy):
             log.client_answered,
             self._spool if spec.large_messages or spec.replies.weights else None,
             (engine.in_flight or log.workers) if spec.large_messages else None,
+            together_of(spec, config.run),
         )
 
     # The hooks: what a method implements.

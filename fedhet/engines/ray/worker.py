@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.meeting import meet
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
@@ -34,6 +37,11 @@ class Worker:
     def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
         self._config, self._state_dir = config, state_dir
         self._data = RunData.of(config.run, shared=decoded)
+
+    def fit_together(self, partitions: Sequence[int], instructions: Sequence[Any]) -> list[Any]:
+        """Let clients train at once; return the result of each, or `Failed`."""
+        pairs = zip(partitions, instructions, strict=True)
+        return meet([partial(self.call, partition, "fit", each) for partition, each in pairs])
 
     def call(self, partition: int, name: str, instruction: Any) -> Any:
         """Call the method `name` of a client; return its result, or `Failed`."""
