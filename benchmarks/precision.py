@@ -12,6 +12,7 @@ machine does. A network of a common architecture is FedType's proxy as well.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def round_seconds(
 
 def compare(chosen: argparse.Namespace) -> None:
     """Print the ratios of every method and network."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         made = (chosen.shape, chosen.samples)
         own = write_images(Path(name) / "own", CLIENTS, *made)

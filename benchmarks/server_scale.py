@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import resource
 import tempfile
@@ -124,6 +125,7 @@ class Answering(DirectProxy):
 
 def cost(clients: int, method: str, rounds: int) -> dict[str, float]:
     """Return a client's milliseconds of the server: in a round, before, after; the memory in MB."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = {
