@@ -18,11 +18,20 @@ class DirectProxy(ClientProxy):
         """Call the client's method `name`; `timeout` in seconds, None: none."""
 
     @classmethod
-    @abstractmethod
     def fit_together(
         cls, proxies: Sequence[Self], instructions: Sequence[FitIns], timeout: float | None
     ) -> Sequence[FitRes | Exception]:
-        """Let clients train at once, in one process; return what each has answered, or an error."""
+        """Let clients train at once, in one process; return what each has answered, or an error.
+
+        Here one after the other.
+        """
+        found: list[FitRes | Exception] = []
+        for proxy, instruction in zip(proxies, instructions, strict=True):
+            try:
+                found.append(proxy.fit(instruction, timeout, None))
+            except Exception as error:
+                found.append(error)
+        return found
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Call the client."""

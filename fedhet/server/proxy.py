@@ -36,7 +36,7 @@ class NamedProxy(ClientProxy):
         self.spool = spool
         self.group: Group | None = None
         """The clients with which this one trains, if it does not train alone."""
-        self.proxy = member.proxy
+        self._proxy = member.proxy
         self._on_answer = on_answer
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
@@ -56,28 +56,28 @@ class NamedProxy(ClientProxy):
 
     def _fitted(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         answer = None if self.group is None else self.group.answer(self, ins, timeout)
-        return answer or self.proxy.fit(ins, timeout, group_id)
+        return answer or self._proxy.fit(ins, timeout, group_id)
 
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
         """Forward the instruction; an error carries the client's name."""
         try:
-            return self.proxy.evaluate(ins, timeout, group_id)
+            return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
             raise ClientFailureError(self.name, words_of(error)) from error
 
     def get_properties(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self.proxy.get_properties(ins, timeout, group_id)
+        return self._proxy.get_properties(ins, timeout, group_id)
 
     def get_parameters(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self.proxy.get_parameters(ins, timeout, group_id)
+        return self._proxy.get_parameters(ins, timeout, group_id)
 
     def reconnect(self, ins, timeout, group_id):  # type: ignore[no-untyped-def]
         """Forward the call."""
-        return self.proxy.reconnect(ins, timeout, group_id)
+        return self._proxy.reconnect(ins, timeout, group_id)
 
 
 class Group:
@@ -104,7 +104,7 @@ class Group:
     def _asked(
         self, config: dict[str, Scalar], timeout: float | None
     ) -> dict[NamedProxy, FitRes | Exception]:
-        behind = [each.proxy for each in self._payloads]
+        behind = [each._proxy for each in self._payloads]
         kind = type(behind[0])
         assert issubclass(kind, DirectProxy)
         instructions = [FitIns(payload, config) for payload in self._payloads.values()]
