@@ -29,7 +29,7 @@ from fedhet.runs.measures import mean_figures
 from fedhet.server.admission import admission_of
 from fedhet.server.client_health import ClientHealth
 from fedhet.server.collector import Collected, Collector
-from fedhet.server.dispatch import NOTHING, Dispatch
+from fedhet.server.dispatch import NOTHING, Dispatch, together_of
 from fedhet.server.evaluation import measured_on
 from fedhet.server.exchange import Exchange
 from fedhet.server.late_replies import LateReplies
@@ -90,6 +90,7 @@ class HetStrategy(Strategy):
             log.client_answered,
             spool,
             (engine.in_flight or log.workers) if spec.large_messages else None,
+            together_of(spec, config.run),
         )
         self._selecting = Selecting(self.run)
         self._late = LateReplies(log.directory, log.run_name)
