@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
+from fedhet.objective import CrossEntropy, Objective
 from fedhet.settings.run import TrainingSettings
 from fedhet.transfer import rows_of, to_device
 
@@ -28,9 +30,9 @@ Augment = Callable[[Tensor], Tensor]
 """Images [N, C, H, W] or tokens [N, L] of a batch -> randomly changed ones."""
 
 
-def cross_entropy_of(model: nn.Module) -> LossOfBatch:
+def cross_entropy_of(model: nn.Module) -> Objective:
     """Return the loss of supervised training: the cross-entropy of `model`'s logits."""
-    return lambda x, y: nn.functional.cross_entropy(model(x).float(), y)
+    return CrossEntropy(model)
 
 
 def with_penalty(loss_of: LossOfBatch, penalty: Penalty) -> LossOfBatch:
@@ -46,6 +48,8 @@ class Optimization:
     scaler: torch.amp.GradScaler
     clip: float = 0.0
     """Greatest L2 norm of the gradient of all parameters; 0: any."""
+    alike: Callable[[Iterable[Tensor]], Optimization] | None = None
+    """Returns another one of the same kind, with the same settings, over other parameters."""
 
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
@@ -117,7 +121,7 @@ def _laid_out(value: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def optimization(
-    parameters: Iterable[nn.Parameter], settings: TrainingSettings, compute: Compute
+    parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
     """Return a new optimiser over `parameters`, as configured in the settings."""
     usual: dict[str, Any] = {
@@ -135,7 +139,8 @@ def optimization(
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
-    return Optimization(chosen, scaler, settings.clip)
+    alike = partial(optimization, settings=settings, compute=compute)
+    return Optimization(chosen, scaler, settings.clip, alike)
 
 
 def batches(

@@ -94,3 +94,11 @@ class Numbers:
             left = drawn if left is None else torch.cat([left, drawn])
         found, self._left = left[:count], left[count:]
         return found
+
+    def get_state(self) -> Tensor | None:
+        """Return the numbers that are drawn and not taken; the generator has a state of its own."""
+        return self._left
+
+    def set_state(self, state: Tensor | None) -> None:
+        """Restore what `get_state` returned."""
+        self._left = state

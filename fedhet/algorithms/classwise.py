@@ -6,15 +6,15 @@ Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learnin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.choices import FeatureNorm
+from fedhet.algorithms.distillation import kl_divergence
 from fedhet.arrays import Array
 from fedhet.transfer import HOST, Numbers, all_to_device, to_device
 
@@ -36,13 +36,18 @@ class ClassMeans:
     counts: Array
 
 
-class ClassSums:
+class ClassSums(nn.Module):
     """Running sums of features and logits per class, accumulated on the device over batches."""
 
+    features: Tensor
+    logits: Tensor
+    counts: Tensor
+
     def __init__(self, classes: int, width: int, device: torch.device) -> None:
-        self.features = torch.zeros(classes, width, device=device)
-        self.logits = torch.zeros(classes, classes, device=device)
-        self.counts = torch.zeros(classes, device=device)
+        super().__init__()
+        self.register_buffer("features", torch.zeros(classes, width, device=device))
+        self.register_buffer("logits", torch.zeros(classes, classes, device=device))
+        self.register_buffer("counts", torch.zeros(classes, device=device))
 
     def clear(self) -> None:
         """Forget all batches."""
@@ -53,7 +58,7 @@ class ClassSums:
     def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: features [N, D], logits [N, C], labels [N]."""
         # Multiplying by one-hot labels is deterministic on every device; index_add_ is not.
-        member = F.one_hot(labels, len(self.counts)).T.float()
+        member = F.one_hot(labels, self.counts.shape[-1]).T.float()
         with torch.autocast(member.device.type, enabled=False):
             self.features += member @ features.detach().float()
             self.logits += member @ logits.detach().float()
@@ -131,20 +136,32 @@ def capped(counts: Array, samples: int) -> Array:
     return np.maximum(counts * (samples / claimed), 1).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The server's knowledge arranged by class, on the client's training device.
-
-    features [C, D], log_probabilities [C, C] (log softmax of the logits), known [C] (has the class
-    an entry?), scale (root mean square of all entries' features; 1 if they are all zero).
-    """
+class Teacher(nn.Module):
+    """The server's knowledge arranged by class, on the client's training device."""
 
     features: Tensor
     log_probabilities: Tensor
     known: Tensor
-    scale: float = 1.0
 
-    def targets(self, labels: Tensor) -> Tensor:
+    def __init__(
+        self, features: Tensor, log_probabilities: Tensor, known: Tensor, scale: float = 1.0
+    ) -> None:
+        """`features` [C, D]; `log_probabilities` [C, C], the log softmax of the logits.
+
+        `known` [C]: has the class an entry? `scale`: the root mean square of all entries'
+        features; 1 if they are all zero.
+        """
+        super().__init__()
+        self.register_buffer("features", features)
+        self.register_buffer("log_probabilities", log_probabilities)
+        self.register_buffer("known", known)
+        self.scale = scale
+
+    def drawn(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """Return what is drawn for a batch's targets; here nothing."""
+        return ()
+
+    def targets(self, labels: Tensor, *drawn: Tensor) -> Tensor:
         """Return the target features for samples of these classes: [N] -> [N, D]."""
         return self.features[labels]
 
@@ -179,7 +196,6 @@ class Teacher:
         )
 
 
-@dataclass(frozen=True)
 class VariedTeacher(Teacher):
     """A teacher with several features per class, [C, S, D], as Velo's server can send.
 
@@ -187,19 +203,23 @@ class VariedTeacher(Teacher):
     paired with one of the S features, drawn uniformly (ours).
     """
 
-    generator: torch.Generator = field(kw_only=True)
-
-    @cached_property
-    def _picks(self) -> Numbers:
-        choices, generator = self.features.shape[1], self.generator
-        return Numbers(
+    def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
+        """`teacher` has features [C, S, D]; `generator` draws."""
+        super().__init__(teacher.features, teacher.log_probabilities, teacher.known, teacher.scale)
+        self._generator, choices = generator, teacher.features.shape[1]
+        self._picks = Numbers(
             lambda count: torch.randint(choices, (count,), generator=generator),
-            self.features.device,
+            teacher.features.device,
         )
 
-    def targets(self, labels: Tensor) -> Tensor:
+    def drawn(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """Return the number of a feature for each sample, [N]."""
+        return (self._picks.take(len(labels)),)
+
+    def targets(self, labels: Tensor, *drawn: Tensor) -> Tensor:
         """Return a random feature of its class for each sample: [N] -> [N, D]."""
-        return self.features[labels, self._picks.take(len(labels))]
+        (pick,) = drawn or self.drawn(labels)
+        return self.features[labels, pick]
 
 
 def newest(classes: Array, most: int) -> Array:
@@ -244,7 +264,11 @@ def at_unit_scale(features: Tensor) -> Tensor:
 
 
 def class_feature_loss(
-    features: Tensor, labels: Tensor, teacher: Teacher, norm: FeatureNorm = "none"
+    features: Tensor,
+    labels: Tensor,
+    teacher: Teacher,
+    norm: FeatureNorm = "none",
+    drawn: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
@@ -258,7 +282,7 @@ def class_feature_loss(
     - `unit`: every vector, a sample's and an entry's, at a root mean square of 1. Directions alone
       are compared.
     """
-    own, target = features.float(), teacher.targets(labels)
+    own, target = features.float(), teacher.targets(labels, *drawn)
     if norm == "unit":
         own, target = at_unit_scale(own), at_unit_scale(target)
     elif norm == "rms":
@@ -273,12 +297,17 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
     """
     own = logits.float().log_softmax(1)
     target = teacher.log_probabilities[labels]
-    divergence = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
+    divergence = kl_divergence(own, target).sum(1)
     return divergence * teacher.known[labels]
 
 
 def felo_loss(
-    features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, terms: Terms
+    features: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Teacher | None,
+    terms: Terms,
+    drawn: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl), weighed by `terms`.
 
@@ -288,6 +317,6 @@ def felo_loss(
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:
         return loss
-    mse = class_feature_loss(features, labels, teacher, terms.norm)
+    mse = class_feature_loss(features, labels, teacher, terms.norm, drawn)
     kl = class_logit_loss(logits, labels, teacher)
     return loss + terms.alpha * torch.mean(terms.feature * mse + terms.logit * kl)

@@ -34,6 +34,7 @@ from fedhet.errors import FedhetError, OwnModelError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
+from fedhet.objective import OwnClasses
 from fedhet.runs.measures import WORK, timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
@@ -219,12 +220,10 @@ class HetClient(NumPyClient):
         )
         self.figures = semi.figures()
 
-    def own_classes(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of logits [N, C] of the client's classes, and y [N] as their numbers.
-
-        A loss of these leaves the outputs of other classes without a gradient.
-        """
-        return self.samples.own_columns(logits), torch.searchsorted(self.space, y)
+    @property
+    def own_classes(self) -> OwnClasses:
+        """What restricts logits [N, C] and classes [N] to the client's label space in a loss."""
+        return OwnClasses(self.space)
 
     def fit_private(
         self, generator: torch.Generator, *, decay: float = 1.0, **options: Unpack[Epochs]
@@ -334,6 +333,7 @@ class HetClient(NumPyClient):
         self.loss, self.figures = None, {}
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
             answer, seconds = timed(self.train, round, instruction)
+            seconds -= self.recipe.waited
         self.recipe.end(self.training, self.loss)
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds

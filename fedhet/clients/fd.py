@@ -20,15 +20,35 @@ from fedhet.algorithms.federated_distillation import (
     nearest_distributions,
 )
 from fedhet.arrays import Array
-from fedhet.clients.fedhe import FedHeClient
+from fedhet.clients.fedhe import FedHeClient, FedHeObjective
 from fedhet.methods.fd import FdSettings
 from fedhet.wire.knowledge import Knowledge
+
+
+class FdObjective(FedHeObjective):
+    """Cross-entropy, and the distillation regulariser; gathers class sums of probabilities."""
+
+    settings: FdSettings  # type: ignore[assignment]
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """Return the probabilities F(w, b) of logits [N, C], 0 outside the label space."""
+        own = self.own_classes.columns(logits.detach().float()).softmax(1)
+        if own.shape == logits.shape:
+            return own
+        whole = torch.zeros_like(logits, dtype=own.dtype)
+        whole[:, self.own_classes.space] = own
+        return whole
+
+    def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return gamma times the distillation regulariser (line 5)."""
+        return self.settings.gamma * class_cross_entropy(logits, labels, teacher).mean()
 
 
 class FdClient(FedHeClient):
     """Learns from its labels and from the others' probabilities; replies with its own."""
 
     settings: FdSettings  # type: ignore[assignment]
+    objective: ClassVar[type[FedHeObjective]] = FdObjective
     all_epochs: ClassVar[bool] = True
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
@@ -41,16 +61,3 @@ class FdClient(FedHeClient):
         """Return the logarithms of the other clients' probabilities: logits of the same softmax."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], SMALLEST))
         return logs
-
-    def answers(self, logits: Tensor) -> Tensor:
-        """Return the probabilities F(w, b) of logits [N, C], 0 outside the label space."""
-        own = self.samples.own_columns(logits.detach().float()).softmax(1)
-        if own.shape == logits.shape:
-            return own
-        whole = torch.zeros_like(logits, dtype=own.dtype)
-        whole[:, self.space] = own
-        return whole
-
-    def penalty(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return gamma times the distillation regulariser (line 5)."""
-        return self.settings.gamma * class_cross_entropy(logits, labels, teacher).mean()

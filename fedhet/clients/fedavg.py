@@ -15,6 +15,7 @@ from fedhet.clients.base import HetClient
 from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.models.parts import names_of
+from fedhet.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -72,18 +73,32 @@ class FedAvgClient(HetClient):
     def _learn(self, round: int, local: LocalModel) -> None:
         """Train on cross-entropy plus the method's term."""
         self.network.train()
-        optimizing = self.optimization(local.parameters())
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            logits, target = self.own_classes(local.logits(x), y)
-            return F.cross_entropy(logits.float(), target)
-
+        objective = LocalObjective(local, self.own_classes)
         self.train_own(
-            loss_of,
+            objective,
             lambda x: self.samples.own_columns(local.logits(x)),
-            optimizing,
+            self.optimization(local.parameters()),
             self.generator(round, "batches"),
             steps=self.steps(),
             stepped=local.stepped,
-            penalty=local.regulariser,
+            penalty=objective.penalty,
         )
+
+
+class LocalObjective(Objective):
+    """Cross-entropy within the client's classes, and the method's term."""
+
+    def __init__(self, local: LocalModel, own_classes: nn.Module) -> None:
+        super().__init__()
+        self.model, self.own_classes = local.model, own_classes
+        self.compared = nn.ModuleList(local.compared())
+        self._local = local
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return the cross-entropy."""
+        logits, target = self.own_classes(self._local.logits(x), y)
+        return F.cross_entropy(logits.float(), target)
+
+    def penalty(self) -> Tensor | float:
+        """Return the method's term."""
+        return self._local.regulariser()

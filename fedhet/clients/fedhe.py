@@ -22,13 +22,60 @@ from fedhet.algorithms.classwise import (
 from fedhet.arrays import Array
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedhe import FedHeSettings
+from fedhet.models import HetModel
+from fedhet.objective import Objective, OwnClasses
 from fedhet.wire.knowledge import Knowledge
+
+
+class FedHeObjective(Objective):
+    """Cross-entropy, and the distance to the server's logits; gathers class sums if it is to."""
+
+    def __init__(
+        self,
+        model: HetModel,
+        own_classes: OwnClasses,
+        teacher: Teacher | None,
+        sums: ClassSums,
+        settings: FedHeSettings,
+    ) -> None:
+        super().__init__()
+        self.model, self.own_classes, self.teacher, self.sums = model, own_classes, teacher, sums
+        self.settings, self.gathering = settings, False
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        features, logits = self.model.features_and_logits(x)
+        if self.gathering:
+            self.sums.add(features, self.answers(logits), y)
+        own, target = self.own_classes(logits, y)
+        loss = F.cross_entropy(own.float(), target)
+        if self.teacher is None:
+            return loss
+        return loss + self.distillation(own, target, self.teacher)
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """Return what is averaged by class of a batch's logits [N, C]."""
+        return logits
+
+    def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return the term that is added to cross-entropy, a scalar."""
+        return self.settings.alpha * self.distance(logits, labels, teacher).mean()
+
+    def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return the distance of own logits [N, C] to those of each sample's class, [N].
+
+        0 for a class without an entry.
+        """
+        if self.settings.loss == "mse":
+            return class_feature_loss(logits, labels, teacher)
+        return class_logit_loss(logits, labels, teacher)
 
 
 class FedHeClient(HetClient):
     """Trains near the server's class logits, and replies with its own."""
 
     settings: FedHeSettings
+    objective: ClassVar[type[FedHeObjective]] = FedHeObjective
     all_epochs: ClassVar[bool] = False
     """Whether class means are over all local epochs, not over the last alone."""
 
@@ -55,42 +102,16 @@ class FedHeClient(HetClient):
         """Return the server's logits [P, C] of each class that it sends."""
         return knowledge.tensors["logits"]
 
-    def answers(self, logits: Tensor) -> Tensor:
-        """Return what is averaged by class of a batch's logits [N, C]."""
-        return logits
-
-    def penalty(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the term that is added to cross-entropy, a scalar."""
-        return self.settings.alpha * self.distance(logits, labels, teacher).mean()
-
-    def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the distance of own logits [N, C] to those of each sample's class, [N].
-
-        0 for a class without an entry.
-        """
-        if self.settings.loss == "mse":
-            return class_feature_loss(logits, labels, teacher)
-        return class_logit_loss(logits, labels, teacher)
-
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
         """Train for the local epochs; return the class means of the last, or of all epochs."""
-        model = self.network.train()
+        model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
+        objective = self.objective(model, self.own_classes, teacher, sums, self.settings)
 
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            features, logits = model.features_and_logits(x)
-            sums.add(features, self.answers(logits), y)
-            own, target = self.own_classes(logits, y)
-            loss = F.cross_entropy(own.float(), target)
-            if teacher is None:
-                return loss
-            return loss + self.penalty(own, target, teacher)
+        def before_epoch(epoch: int) -> None:
+            objective.gathering = self.all_epochs or epoch == last
 
-        self.train_own(
-            loss_of,
-            self.private,
-            self.optimization(model.parameters()),
-            self.generator(round, "batches"),
-            before_epoch=lambda _: None if self.all_epochs else sums.clear(),
-        )
-        return self.promise.class_means(sums, model, self.answers)
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
+        return self.promise.class_means(sums, model, objective.answers)

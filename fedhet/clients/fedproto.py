@@ -15,6 +15,8 @@ from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.devices import evaluation_batch
 from fedhet.methods.fedproto import PrototypeSettings
+from fedhet.models import HetModel
+from fedhet.objective import Objective
 from fedhet.training import evaluating
 from fedhet.wire.knowledge import Knowledge
 
@@ -58,17 +60,9 @@ class FedProtoClient(HetClient):
         prototype of its class, as a mean over samples and features.
         """
         model = self.network.train()
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            features, logits = model.features_and_logits(x)
-            own, target = self.own_classes(logits, y)
-            loss = F.cross_entropy(own.float(), target)
-            if teacher is None:
-                return loss
-            return loss + self.settings.lambda_ * class_feature_loss(features, y, teacher).mean()
-
+        objective = PrototypeObjective(model, self.own_classes, teacher, self.settings)
         optimizing = self.optimization(model.parameters())
-        self.train_own(loss_of, self.private, optimizing, self.generator(round, "batches"))
+        self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
 
     @torch.no_grad()
     def _means(self) -> ClassMeans:
@@ -82,3 +76,28 @@ class FedProtoClient(HetClient):
                 x = self.compute.images(self.x[part])
                 sums.add(*model.features_and_logits(x), self.y[part])
         return self.promise.class_means(sums, model)
+
+
+class PrototypeObjective(Objective):
+    """Cross-entropy plus lambda times the distance to the prototypes (Eq. 7)."""
+
+    def __init__(
+        self,
+        model: HetModel,
+        own_classes: nn.Module,
+        teacher: Teacher | None,
+        settings: PrototypeSettings,
+    ) -> None:
+        super().__init__()
+        self.model, self.own_classes, self.teacher = model, own_classes, teacher
+        self.settings = settings
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return Eq. 7."""
+        features, logits = self.model.features_and_logits(x)
+        own, target = self.own_classes(logits, y)
+        loss = F.cross_entropy(own.float(), target)
+        if self.teacher is None:
+            return loss
+        distance = class_feature_loss(features, y, self.teacher).mean()
+        return loss + self.settings.lambda_ * distance

@@ -13,6 +13,7 @@ from fedhet.arrays import grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.felo import FeloSettings
 from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -66,21 +67,14 @@ class FeloClient(HetClient):
         """Train for the local epochs on Eq. 1; return the class means of the last epoch."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        terms, gathering = terms_of(self.settings), False
+        objective = FeloObjective(model, teacher, sums, terms_of(self.settings))
 
         def before_epoch(epoch: int) -> None:
-            nonlocal gathering
-            gathering = epoch == last
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            features, logits = model.features_and_logits(x)
-            if gathering:
-                sums.add(features, logits, y)
-            return felo_loss(features, logits, y, teacher, terms)
+            objective.gathering = epoch == last
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        self.train_own(loss_of, self.private, optimizing, generator, before_epoch=before_epoch)
+        self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
         return self.promise.class_means(sums, model)
 
     def _answer(self, means: ClassMeans) -> Knowledge:
@@ -88,6 +82,28 @@ class FeloClient(HetClient):
         if self.settings.share_weights:
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors)
+
+
+class FeloObjective(Objective):
+    """Eq. 1; while it gathers, the class sums of the batches are added up."""
+
+    def __init__(
+        self, model: HetModel, teacher: Teacher | None, sums: ClassSums, terms: Terms
+    ) -> None:
+        super().__init__()
+        self.model, self.teacher, self.sums = model, teacher, sums
+        self.terms, self.gathering = terms, False
+
+    def drawn(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return what the teacher draws for a batch."""
+        return () if self.teacher is None else self.teacher.drawn(y)
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return Eq. 1."""
+        features, logits = self.model.features_and_logits(x)
+        if self.gathering:
+            self.sums.add(features, logits, y)
+        return felo_loss(features, logits, y, self.teacher, self.terms, drawn)
 
 
 def terms_of(settings: FeloSettings) -> Terms:

@@ -13,6 +13,7 @@ from fedhet.arrays import grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.fml import FmlSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -45,13 +46,31 @@ class FmlClient(HetClient):
 
     def _learn(self, round: int, private: nn.Module, meme: nn.Module) -> None:
         """Train for the local epochs on both models' losses, each with the other as its teacher."""
-        alpha, beta = self.settings.alpha, self.settings.beta
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            own, target = self.own_classes(private(x), y)
-            shared, _ = self.own_classes(meme(x), y)
-            return mutual_loss(own, shared, target, alpha) + mutual_loss(shared, own, target, beta)
-
+        shares = self.settings.alpha, self.settings.beta
+        objective = MutualObjective(private, meme, self.own_classes, shares)
         optimizing = self.optimization(private.parameters(), meme.parameters())
         generator = self.generator(round, "batches")
-        self.train_own(loss_of, self.private, optimizing, generator)
+        self.train_own(objective, self.private, optimizing, generator)
+
+
+class MutualObjective(Objective):
+    """The losses of both models, each with the other as its teacher."""
+
+    def __init__(
+        self,
+        private: nn.Module,
+        meme: nn.Module,
+        own_classes: nn.Module,
+        shares: tuple[float, float],
+    ) -> None:
+        """`shares`: of the cross-entropy in the private model's loss (alpha), the meme's (beta)."""
+        super().__init__()
+        self.private, self.meme, self.own_classes = private, meme, own_classes
+        self.alpha, self.beta = shares
+
+    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+        """Return the sum of both losses."""
+        own, target = self.own_classes(self.private(x), y)
+        shared, _ = self.own_classes(self.meme(x), y)
+        mutual = mutual_loss(own, shared, target, self.alpha)
+        return mutual + mutual_loss(shared, own, target, self.beta)

@@ -22,6 +22,7 @@ from fedhet.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.heterofl import HeteroFlSettings
 from fedhet.models import base_and_width, is_registered, narrow_name
+from fedhet.objective import OwnClasses
 from fedhet.training import statistics_kept
 from fedhet.wire.knowledge import Knowledge
 
@@ -69,11 +70,10 @@ class HeteroFlClient(FedAvgClient):
             sent["labels"] = (~self.absent).nonzero().flatten().cpu().numpy()
         return sent
 
-    def own_classes(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits for the cross-entropy: masked, or of the client's label space."""
-        if self.settings.masked:
-            return masked(logits, self.absent), y
-        return super().own_classes(logits, y)
+    @property
+    def own_classes(self) -> OwnClasses:
+        """What a loss sees of logits and classes: masked ones, or those of its label space."""
+        return MaskedClasses(self.absent) if self.settings.masked else super().own_classes
 
     def _rate(self) -> float:
         """Return the width of the client's model, as a share of the global model's."""
@@ -81,3 +81,11 @@ class HeteroFlClient(FedAvgClient):
 
     def _query(self, model: nn.Module) -> None:
         query_statistics(model, self.x, self.compute, self.generator(0, "statistics"))
+
+
+class MaskedClasses(OwnClasses):
+    """All classes, of which the logits of absent ones are masked in a loss."""
+
+    def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return masked logits [N, C], and y [N] as it is; the space is that of absent classes."""
+        return masked(logits, self.space), y

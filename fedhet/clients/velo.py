@@ -22,4 +22,4 @@ class VeloClient(FeloClient):
         teacher = super().read_teacher(round, knowledge)
         if teacher is None:
             return None
-        return VariedTeacher(**vars(teacher), generator=self.generator(round, "features"))
+        return VariedTeacher(teacher, self.generator(round, "features"))

@@ -15,6 +15,7 @@ from fedhet.devices import find_device
 from fedhet.errors import FedhetError, one_line
 from fedhet.kinds import Shape, kind_of
 from fedhet.models import Refitted, build_any
+from fedhet.server.dispatch import together_of
 
 CONTEXT_BYTES = 2**29
 """What CUDA itself takes of a GPU's memory in each process."""
@@ -23,6 +24,7 @@ IN_USE = 0.9
 MOST_WORKERS = 8
 """Workers on a GPU at most, if their number follows from the models' size."""
 ASKED_ALONE = "finds too little memory on the GPU: it is asked again alone"
+ASKED_APART = "find too little memory on the GPU to train as one: each is asked by itself"
 COPIES = 4
 """Of a weight: itself, its gradient, and two that Adam keeps."""
 
@@ -48,7 +50,8 @@ def share_for(needed: int, total: int) -> float:
 def needed_bytes(config: Config, data: RunData) -> int:
     """Return about what training takes of a GPU's memory for the largest of the run's models.
 
-    A method that trains further models of its own takes as much for each.
+    A method that trains further models of its own takes as much for each, and so does each of the
+    clients that train as one.
     """
     run, shape = config.run, tuple(data.dataset.shape)
     classes, own = len(data.dataset.classes), config.flat()
@@ -59,7 +62,8 @@ def needed_bytes(config: Config, data: RunData) -> int:
         for name in dict.fromkeys([*run.models.pool, *others])
     }
     largest = max(sizes[name] for name in run.models.pool)
-    return CONTEXT_BYTES + largest + sum(sizes[name] for name in others)
+    each = largest + sum(sizes[name] for name in others)
+    return CONTEXT_BYTES + together_of(config.method.spec, run) * each
 
 
 def _own_models(config: Config) -> list[str]:

@@ -53,5 +53,6 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    together=True,
     privacy=DP_SGD,
 )

@@ -52,5 +52,6 @@ SPEC = MethodSpec(
     figures={
         "classes_covered": "classes with an average",
     },
+    together=True,
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

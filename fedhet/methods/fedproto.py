@@ -59,5 +59,6 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    together=True,
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

@@ -48,4 +48,5 @@ SPEC = replace(
         "margin": "margin between classes",
         "separation": "distance of a prototype to the nearest other, mean over classes",
     },
+    together=False,
 )

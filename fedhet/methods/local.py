@@ -10,5 +10,6 @@ SPEC = MethodSpec(
     headline="common",
     late="averaged",
     any_model=True,
+    together=True,
     privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
 )

@@ -59,5 +59,6 @@ SPEC = replace(
     sizes=gaussian_sizes,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
+    together=False,
     privacy=Protection(refused="its weights are drawn within a step, several times a batch"),
 )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from fedhet.settings.pace import PaceSettings
 
+LEAST_GRACE = 10.0
+"""The least seconds for which an evaluation waits when enough clients have answered."""
 RECENT = 20
 """The number of last rounds whose median duration is the usual one."""
 
@@ -28,6 +30,8 @@ class Closing:
     """Seconds."""
     timeout: float = math.inf
     """Seconds since the round began."""
+    patience: float = 0.0
+    """The least grace, in times of what enough answers took."""
 
     def closes_at(self, answers: Iterable[float], began: float) -> float:
         """Return when a round that began at `began` closes, if answers come at these times.
@@ -37,7 +41,9 @@ class Closing:
         times = sorted(answers)
         if not times:
             return began
-        graced = times[self.enough - 1] + self.grace if self.enough <= len(times) else math.inf
+        graced = math.inf
+        if self.enough <= len(times):
+            graced = times[self.enough - 1] + self._grace(times[self.enough - 1] - began)
         return max(began, min(times[-1], graced, began + self.timeout))
 
     def waits(self, now: float, answers: Sequence[float], awaited: int) -> float:
@@ -48,8 +54,14 @@ class Closing:
         """
         if not awaited:
             return 0.0
-        graced = answers[self.enough - 1] + self.grace if self.enough <= len(answers) else math.inf
+        graced = math.inf
+        if self.enough <= len(answers):
+            graced = answers[self.enough - 1] + self._grace(answers[self.enough - 1])
         return max(0.0, min(graced, self.timeout) - now)
+
+    def _grace(self, taken: float) -> float:
+        """Return the grace if enough answers have taken so long, in seconds."""
+        return max(self.grace, self.patience * taken)
 
 
 def wanted(members: int, fraction: float) -> int:
@@ -72,6 +84,15 @@ def closing(
     share = pace.enough if pace.enough <= 1 else 1.0
     number = math.ceil(round(share * needed, 9)) if pace.enough <= 1 else int(pace.enough)
     return Closing(max(1, min(number, awaited)), pace.grace, pace.seconds_at_most(usual(durations)))
+
+
+def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:
+    """Return the rule of an evaluation, which waits longer: who is left out cannot be asked next.
+
+    Once enough have answered, it waits for as long again, and for LEAST_GRACE at least.
+    """
+    rule = closing(pace, asked, asked, durations)
+    return replace(rule, grace=max(pace.grace, LEAST_GRACE), patience=1.0)
 
 
 def usual(durations: Iterable[float]) -> float:

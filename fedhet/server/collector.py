@@ -18,7 +18,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import StateError
 from fedhet.pace.clock import SimulatedClock
-from fedhet.pace.closing import RECENT, Closing, closing
+from fedhet.pace.closing import RECENT, Closing, closing, closing_of_evaluation
 from fedhet.server.callers import Answer, Call, Callers, names_of
 from fedhet.server.exchange import Exchange
 from fedhet.server.late_replies import LateReplies, LateReply
@@ -147,7 +147,7 @@ class Collector:
         """
         calls, rule = _calls(instructions, round, timeout), Closing(len(instructions))
         if self._clock is None:
-            rule = closing(self._pace, len(calls), len(calls), self._durations)
+            rule = closing_of_evaluation(self._pace, len(calls), self._durations)
         self._evaluating |= {call.name: call for call in calls}
         found = Collected(withdrawn=self._wait(calls, names_of(calls), rule))
         for answer in self._evaluated:

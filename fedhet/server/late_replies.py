@@ -61,7 +61,7 @@ class LateReplies:
             "code": result.status.code.value,
             "message": result.status.message,
             "samples": result.num_examples,
-            "metrics": json.dumps(result.metrics, default=repr),
+            "metrics": json.dumps(dict(result.metrics), default=repr),
             "arrays": len(payload),
             "sent": reply.sent is not None,
             "digest": reply.digest,

@@ -167,11 +167,13 @@ class Members:
             if not self._left_out(proxy, info, self._rules.fault_of(info, self._pool))
         ]
         self._vote([info for _, info in sound])
+        taken = {info.name for info in self._infos.values()}
         for proxy, info in sound:
-            if any(other.name == info.name for other in self._infos.values()):
+            if info.name in taken:
                 # Perhaps the same client, whose old node Flower still lists: asked again later.
                 self._notice(f"client {info.name} is left out: another node has that name")
             elif not self._left_out(proxy, info, self._fault(info)):
+                taken.add(info.name)
                 self._infos[proxy.cid] = info
                 self._proxies[proxy.cid] = asked_again(proxy)
                 self._names[proxy.cid] = info.name

@@ -58,7 +58,7 @@ class WorkerPool:
     ) -> None:
         """Start a worker at each of `places`. `start` returns an actor that has `is_ready`."""
         self.places = tuple(places)
-        self._start, self._notice = start, notice
+        self._start, self.notice = start, notice
         self._changed = threading.Condition()
         self._idle: deque[Placed] = deque()
         self._busy: set[Placed] = set()
@@ -100,7 +100,7 @@ class WorkerPool:
 
         The other workers give back the memory of their GPUs before.
         """
-        self._notice(f"{who} {ASKED_ALONE}")
+        self.notice(f"{who} {ASKED_ALONE}")
         return self._run(who, task, timeout, self._worker_alone)
 
     def _run(self, who: str, task: Task, timeout: float | None, worker: Taken) -> Any:
@@ -112,7 +112,7 @@ class WorkerPool:
                 except LostError as error:
                     again = tried < TRIES
                     outcome = "it is asked again on another" if again else "it fails in this round"
-                    self._notice(
+                    self.notice(
                         f"the worker of {who} on {placed.machine.address} is lost ({error}): "
                         f"{outcome}"
                     )
@@ -215,7 +215,7 @@ class WorkerPool:
                 self._idle.append(placed)
             except Exception as error:
                 LOG.warning("%s", error)
-                self._notice(
+                self.notice(
                     f"no worker starts on {placed.machine.address} ({type(error).__name__}): the "
                     "run continues without it"
                 )

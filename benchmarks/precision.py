@@ -1,0 +1,123 @@
+"""A round in bfloat16 over the same round in float32, by method and network: processor time.
+
+    python -m benchmarks.precision [--methods felo,local] [--models mlp,cnn2] [--pairs 3]
+        [--shape 28] [--samples 640] [--batch 64]
+
+Four clients train an epoch on made-up images in this process, with one thread, and are evaluated;
+the server's part of a round is in it too. The two precisions take turns, a run each, and of each
+run the median of its rounds but the first counts. Processor time hardly depends on what else the
+machine does. A network of a common architecture is FedType's proxy as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.timing import show
+from fedhet.config.resolve import resolve
+from fedhet.data import RunData
+from fedhet.engines.environment import for_training
+from fedhet.engines.inline import run_inline
+from fedhet.methods.registry import find_method
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import RoundRecord
+from fedhet.server_app import components
+
+CLIENTS, ROUNDS, CLASSES = 4, 4, 10
+METHODS = "felo,fedavg,fedtype,fedgems,local"
+MODELS = "cnn2,cnn3,resnet10,mlp"
+
+
+class ProcessTimes(Watcher):
+    """Notes the processor time of this process at the end of each round."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Note the time."""
+        self.at.append(time.process_time())
+
+
+def write_images(folder: Path, owners: int, side: int, samples: int) -> str:
+    """Write each owner's images, uint8 [N, 1, side, side]; return the name of that dataset."""
+    rng = np.random.default_rng(owners)
+    for part, count in (("train", samples), ("test", samples // 5)):
+        (folder / part).mkdir(parents=True)
+        for owner in range(owners):
+            x = rng.integers(0, 256, (count, 1, side, side), dtype=np.uint8)
+            np.savez(folder / part / f"{owner}.npz", x=x, y=np.arange(count) % CLASSES)
+    return f"npz:{folder}"
+
+
+def round_seconds(
+    method: str, model: str, precision: str, batch: int, images: str, public: str
+) -> float:
+    """Return the processor seconds of a round, the median over all but the first."""
+    times = ProcessTimes()
+    needed = {"data.public-dataset": public} if find_method(method).spec.needs_public else {}
+    config = resolve(
+        {
+            "method": method, "clients": CLIENTS, "rounds": ROUNDS,
+            "data.dataset": images, **needed,
+            "models.pool": model, "training.local-epochs": 1, "training.batch-size": batch,
+            "engine.backend": "inline", "engine.precision": precision,
+        }
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        run, data = Path(folder) / "run", RunData.of(config.run)
+        parts = components(config, run, workers=1, watchers=[times], data=data)
+        run_inline(config, data, Path(folder) / "state", parts)
+    return float(median(np.diff(times.at)))
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Print the ratios of every method and network."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as name:
+        made = (chosen.shape, chosen.samples)
+        own = write_images(Path(name) / "own", CLIENTS, *made)
+        public = write_images(Path(name) / "public", 1, *made)
+        for method, model in product(chosen.methods.split(","), chosen.models.split(",")):
+            pairs = [
+                [round_seconds(method, model, precision, chosen.batch, own, public)
+                 for precision in ("bfloat16", "float32")]
+                for _ in range(chosen.pairs)
+            ]  # fmt: skip
+            both = " s, ".join(f"{median(each):.2f}" for each in zip(*pairs, strict=True))
+            found = sorted(ours / theirs for ours, theirs in pairs)
+            show(f"{method}, {model}: {both} s", found)
+            sys.stdout.flush()
+
+
+def main() -> None:
+    """Print the ratios, in a process that keeps its pages as Ray's workers do."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--shape", type=int, default=28, help="the side of an image")
+    parser.add_argument("--samples", type=int, default=640, help="training images of a client")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.here:
+        compare(chosen)
+        return
+    again = [sys.executable, "-m", "benchmarks.precision", *sys.argv[1:], "--here"]
+    raise SystemExit(subprocess.run(again, env={**os.environ, **for_training()}).returncode)
+
+
+if __name__ == "__main__":
+    main()
