@@ -294,17 +294,16 @@ def test_what_training_takes_is_estimated(gpu, name):
     assert 0.8 * gpu.peak < estimate < 3 * gpu.peak
 
 
-def test_the_share_is_chosen_where_it_is_left_open(gpu):
+@pytest.mark.parametrize(("gib", "share"), [(16, 0.12), (1, 1.0)])
+def test_the_share_is_chosen_where_it_is_left_open(gib, share):
+    """Half a GiB of it is CUDA's own in each process."""
     config = on_gpu("fedtype")
     data = RunData.of(config.run)
-    found = with_gpu_share(config, data).run.engine.gpus_per_client
-    assert found == 0.12
-    gpu.forget(2**30)  # half of it is CUDA's own in each process
-    assert with_gpu_share(config, data).run.engine.gpus_per_client == 1.0
-    chosen = config.replacing(engine=config.run.engine.model_copy(update={"gpus_per_client": 0.5}))
-    assert with_gpu_share(chosen, data) == chosen
-    plain = config.replacing(engine=config.run.engine.model_copy(update={"device": "cpu"}))
-    assert with_gpu_share(plain, data) == plain
+    with pretended(memory=gib * 2**30):
+        assert with_gpu_share(config, data).run.engine.gpus_per_client == share
+        for given in ({"gpus_per_client": 0.5}, {"device": "cpu"}):
+            chosen = config.replacing(engine=config.run.engine.model_copy(update=given))
+            assert with_gpu_share(chosen, data) == chosen
 
 
 # What a machine without one says.
