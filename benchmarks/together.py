@@ -3,7 +3,7 @@
     python -m benchmarks.together [--models mlp,cnn2] [--clients 4,16] [--pairs 5] [--device cpu]
         [--side 28] [--batch 32]
 
-An epoch of 320 made-up images at each client, in turn: `fedhet.stacking` and
+An epoch of 320 made-up images at each client, in turn: `fedhet.client_runtime.stacking` and
 `fedhet.training.train_epochs`. Processor time with one thread, on an accelerator the clock's.
 """
 
@@ -17,12 +17,12 @@ from itertools import product
 import torch
 
 from benchmarks.timing import ratios, show
+from fedhet.client_runtime.stacking import Work, together
 from fedhet.devices import Compute, compute_for
 from fedhet.models import build
-from fedhet.objective import CrossEntropy
 from fedhet.settings.engine import ComputeSettings
 from fedhet.settings.run import TrainingSettings
-from fedhet.stacking import Work, together
+from fedhet.tensors.objective import CrossEntropy
 from fedhet.training import optimization, train_epochs
 
 CLASSES, SAMPLES = 10, 320

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedhet.errors import SettingsError
 from fedhet.settings.engine import ComputeSettings, EngineSettings
-from fedhet.transfer import all_to_device, to_device
+from fedhet.tensors.transfer import all_to_device, to_device
 
 Module = TypeVar("Module", bound=nn.Module)
 

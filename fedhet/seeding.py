@@ -36,7 +36,8 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 def random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's global generators, of the CPU and of all GPUs in use."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = torch.cuda.get_rng_state_all() if started else []
     return torch.get_rng_state(), gpus
 
 

@@ -27,7 +27,7 @@ from fedhet.arrays import Array
 from fedhet.disk.bounded import parsed, refuse_odd
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError, reason_of
-from fedhet.transfer import HOST, all_to_device
+from fedhet.tensors.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fedhet.devices import CPU, Compute, evaluation_batch
 from fedhet.errors import DataError
-from fedhet.objective import CrossEntropy, Objective
 from fedhet.settings.run import TrainingSettings
-from fedhet.transfer import rows_of, to_device
+from fedhet.tensors.objective import CrossEntropy, Objective
+from fedhet.tensors.transfer import rows_of, to_device
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""

@@ -26,7 +26,7 @@ from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
 from fedhet.report import load_run
 from fedhet.settings.engine import ComputeSettings
-from fedhet.transfer import Numbers, all_to_device, joined, separated
+from fedhet.tensors.transfer import Numbers, all_to_device, joined, separated
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="PyTorch without CUDA has no list of its kernels"

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 
 from fedhet.client_runtime import meeting, recipe
 from fedhet.client_runtime.meeting import guest_here, meet
+from fedhet.client_runtime.stacking import Work, alike, can_be_stacked, pays_on, together
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.devices import CPU
 from fedhet.engines.inline import run_inline
 from fedhet.methods.registry import all_methods
-from fedhet.objective import CrossEntropy, Objective
 from fedhet.seeding import torch_generator
 from fedhet.server_app import components
 from fedhet.settings.run import TrainingSettings
-from fedhet.stacking import Work, alike, can_be_stacked, pays_on, together
+from fedhet.tensors.objective import CrossEntropy, Objective
 from fedhet.training import optimization, train_epochs
 
 ADAM = {"training.optimizer": "adam", "training.lr": 0.001}

@@ -2,7 +2,7 @@
 
 A client's half does not know that it is one of several. Each call has a thread of its own, of which
 one runs at a time: until its local epochs are due, or it is done. Then the next one runs. When all
-have stopped, the epochs of those that are alike are trained stacked (`fedhet.stacking`), and one
+have stopped, the epochs of those that are alike are trained stacked (`stacking`), and one
 after the other the calls go on with the result. What they would otherwise share, torch's global
 generators, is exchanged at every change of turns, so that each draws what it would draw alone.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Generic, TypeVar
 
+from fedhet.client_runtime.stacking import Work, alike, can_be_stacked, together
 from fedhet.seeding import random_states, set_random_states
-from fedhet.stacking import Work, alike, can_be_stacked, together
 
 Result = TypeVar("Result")
 _HERE = threading.local()

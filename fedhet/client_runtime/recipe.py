@@ -14,15 +14,16 @@ from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.arrays import group, grouped
 from fedhet.client_runtime.meeting import Guest, guest_here
 from fedhet.client_runtime.semi import FixMatch
+from fedhet.client_runtime.stacking import Work, pays_on
 from fedhet.client_runtime.state import ClientState
 from fedhet.data import Split
 from fedhet.devices import Compute
 from fedhet.errors import StateError
 from fedhet.kinds import augmentation
-from fedhet.objective import Objective
+from fedhet.runs.measures import WORK
 from fedhet.seeding import torch_generator
 from fedhet.settings.run import RunSettings, TrainingSettings
-from fedhet.stacking import Work, pays_on
+from fedhet.tensors.objective import Objective
 from fedhet.training import (
     Augment,
     Epochs,
@@ -55,6 +56,7 @@ class Recipe:
         self._shape, self._change = info.shape, augmentation(run.training.augment, info.shape)
         self._optimizing: Optimization | None = None
         """The optimiser whose state is to be kept."""
+        self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
         """The samples that the round's training has used, each time that it used one."""
         self.begin(1)
@@ -65,6 +67,10 @@ class Recipe:
         self.work, self.waited = 0, 0.0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
         """The generator of the round's augmentations."""
+
+    def counted(self) -> dict[str, float]:
+        """Return the samples that the round's training has used, if a simulated clock needs it."""
+        return {WORK: float(self.work or self._samples)} if self._is_simulated else {}
 
     def end(self, settings: TrainingSettings, loss: float | None) -> None:
         """Add to the client's state what later rounds need; `loss` is the training loss.

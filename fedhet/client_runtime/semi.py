@@ -17,8 +17,8 @@ from fedhet.data import UNKNOWN, Split
 from fedhet.devices import Compute
 from fedhet.kinds import Shape, check_changeable, kind_of
 from fedhet.settings.run import TrainingSettings
+from fedhet.tensors.transfer import rows_of
 from fedhet.training import LossOfBatch, batches, evaluating
-from fedhet.transfer import rows_of
 
 Predict = Callable[[Tensor], Tensor]
 """Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from fedhet.devices import Compute, move
 from fedhet.errors import StateError
 from fedhet.models import Refitted
 from fedhet.storage import ClientStore, Facts, refuse_other
-from fedhet.transfer import HOST, all_to_device
+from fedhet.tensors.transfer import HOST, all_to_device
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""
@@ -99,6 +100,14 @@ class ClientState:
             if isinstance(model, Refitted) and self.participations:
                 model.fit_later(*self._training_set())
         self._version = version
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Leave an accelerator's memory to other clients after the block, until `restore`."""
+        try:
+            yield
+        finally:
+            self.rest()
 
     def rest(self) -> None:
         """Leave an accelerator's memory to other clients until the next `restore`."""

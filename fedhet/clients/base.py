@@ -34,10 +34,10 @@ from fedhet.errors import FedhetError, OwnModelError
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.objective import OwnClasses
-from fedhet.runs.measures import WORK, timed, write_measures
+from fedhet.runs.measures import timed, write_measures
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import TrainingSettings
+from fedhet.tensors.objective import OwnClasses
 from fedhet.training import (
     Augment,
     Epochs,
@@ -257,23 +257,18 @@ class HetClient(NumPyClient):
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train as the server's instruction says, and return the reply."""
         try:
-            with self.promise.guarded():
+            with self.state.resting(), self.promise.guarded():
                 envelope, instruction = self.link.read(parameters, self.sizes)
                 self.promise.begin(envelope.run, envelope.round)
                 arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
-                scores, eval_seconds = Evaluations(), 0.0
-                if config.get("evaluate", True):
-                    scores, eval_seconds = timed(self.evaluation, instruction)
+                judge = self.evaluation if config.get("evaluate", True) else _no_evaluation
+                scores, eval_seconds = timed(judge, instruction)
                 measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
-                said = write_measures(self.promise.measured(measured))
-                if self.run.pace.is_simulated:
-                    said[WORK] = float(max(self.recipe.work, len(self.y)))
+                said = write_measures(self.promise.measured(measured)) | self.recipe.counted()
         except OwnModelError:
             raise
         except FedhetError as error:
             return [], 0, self.promise.fault(error) | lacking(error)
-        finally:
-            self.state.rest()
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -284,7 +279,7 @@ class HetClient(NumPyClient):
         If the method `learns_last`, a client that has ever trained trains on it before.
         """
         try:
-            with self.promise.guarded():
+            with self.state.resting(), self.promise.guarded():
                 envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
                 self.promise.begin(envelope.run, envelope.round + 1)
                 self.state.restore(envelope.run, before=envelope.round + 1)
@@ -298,8 +293,6 @@ class HetClient(NumPyClient):
             raise
         except FedhetError as error:
             return 0.0, 0, self.promise.fault(error) | lacking(error)
-        finally:
-            self.state.rest()
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
 
@@ -337,3 +330,8 @@ class HetClient(NumPyClient):
         self.recipe.end(self.training, self.loss)
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds
+
+
+def _no_evaluation(knowledge: Knowledge) -> Evaluations:
+    """Return no evaluation: the server asks for it after the round."""
+    return Evaluations()

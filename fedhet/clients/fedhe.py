@@ -23,7 +23,7 @@ from fedhet.arrays import Array
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedhe import FedHeSettings
 from fedhet.models import HetModel
-from fedhet.objective import Objective, OwnClasses
+from fedhet.tensors.objective import Objective, OwnClasses
 from fedhet.wire.knowledge import Knowledge
 
 

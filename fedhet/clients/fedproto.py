@@ -16,7 +16,7 @@ from fedhet.clients.base import HetClient
 from fedhet.devices import evaluation_batch
 from fedhet.methods.fedproto import PrototypeSettings
 from fedhet.models import HetModel
-from fedhet.objective import Objective
+from fedhet.tensors.objective import Objective
 from fedhet.training import evaluating
 from fedhet.wire.knowledge import Knowledge
 

@@ -29,8 +29,8 @@ from fedhet.errors import KnowledgeError
 from fedhet.methods.fedtype import FedTypeSettings
 from fedhet.models import HetModel, build, load_weights, on_host
 from fedhet.seeding import derive, numpy_rng
+from fedhet.tensors.transfer import all_to_device, rows_of
 from fedhet.training import Optimization, evaluating, statistics_kept
-from fedhet.transfer import all_to_device, rows_of
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32

@@ -13,7 +13,7 @@ from fedhet.arrays import grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.felo import FeloSettings
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.objective import Objective
+from fedhet.tensors.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -22,7 +22,7 @@ from fedhet.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.heterofl import HeteroFlSettings
 from fedhet.models import base_and_width, is_registered, narrow_name
-from fedhet.objective import OwnClasses
+from fedhet.tensors.objective import OwnClasses
 from fedhet.training import statistics_kept
 from fedhet.wire.knowledge import Knowledge
 

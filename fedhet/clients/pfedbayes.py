@@ -17,7 +17,7 @@ from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.pfedbayes import PFedBayesSettings
 from fedhet.models import HetModel, on_host
 from fedhet.seeding import derive
-from fedhet.transfer import all_to_device
+from fedhet.tensors.transfer import all_to_device
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"

@@ -20,7 +20,7 @@ from fedhet.seeding import numpy_rng
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
-from fedhet.transfer import to_device
+from fedhet.tensors.transfer import to_device
 
 if TYPE_CHECKING:
     from fedhet.data.tables import TableSchema

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from fedhet.kinds.base import Change
-from fedhet.transfer import to_device
+from fedhet.tensors.transfer import to_device
 
 BLACK = -1.0
 IN_A_ROW = 2

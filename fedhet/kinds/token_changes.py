@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from fedhet.kinds.base import Change
 from fedhet.kinds.text import PADDING
-from fedhet.transfer import to_device
+from fedhet.tensors.transfer import to_device
 
 WEAK, STRONG = 0.1, 0.3
 """The share of tokens that a weak and a strong change leave out."""

@@ -128,7 +128,7 @@ class MethodSpec:
     together: bool = False
     """Whether clients may train as one where `engine.together` says so.
 
-    If so, all that their local epochs depend on is an `Objective` (`fedhet.objective`) that the
+    If so, all that their local epochs depend on is an `Objective` (`fedhet.tensors`) that the
     client trains by `train_own` at the rate of the round, with one step for each batch.
     """
     learns_last: bool = False

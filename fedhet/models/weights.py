@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.arrays import Array, Arrays
-from fedhet.transfer import HOST, all_to_device
+from fedhet.tensors.transfer import HOST, all_to_device
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -138,14 +138,14 @@ class Group:
     def _asked(
         self, config: dict[str, Scalar], timeout: float | None
     ) -> dict[NamedProxy, FitRes | Exception | None]:
-        behind = [each._proxy for each in self._payloads]
+        found = [each._proxy for each in self._payloads]
+        behind = [proxy for proxy in found if isinstance(proxy, DirectProxy)]
         kind = type(behind[0])
-        assert issubclass(kind, DirectProxy)
         instructions = [FitIns(payload, config) for payload in self._payloads.values()]
         try:
             answers = kind.fit_together(behind, instructions, timeout)
         except Exception as error:
-            answers = [error] * len(behind)
+            answers = [error] * len(found)
         return dict(zip(self._payloads, answers, strict=True))
 
 

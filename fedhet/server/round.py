@@ -117,10 +117,7 @@ class RoundState:
 
     def too_late(self, name: str, reason: str) -> None:
         """Record that a late answer is not used, which is nobody's fault."""
-        self._notice(
-            f"client {name}'s answer to round {self.arrived[name]} came in round "
-            f"{self.record.round}, and is not used: {reason}"
-        )
+        self._notice(f"client {name}'s answer to round {self.arrived[name]} is not used: {reason}")
 
     def sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""

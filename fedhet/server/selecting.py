@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from fedhet.pace.closing import asked, wanted
 from fedhet.pace.selection import History, Past, chosen, worth_of
-from fedhet.runs.measures import Measured
 from fedhet.seeding import numpy_rng
+from fedhet.server.reply import Reply
 from fedhet.server.round import Selection
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
@@ -26,6 +26,8 @@ class Selecting:
         self._worth = 0.0
         """What the answers of the current round have been worth."""
         self._wanted: int | None = None
+        self.seconds: Mapping[str, float] = {}
+        """How long the clients of this round took, by the run's clock."""
         self.at_work = 0
         """Clients of the federation that are not asked, since they are still at work."""
 
@@ -54,12 +56,14 @@ class Selecting:
             training = self._wanted if self._pace.is_asynchronous else min(training, self._wanted)
         return training + len(selection.assisting)
 
-    def answered(self, client: ClientInfo, round: int, measured: Measured, seconds: float) -> None:
+    def answered(self, reply: Reply, round: int) -> None:
         """Remember a client's answer: its loss, and how long it took."""
         if self._pace.select != "random":
+            measured, name = reply.measured, reply.client.name
             loss = math.nan if measured.loss is None else measured.loss
-            past = Past(round, loss, seconds, client.samples)
-            self._history.clients[client.name] = past
+            seconds = self.seconds.get(name, measured.train_seconds)
+            past = Past(round, loss, seconds, reply.samples)
+            self._history.clients[name] = past
             self._worth += worth_of(past)
 
     def finish(self) -> None:

@@ -54,8 +54,9 @@ class HetStrategy(Strategy):
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         # Of training settings that are assigned to the clients, the server has the first.
-        self.run = config.run.model_copy(update={"training": config.run.training.first()})
-        self.settings, self.log, self.data = config.own, log, data or RunData.of(config.run)
+        config = config.replacing(training=config.run.training.first())
+        self.run, self.settings, self.log = config.run, config.own, log
+        self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         engine, spec = self.run.engine, self.spec
         carry_weights = spec.instructions.weights or spec.replies.weights
@@ -70,11 +71,8 @@ class HetStrategy(Strategy):
         )
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        config = config.replacing(training=self.run.training)
         self._messages = Messaging.of(config, self.spec, log, self.state)
         self.collector = self._messages.collector
-        self._seconds: dict[str, float] = {}
-        """How long the clients of this round took, by the run's clock."""
 
     # The hooks: what a method implements.
 
@@ -211,7 +209,8 @@ class HetStrategy(Strategy):
     def close_round(self, found: Collected) -> None:
         """Take over which clients a round has got when it closed, and tell who is late."""
         self.state.closed(found.late, found.arrived, found.withdrawn)
-        self.state.record.clock, self._seconds = found.clock, found.seconds
+        self.state.record.clock = found.clock
+        self._messages.selecting.seconds = found.seconds
         if not self.run.pace.is_simulated:
             self.state.tell_who_is_late()
 
@@ -242,10 +241,8 @@ class HetStrategy(Strategy):
         for reply in replies:
             with self.state.dropping(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                name, round = reply.client.name, self.state.record.round
-                self.state.measured(name, reply.measured)
-                seconds = self._seconds.get(name, reply.measured.train_seconds)
-                self._messages.selecting.answered(reply.client, round, reply.measured, seconds)
+                self.state.measured(reply.client.name, reply.measured)
+                self._messages.selecting.answered(reply, self.state.record.round)
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:

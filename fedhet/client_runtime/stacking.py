@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedhet.devices import Compute
-from fedhet.objective import Objective
 from fedhet.seeding import seeded
+from fedhet.tensors.objective import Objective
+from fedhet.tensors.transfer import Numbers, rows_of
 from fedhet.training import Augment, Optimization
-from fedhet.transfer import Numbers, rows_of
 
 Tensors = Mapping[str, Tensor]
 TRIED = 2
@@ -200,7 +200,8 @@ class _Whole(nn.Module):
         self.objective = objective
 
     def forward(self, *batch: Tensor) -> Tensor:
-        return self.objective(*batch) + self.objective.penalty()
+        loss: Tensor = self.objective(*batch) + self.objective.penalty()
+        return loss
 
 
 def _batches(work: Work) -> Iterator[_Batch]:

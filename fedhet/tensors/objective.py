@@ -2,8 +2,8 @@
 
 An objective is a module. The networks that it trains are its submodules; what the server has sent,
 and what is gathered on the way, are its buffers or those of its submodules. Whatever else it has (a
-weight of the loss, whether it gathers) decides how it computes. `fedhet.stacking` computes the
-objectives of several clients by one of them, into which it puts the stacked tensors of all: a
+weight of the loss, whether it gathers) decides how it computes. `client_runtime.stacking` computes
+the objectives of several clients by one of them, into which it puts the stacked tensors of all: a
 tensor that is neither a parameter nor a buffer would be that one client's.
 """
 
