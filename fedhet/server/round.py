@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedhet.errors import (
@@ -91,11 +91,11 @@ class RoundState:
         self.needed, self.record.late = needed, sorted(at_work)
 
     def closed(
-        self, late: Collection[str], arrived: Mapping[str, int], withdrawn: Collection[str] = ()
+        self, late: Iterable[str], arrived: Mapping[str, int], unasked: Iterable[str], clock: float
     ) -> None:
         """Record which clients are late, which late ones have answered, and who was not needed."""
-        self.record.asked = [name for name in self.record.asked if name not in withdrawn]
-        self.record.late, self.arrived = sorted(late), dict(arrived)
+        self.record.asked = sorted({*self.record.asked} - {*unasked})
+        self.record.late, self.arrived, self.record.clock = sorted(late), dict(arrived), clock
 
     def tell_who_is_late(self) -> None:
         """Show which clients are late since this round, and whose late answers have come."""

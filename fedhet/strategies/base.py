@@ -208,8 +208,7 @@ class HetStrategy(Strategy):
 
     def close_round(self, found: Collected) -> None:
         """Take over which clients a round has got when it closed, and tell who is late."""
-        self.state.closed(found.late, found.arrived, found.withdrawn)
-        self.state.record.clock = found.clock
+        self.state.closed(found.late, found.arrived, found.withdrawn, found.clock)
         self._messages.selecting.seconds = found.seconds
         if not self.run.pace.is_simulated:
             self.state.tell_who_is_late()
