@@ -17,6 +17,7 @@ from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.devices import CPU
 from fedhet.engines.inline import run_inline
+from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import all_methods
 from fedhet.objective import CrossEntropy, Objective
 from fedhet.seeding import torch_generator
@@ -26,6 +27,12 @@ from fedhet.stacking import Work, alike, can_be_stacked, pays_on, together
 from fedhet.training import optimization, train_epochs
 
 ADAM = {"training.optimizer": "adam", "training.lr": 0.001}
+SMALL = {
+    "clients": 5, "rounds": 3, "data.max-samples": 200, "data.min-samples": 11,
+    "data.max-test-samples": 50, "models.pool": "mlp", "training.local-epochs": 2,
+    "training.batch-size": 16, "training.optimizer": "sgd", "training.lr": 0.05,
+    "engine.precision": "float32", "engine.together": 4, "engine.backend": "inline",
+}  # fmt: skip
 METHODS = sorted(name for name, method in all_methods()[0].items() if method.spec.together)
 
 
@@ -45,14 +52,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def run(folder: Path, method: str, model: str, k: int, **more: object):
     """Run three small rounds; return their records, and the clients' states by file."""
-    settings = {
-        "method": method, "clients": 5, "rounds": 3, "data.max-samples": 200,
-        "data.min-samples": 11, "data.max-test-samples": 50, "models.pool": model,
-        "training.local-epochs": 2, "training.batch-size": 16, "engine.precision": "float32",
-        "training.optimizer": "sgd", "training.lr": 0.05,
-        "engine.together": k, "engine.backend": "inline", **more,
-    }  # fmt: skip
-    config = resolve(settings)
+    config = resolve(SMALL | {"method": method, "models.pool": model, "engine.together": k} | more)
     data = RunData.of(config.run)
     parts = components(config, folder / "run", workers=1, watchers=[], data=data)
     run_inline(config, data, folder / "state", parts)
@@ -268,3 +268,18 @@ def test_an_error_of_the_common_training_reaches_each_client(monkeypatch):
     monkeypatch.setattr(meeting, "together", broken)
     found = meet([lambda n=n: guest_here().train(work_of(n, 10)) for n in range(2)])
     assert [str(error) for error in found] == ["out of memory"] * 2
+
+
+@pytest.mark.slow
+def test_rays_workers_train_clients_together(tmp_path):
+    # On a processor an mlp is stacked by the rule itself: in process the same clients meet.
+    found = {}
+    for backend in ("inline", "ray"):
+        config = resolve(SMALL | {"method": "felo", "engine.backend": backend, "rounds": 2})
+        simulate(config, tmp_path / backend)
+        lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
+        found[backend] = [json.loads(line) for line in lines]
+    for one, other in zip(found["inline"], found["ray"], strict=True):
+        assert not other["failed"]
+        assert one["accuracy"] == other["accuracy"]
+        assert one["loss"] == other["loss"]
