@@ -104,12 +104,11 @@ class Group:
     def _asked(
         self, config: dict[str, Scalar], timeout: float | None
     ) -> dict[NamedProxy, FitRes | Exception]:
-        behind = [each._proxy for each in self._payloads]
-        kind = type(behind[0])
-        assert issubclass(kind, DirectProxy)
+        every = (each._proxy for each in self._payloads)
+        behind = [proxy for proxy in every if isinstance(proxy, DirectProxy)]
         instructions = [FitIns(payload, config) for payload in self._payloads.values()]
         try:
-            answers = kind.fit_together(behind, instructions, timeout)
+            answers = type(behind[0]).fit_together(behind, instructions, timeout)
         except Exception as error:
             answers = [error] * len(behind)
         return dict(zip(self._payloads, answers, strict=True))
