@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flwr.common import FitIns, ndarrays_to_parameters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.devices import CPU
 from fedhet.engines.inline import run_inline
+from fedhet.engines.ray.worker import Worker
 from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import all_methods
 from fedhet.objective import CrossEntropy, Objective
@@ -25,6 +27,8 @@ from fedhet.server_app import components
 from fedhet.settings.run import TrainingSettings
 from fedhet.stacking import Work, alike, can_be_stacked, pays_on, together
 from fedhet.training import optimization, train_epochs
+from fedhet.wire.identity import SERVER
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 ADAM = {"training.optimizer": "adam", "training.lr": 0.001}
 SMALL = {
@@ -283,3 +287,16 @@ def test_rays_workers_train_clients_together(tmp_path):
         assert not other["failed"]
         assert one["accuracy"] == other["accuracy"]
         assert one["loss"] == other["loss"]
+
+
+def test_a_worker_answers_for_each_of_its_clients(stacked, tmp_path):
+    config = resolve(SMALL | {"method": "local", "data.alpha": 100.0})
+    envelope = Envelope("run", "local", 1, SERVER)
+    asked = FitIns(ndarrays_to_parameters(encode(envelope, Knowledge())), {"evaluate": False})
+    other = FitIns(ndarrays_to_parameters([]), {})
+    worker = Worker(config, str(tmp_path))
+    first, second, third = worker.fit_together([0, 1, 2], [asked, other, asked])
+    assert stacked == [2]
+    assert "error" in second.metrics
+    assert not {"error"} & (first.metrics.keys() | third.metrics.keys())
+    assert first.metrics["loss"] != third.metrics["loss"]
