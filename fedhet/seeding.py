@@ -36,8 +36,8 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 def random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's global generators, of the CPU and of all GPUs in use."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), gpus
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else []
 
 
 def set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:

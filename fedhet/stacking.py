@@ -200,7 +200,8 @@ class _Whole(nn.Module):
         self.objective = objective
 
     def forward(self, *batch: Tensor) -> Tensor:
-        return self.objective(*batch) + self.objective.penalty()
+        loss: Tensor = self.objective(*batch) + self.objective.penalty()
+        return loss
 
 
 def _batches(work: Work) -> Iterator[_Batch]:
