@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,14 +21,29 @@ from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.devices import CPU
 from fedhet.engines.inline import run_inline
+from fedhet.engines.ray.worker import Worker
+from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import all_methods
 from fedhet.seeding import torch_generator
+from fedhet.server.direct_proxy import DirectProxy
+from fedhet.server.dispatch import together_of
+from fedhet.server.proxy import Group, NamedProxy
 from fedhet.server_app import components
 from fedhet.settings.run import TrainingSettings
+from fedhet.tensors import transfer
 from fedhet.tensors.objective import CrossEntropy, Objective
+from fedhet.tensors.transfer import Numbers
 from fedhet.training import optimization, train_epochs
+from fedhet.wire.identity import SERVER
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 ADAM = {"training.optimizer": "adam", "training.lr": 0.001}
+SMALL = {
+    "clients": 5, "rounds": 3, "data.max-samples": 200, "data.min-samples": 11,
+    "data.max-test-samples": 50, "models.pool": "mlp", "training.local-epochs": 2,
+    "training.batch-size": 16, "training.optimizer": "sgd", "training.lr": 0.05,
+    "engine.precision": "float32", "engine.together": 4, "engine.backend": "inline",
+}  # fmt: skip
 METHODS = sorted(name for name, method in all_methods()[0].items() if method.spec.together)
 
 
@@ -43,19 +61,12 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def run(folder: Path, method: str, model: str, k: int, **more: object):
+def run(folder: Path, method: str, model: str, k: int, notice=print, **more: object):
     """Run three small rounds; return their records, and the clients' states by file."""
-    settings = {
-        "method": method, "clients": 5, "rounds": 3, "data.max-samples": 200,
-        "data.min-samples": 11, "data.max-test-samples": 50, "models.pool": model,
-        "training.local-epochs": 2, "training.batch-size": 16, "engine.precision": "float32",
-        "training.optimizer": "sgd", "training.lr": 0.05,
-        "engine.together": k, "engine.backend": "inline", **more,
-    }  # fmt: skip
-    config = resolve(settings)
+    config = resolve(SMALL | {"method": method, "models.pool": model, "engine.together": k} | more)
     data = RunData.of(config.run)
     parts = components(config, folder / "run", workers=1, watchers=[], data=data)
-    run_inline(config, data, folder / "state", parts, print)
+    run_inline(config, data, folder / "state", parts, notice)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     files = sorted((folder / "state").rglob("round-*.safetensors"))
     states = {"/".join(path.parts[-2:]): load_file(path) for path in files}
@@ -111,6 +122,94 @@ def test_one_process_gives_the_same_numbers_again(stacked, tmp_path):
     for file, tensors in first[1].items():
         for name, value in tensors.items():
             assert torch.equal(value, again[1][file][name]), (file, name)
+
+
+def test_a_simulated_clock_counts_the_same_work(stacked, tmp_path):
+    # Each round closes with three of five answers, the others are late.
+    paced = {"pace.clock": "log-normal", "pace.enough": 3.0}
+    one = run(tmp_path / "one", "fedavg", "mlp", 1, **paced)
+    many = run(tmp_path / "many", "fedavg", "mlp", 4, **paced)
+    assert stacked
+    for record, other in zip(one[0], many[0], strict=True):
+        for name in ("asked", "late", "clock"):
+            assert other[name] == record[name]
+
+
+def test_clients_that_a_round_may_not_await_train_alone():
+    def most(**changes: object) -> int:
+        config = resolve(SMALL | {"method": "felo"} | changes)
+        return together_of(config.method.spec, config.run)
+
+    early = {"pace.enough": 3.0}
+    assert most() == 4
+    assert most(**early) == most(**{"pace.timeout": "60"}) == 1
+    assert most(**early, **{"pace.clock": "log-normal"}) == 4
+    assert most(**{"pace.stragglers": 0.5}) == most(method="fedtgp") == 1
+
+
+def test_clients_too_large_together_are_asked_one_by_one(stacked, monkeypatch, tmp_path):
+    one = run(tmp_path / "one", "velo", "mlp", 1)
+
+    def too_large(works):
+        for work in works:
+            next(iter(work.objective.parameters())).data.fill_(7.0)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said: list[str] = []
+    monkeypatch.setattr(meeting, "together", too_large)
+    many = run(tmp_path / "many", "velo", "mlp", 4, said.append)
+    assert said == [
+        "client-0 and 3 others find too little memory on the GPU to train as one: "
+        "each is asked by itself"
+    ] * len(many[0])
+    for file, tensors in one[1].items():
+        for name, value in tensors.items():
+            assert torch.equal(value, many[1][file][name]), (file, name)
+
+
+# A group of clients, as the server asks it.
+
+
+class Called(DirectProxy):
+    """A client that notes what it is asked, and how."""
+
+    def __init__(self, cid: str, answer: FitRes | None, asked: list[str]) -> None:
+        super().__init__(cid)
+        self.answer, self.asked = answer, asked
+
+    @classmethod
+    def fit_together(cls, proxies, instructions, timeout):
+        proxies[0].asked.append("+".join(proxy.cid for proxy in proxies))
+        return [proxy.answer for proxy in proxies]
+
+    def call(self, name, instruction, timeout):
+        self.asked.append(f"{self.cid} {instruction.parameters.tensors}")
+        return answer_of("alone")
+
+
+def answer_of(text: str, **metrics: bool) -> FitRes:
+    payload = Parameters([text.encode()], "")
+    return FitRes(Status(Code.OK, ""), payload, 1, {**metrics})
+
+
+def test_each_of_a_group_gets_its_answer_or_is_asked_alone():
+    asked: list[str] = []
+    answers = [answer_of("first"), answer_of("", lacks=True), None, answer_of("withdrawn")]
+    proxies = {}
+    for number, answer in enumerate(answers):
+        member = SimpleNamespace(
+            info=SimpleNamespace(name=f"client-{number}"),
+            proxy=Called(str(number), answer, asked),
+        )
+        proxies[NamedProxy(member, lambda *said: None)] = Parameters([b"part"], "")
+    group = Group(proxies)
+    for proxy in proxies:
+        proxy.group, proxy.again = group, lambda: Parameters([b"whole"], "")
+    # The last one is withdrawn before it begins.
+    found = [proxy.fit(FitIns(sent, {}), None, 1) for proxy, sent in [*proxies.items()][:3]]
+    assert [each.parameters.tensors for each in found] == [[b"first"], [b"alone"], [b"alone"]]
+    assert asked == ["0+1+2+3", "1 [b'whole']", "2 [b'part']"]
+    assert all(proxy.sent for proxy in [*proxies][:3])
 
 
 # The stack by itself, on networks made here.
@@ -223,6 +322,33 @@ def test_a_network_that_cannot_be_stacked_trains_alone():
     assert can_be_stacked([work_of(0, 10), work_of(1, 10)])
 
 
+def test_a_trial_takes_no_numbers_of_those_that_are_drawn(monkeypatch):
+    monkeypatch.setattr(transfer, "to_device", lambda x, device: x)
+
+    class Drawing(CrossEntropy):
+        def __init__(self, model: nn.Module, seed: int) -> None:
+            super().__init__(model)
+            self._generator = torch.Generator().manual_seed(seed)
+            self._numbers = Numbers(
+                lambda n: torch.rand(n, generator=self._generator), torch.device("cuda")
+            )
+
+        def drawn(self, y: Tensor) -> tuple[Tensor, ...]:
+            return (self._numbers.take(len(y)),)
+
+    works = []
+    for number in range(2):
+        work = work_of(number, 10)
+        works.append(replace(work, objective=Drawing(work.objective.model, number)))
+    works[0].objective.drawn(works[0].y)
+    assert can_be_stacked(works)
+    for number, work in enumerate(works):
+        expected = torch.rand(10000, generator=torch.Generator().manual_seed(number))
+        start = 10 if number == 0 else 0
+        (taken,) = work.objective.drawn(torch.zeros(6000))
+        assert torch.equal(taken, expected[start : start + 6000])
+
+
 def test_on_a_processor_it_pays_for_linear_layers():
     assert pays_on(CPU.device, CrossEntropy(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
     assert not pays_on(CPU.device, CrossEntropy(nn.Sequential(nn.Conv2d(1, 1, 1))))
@@ -268,3 +394,31 @@ def test_an_error_of_the_common_training_reaches_each_client(monkeypatch):
     monkeypatch.setattr(meeting, "together", broken)
     found = meet([lambda n=n: guest_here().train(work_of(n, 10)) for n in range(2)])
     assert [str(error) for error in found] == ["out of memory"] * 2
+
+
+@pytest.mark.slow
+def test_rays_workers_train_clients_together(tmp_path):
+    # On a processor an mlp is stacked by the rule itself: in process the same clients meet.
+    found = {}
+    for backend in ("inline", "ray"):
+        config = resolve(SMALL | {"method": "felo", "engine.backend": backend, "rounds": 2})
+        simulate(config, tmp_path / backend)
+        lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
+        found[backend] = [json.loads(line) for line in lines]
+    for one, other in zip(found["inline"], found["ray"], strict=True):
+        assert not other["failed"]
+        assert one["accuracy"] == other["accuracy"]
+        assert one["loss"] == other["loss"]
+
+
+def test_a_worker_answers_for_each_of_its_clients(stacked, tmp_path):
+    config = resolve(SMALL | {"method": "local", "data.alpha": 100.0})
+    envelope = Envelope("run", "local", 1, SERVER)
+    asked = FitIns(ndarrays_to_parameters(encode(envelope, Knowledge())), {"evaluate": False})
+    other = FitIns(ndarrays_to_parameters([]), {})
+    worker = Worker(config, str(tmp_path))
+    first, second, third = worker.fit_together([0, 1, 2], [asked, other, asked])
+    assert stacked == [2]
+    assert "error" in second.metrics
+    assert not {"error"} & (first.metrics.keys() | third.metrics.keys())
+    assert first.metrics["loss"] != third.metrics["loss"]

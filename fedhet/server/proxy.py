@@ -130,6 +130,7 @@ class Group:
         with self._lock:
             if self._config is None:
                 self._config, self._answers = ins.config, self._asked(ins.config, timeout)
+                self._payloads = {}
         found = self._answers.pop(proxy, None)
         if isinstance(found, Exception):
             raise found
@@ -138,12 +139,11 @@ class Group:
     def _asked(
         self, config: dict[str, Scalar], timeout: float | None
     ) -> dict[NamedProxy, FitRes | Exception | None]:
-        found = [each._proxy for each in self._payloads]
-        behind = [proxy for proxy in found if isinstance(proxy, DirectProxy)]
-        kind = type(behind[0])
+        every = (each._proxy for each in self._payloads)
+        behind = [proxy for proxy in every if isinstance(proxy, DirectProxy)]
         instructions = [FitIns(payload, config) for payload in self._payloads.values()]
         try:
-            answers = kind.fit_together(behind, instructions, timeout)
+            answers = type(behind[0]).fit_together(behind, instructions, timeout)
         except Exception as error:
             answers = [error] * len(found)
         return dict(zip(self._payloads, answers, strict=True))
