@@ -145,7 +145,7 @@ class Group:
         try:
             answers = type(behind[0]).fit_together(behind, instructions, timeout)
         except Exception as error:
-            answers = [error] * len(found)
+            answers = [error] * len(behind)
         return dict(zip(self._payloads, answers, strict=True))
 
 
