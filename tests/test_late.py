@@ -269,8 +269,15 @@ def until(what, seconds=30):
         time.sleep(0.02)
 
 
-def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path):
+def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkeypatch):
     """In one process they train one after another: when enough have, the others need not."""
+    train = FedAvgClient.train
+
+    def slowly(self, round, knowledge):
+        time.sleep(1)  # more than the server needs to see that there are enough
+        return train(self, round, knowledge)
+
+    monkeypatch.setattr(FedAvgClient, "train", slowly)
     config = small("fedavg", clients=4, rounds=2, models=["mlp"], enough=2.0)
     run(config, tmp_path / "run")
     for each in records(tmp_path / "run"):
