@@ -62,7 +62,8 @@ class Call:
         try:
             return proxy.fit(message, self.timeout, self.round)
         finally:
-            proxy.in_time = always  # the other refers to this call, which refers to the proxy
+            # They refer to this call and to the strategy, which refer to the proxy.
+            proxy.in_time, proxy.instruction = always, None
 
 
 @dataclass(frozen=True)

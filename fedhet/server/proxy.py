@@ -58,7 +58,7 @@ class NamedProxy(ClientProxy):
         try:
             with self.turn:
                 if self.instruction is not None:
-                    ins, self.instruction = FitIns(self.instruction(), ins.config), None
+                    ins = FitIns(self.instruction(), ins.config)
                 self.sent = payload_bytes(ins.parameters)
                 result = self._fitted(ins, timeout, group_id)
                 if lacks(result) and (whole := self.again()):
