@@ -39,12 +39,15 @@ def record_line(record: RoundRecord) -> str:
 def summary_text(summary: Summary) -> str:
     """Return a summary as the text of summary.json; what only some runs have is left out if empty.
 
-    These are `relative`, `metrics`, `training` and `privacy`.
+    These are `relative`, `metrics`, `training` and `privacy`, and each round's `clock`.
     """
     names = "relative", "metrics", "training", "privacy"
     empty = {name for name in names if not getattr(summary, name)}
-    content = summary.model_dump(exclude=empty)
-    return json.dumps(_finite(content), indent=1, allow_nan=False)
+    content = _finite(summary.model_dump(exclude=empty))
+    for past in content["history"]:
+        if past["clock"] is None:
+            del past["clock"]
+    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def _finite(content: Any) -> Any:

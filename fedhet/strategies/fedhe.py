@@ -44,7 +44,9 @@ class FedHeStrategy(HetStrategy):
         """Store the clients' class means; return the number of classes that any client has."""
         for reply in replies:
             name = reply.client.name
-            tensors = dict(reply.knowledge.tensors) | {"weight": np.array(reply.freshness)}
+            tensors = dict(reply.knowledge.tensors)
+            if reply.age:
+                tensors["weight"] = np.array(reply.freshness)
             self.latest[name] = self.kept(self.latest.get(name), tensors)
         self._instruct_all()
         return {"classes_covered": float(len(self._instruction.tensors["classes"]))}
@@ -56,7 +58,7 @@ class FedHeStrategy(HetStrategy):
         """
         if self.settings.replies == "latest":
             return reply
-        reply["replies"] = np.ones(len(reply["classes"])) * reply.pop("weight")
+        reply["replies"] = np.ones(len(reply["classes"])) * reply.pop("weight", 1.0)
         if before is None:
             return reply
         parts = [(each["classes"], each["logits"], each["replies"]) for each in (before, reply)]

@@ -30,7 +30,7 @@ class FeloStrategy(HetStrategy):
         self.means: dict[str, ClassMeans] = {}
         """The server dataset: each client's latest class means."""
         self.freshness: dict[str, float] = {}
-        """The factor by which each client's class means count: less than 1 if they came late."""
+        """The factor, less than 1, by which class means count that came late."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
@@ -59,7 +59,9 @@ class FeloStrategy(HetStrategy):
         """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""
         for reply in replies:
             self.means[reply.client.name] = read_means(reply.knowledge)
-            self.freshness[reply.client.name] = reply.freshness
+            self.freshness.pop(reply.client.name, None)
+            if reply.age:
+                self.freshness[reply.client.name] = reply.freshness
         self.weights |= average_by_architecture(replies)
         self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
@@ -93,7 +95,8 @@ class FeloStrategy(HetStrategy):
     def average(self) -> ClassMeans:
         """Return the averages over all clients that have replied so far."""
         names = sorted(self.means)
-        latest, factors = [self.means[n] for n in names], [self.freshness[n] for n in names]
+        latest = [self.means[name] for name in names]
+        factors = [self.freshness.get(name, 1.0) for name in names]
         by_samples = self.settings.weighting == "samples"
         return average(latest, by_samples=by_samples, factors=factors)
 
