@@ -92,10 +92,9 @@ def _clock(figure: Figure, run: Run) -> None:
     _by_cost(ax, run, "clock")
     canvas.panel(ax, mode="point", x_unit="seconds")
     style.ticks(ax, style.in_hours, "x")
-    ax.set_xlabel("simulated hours")
     late = float(np.mean([len(record.late) for record in run.records]))
-    where = TEST_SETS.get(run.headline, run.headline)
-    style.head(ax, f"Accuracy by simulated time: {where}; {late:.3g} clients late at a time")
+    ax.set_xlabel(f"simulated hours  ({late:.3g} clients late when a round closes, on average)")
+    style.head(ax, f"Accuracy by simulated time: {TEST_SETS.get(run.headline, run.headline)}")
 
 
 def _by_cost(ax: Axes, run: Run, cost: str) -> None:
