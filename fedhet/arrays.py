@@ -59,3 +59,8 @@ class OnDemand(Mapping[str, Array]):
     def replacing(self, values: Arrays) -> OnDemand:
         """Return these arrays, with `values` replacing those of the same names."""
         return OnDemand({**self.sources, **values})
+
+
+def group_of(values: Arrays, name: str) -> Arrays:
+    """Return the arrays `name/<key>` by key; of those that are read when used, none is read."""
+    return values.group(name) if isinstance(values, OnDemand) else group(values, name)

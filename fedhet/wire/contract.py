@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhet.arrays import Array, Arrays, Shapes, group, grouped
+from fedhet.arrays import Array, Arrays, Shapes, group_of, grouped
 from fedhet.errors import KnowledgeError, nearest
 
 MAX_MAGNITUDE = 1e12
@@ -325,7 +325,7 @@ def _check_weights(
     found = {name for name in tensors if name.startswith(field.name + "/")}
     if not found and not field.required:
         return
-    expected = grouped(field.name, field.expected(sender, group(tensors, field.name), shapes))
+    expected = grouped(field.name, field.expected(sender, group_of(tensors, field.name), shapes))
     for name in sorted(expected.keys() ^ found):
         fault = "missing" if name in expected else "not a tensor of this client's model"
         raise KnowledgeError(sender, name, fault)

@@ -16,7 +16,7 @@ from flwr.common import Parameters
 from google.protobuf.message import DecodeError
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.arrays import Array, Arrays, OnDemand, group
+from fedhet.arrays import Array, Arrays, OnDemand, group_of
 from fedhet.errors import KnowledgeError
 from fedhet.wire.identity import is_name
 from fedhet.wire.packing import DTYPES, MAX_RANK, PLAIN, Packing, decoded_bytes, unpacked
@@ -64,8 +64,7 @@ class Knowledge:
 
         Those of a reply on disk are read each time they are used, and only during the round.
         """
-        own = self.tensors
-        return own.group(name) if isinstance(own, OnDemand) else group(own, name)
+        return group_of(self.tensors, name)
 
     def replacing(self, tensors: Arrays) -> Knowledge:
         """Return the same with `tensors` in the places of those of the same names."""
