@@ -261,7 +261,8 @@ def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
         if number == 3:
             assert strategy.state.record.ages == {"client-2": 2}
         server.close(number)
-    assert "client-2" not in [path.stem for path in (tmp_path / "run" / "late").iterdir()]
+        if number == 3:
+            assert not (tmp_path / "run" / "late" / "client-2.safetensors").exists()
     strategy.collector.close()
 
 

@@ -54,7 +54,8 @@ def test_what_was_chosen_stands_in_the_config_and_comes_back(name, tmp_path):
     assert resolve(read_toml(path)) == config
     # As Flower's run config has it: every setting is there, at its default.
     everything = {key: info.default for key, info in all_settings().items()}
-    assert resolve({**everything, "method": name, "data.dataset": "breast-cancer"}) == config
+    listed = {**everything, "method": name, "data.dataset": "breast-cancer"}
+    assert resolve_flower(to_flower(listed)) == config
 
 
 def test_the_pool_is_the_methods():
