@@ -129,8 +129,8 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
                 continue
             assert kept.tensors.keys() == came.keys()
             assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
-        server.close(number)
         server.strategy.aggregate_fit(number, server.answers(asked), [])
+        server.close(number)
 
 
 def lose(folder):
