@@ -241,6 +241,7 @@ def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
 # When memory does not suffice.
 
 
+@pytest.mark.slow  # alone: what other tests have left on the device decides how much is too little
 def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
     """Clients of an earlier run, whose samples are still on the GPU, make room for it."""
     told, config = Notices(), on_gpu("local", models="mlp", clients=2, batch_size=200)
