@@ -9,9 +9,10 @@ deviation of the logarithms 1), and one client is `--slow` times slower than the
 are lost; `late` is the same, and late answers count; `asynchronous` makes versions of five answers.
 
 A row has the simulated hours until the mean of three evaluations reaches 98 % of what `all` has at
-its end (the mean of its last fifth), as a share of those of `all`, and the difference of the last
-fifths at equal simulated time, with the standard error over the seeds. A run that exists in --out
-is kept, so that the script can be stopped and started again.
+its end (the mean of its last fifth), those hours as a share of `all`'s, what all rounds of the way
+took as a share of what `all`'s took, and the difference of their last fifths; each with the
+standard error over the seeds. Rounds that do not wait are shorter, so that a way makes more of them
+in less time. A run that exists in --out is kept: the script can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "late": {"pace.over-selection": 0.3},
     "asynchronous": {"pace.mode": "asynchronous", "pace.enough": 5.0},
 }
-LONGER = {"all": 1, "k of n": 3, "late": 3, "asynchronous": 6}
+LONGER = {"all": 1, "k of n": 8, "late": 8, "asynchronous": 16}
 """By how many times more rounds a way makes than `all`, whose rounds take longer."""
 
 
@@ -87,48 +88,42 @@ def hours_to(curve: pd.Series, target: float) -> float:
     return float(smooth.index[smooth >= target][0]) if (smooth >= target).any() else math.nan
 
 
-def at_equal_time(curve: pd.Series, hours: float) -> float:
-    """Return the mean accuracy of the last fifth of the first `hours` hours."""
-    found = curve[(curve.index <= hours) & (curve.index >= 0.8 * hours)]
-    return float(found.mean()) if len(found) else float(curve[curve.index <= hours].iloc[-1])
+def level(curve: pd.Series) -> float:
+    """Return the mean accuracy of the last fifth of a run's evaluations."""
+    return float(curve.iloc[-max(len(curve) // 5, 1) :].mean())
 
 
 def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[str, Any]]:
     """Return what each way takes and gains with a method, over the seeds."""
     curves = {way: [made(given, method, way, seed) for seed in seeds] for way in WAYS}
-    ends = [float(curve.index[-1]) for curve in curves["all"]]
     found = []
     for way, each in curves.items():
-        shares, gains, hours = [], [], []
-        for base, curve, end in zip(curves["all"], each, ends, strict=True):
-            level = at_equal_time(base, end)
-            taken = hours_to(curve, 0.98 * level)
-            hours.append(taken)
-            shares.append(taken / hours_to(base, 0.98 * level))
-            gains.append(at_equal_time(curve, end) - level)
+        pairs = list(zip(curves["all"], each, strict=True))
+        hours = [hours_to(curve, 0.98 * level(base)) for base, curve in pairs]
+        of_all = [hours_to(base, 0.98 * level(base)) for base in curves["all"]]
         found.append(
             {
-                "method": method, "way": way, "hours": fmean(hours), "share": fmean(shares),
-                "share_se": standard_error(shares), "gain": fmean(gains),
-                "gain_se": standard_error(gains), "seeds": seeds,
+                "method": method, "way": way, "seeds": seeds, "hours": mean_and_error(hours),
+                "share": mean_and_error([a / b for a, b in zip(hours, of_all, strict=True)]),
+                "took": mean_and_error([c.index[-1] / base.index[-1] for base, c in pairs]),
+                "gain": mean_and_error([100 * (level(c) - level(base)) for base, c in pairs]),
             }
         )  # fmt: skip
     return found
 
 
-def standard_error(values: list[float]) -> float:
-    """Return the standard error of a mean."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return a mean and its standard error."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: Path) -> None:
     """Draw the accuracy of the first seed by simulated hours, a panel a method."""
     figure = Figure(figsize=(3.2 * len(methods), 3), layout="constrained")
     for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
-        end = made(given, method, "all", seeds[0]).index[-1]
         for way in WAYS:
-            curve = made(given, method, way, seeds[0])
-            ax.plot(curve[curve.index <= end], label=way)
+            ax.plot(made(given, method, way, seeds[0]), label=way)
+        ax.set_xscale("log")
         ax.set_title(method)
         ax.set_xlabel("simulated hours")
     figure.axes[0].set_ylabel("mean accuracy")
@@ -148,15 +143,19 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     methods, seeds = given.methods.split(","), [int(each) for each in given.seeds.split(",")]
-    print("| method | rounds | hours to 98 % | of those of all | accuracy at equal time |")
-    print("|---|---|---|---|---|", flush=True)
+    print(
+        "| method | way | hours to 98 % | share of all's | its rounds' time | points at the end |"
+    )
+    print("|---|---|---|---|---|---|", flush=True)
     found = []
     for method in methods:
         for each in row(given, method, seeds):
-            share = f"{each['share']:.2f} ± {each['share_se']:.2f}"
-            gain = f"{100 * each['gain']:+.1f} ± {100 * each['gain_se']:.1f}"
-            head = f"| {each['method']} | {each['way']} | {each['hours']:.2f}"
-            print(f"{head} | {share} | {gain} |", flush=True)
+            (hours, share, took, gain) = (each[key] for key in ("hours", "share", "took", "gain"))
+            print(
+                f"| {method} | {each['way']} | {hours[0]:.2f} | {share[0]:.2f} ± {share[1]:.2f}"
+                f" | {took[0]:.2f} | {gain[0]:+.1f} ± {gain[1]:.1f} |",
+                flush=True,
+            )
             found.append(each)
     write_text(given.out / "table.json", json.dumps(found))
     if given.figure:
