@@ -211,7 +211,7 @@ def test_three_sites_with_encodings_give_the_numbers_of_a_simulation(encoding, t
         summary, said = to_the_end(deployment, config, tmp_path / "deployed")
     assert not any("left out" in line or "dropped" in line for line in said)
     assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
-    received = sorted((tmp_path / "deployment" / "state").glob("*/client-*/received/*"))
+    received = sorted((tmp_path / "deployment" / "state").glob("site-*/*/client-*/received/*"))
     assert len(received) == 9  # of three sites the last three
 
 

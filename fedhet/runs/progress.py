@@ -144,7 +144,7 @@ class Progress(Watcher):
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Begin a round with the clients `asked`, which wait for their turn."""
-        self.round, self.asked, self._began = number, len(asked), self._clock()
+        self.round, self.asked, self._began, self.phase = number, len(asked), self._clock(), ""
         new = {name: ClientProgress(name) for name in asked if name not in self.clients}
         chosen, all_clients = {*asked}, {**self.clients, **new}
         self.clients = {

@@ -61,7 +61,8 @@ def dataset_of(name: str, made: Any) -> Dataset:
         case (x, y):
             parts = {"train": (x, y)}
         case _:
-            raise DataError(f"{name}: {_ALLOWED}; it is a {type(made).__name__}")
+            hint = "; write it by to_csv, and give 'table:FILE'" if hasattr(made, "to_csv") else ""
+            raise DataError(f"{name}: {_ALLOWED}; it is a {type(made).__name__}{hint}")
     if "train" not in parts or not set(parts) <= set(_KEYS):
         raise DataError(f"{name}: {_ALLOWED}; it has {', '.join(map(str, parts)) or 'nothing'}")
     train = _split(f"{name}: train", parts["train"])
