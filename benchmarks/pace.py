@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "late": {"pace.over-selection": 0.3},
     "asynchronous": {"pace.mode": "asynchronous", "pace.enough": 5.0},
 }
-LONGER = {"all": 1, "k of n": 8, "late": 8, "asynchronous": 16}
+LONGER = {"all": 1, "k of n": 5, "late": 5, "asynchronous": 10}
 """By how many times more rounds a way makes than `all`, whose rounds take longer."""
 
 

@@ -72,11 +72,8 @@ def privacy(run: Run) -> Drawing | None:
 
 
 def _privacy(figure: Figure, run: Run) -> None:
-    ax = figure.subplots()
-    _by_cost(ax, run, "epsilon")
-    canvas.panel(ax, mode="point", x_unit="number")
+    ax = _by_cost(figure, run, "epsilon", "epsilon", unit="number")
     ax.set_xlabel("epsilon spent, the largest of any client")
-    style.head(ax, f"Accuracy by epsilon: {TEST_SETS.get(run.headline, run.headline)}")
 
 
 def clock(run: Run) -> Drawing | None:
@@ -88,17 +85,15 @@ def clock(run: Run) -> Drawing | None:
 
 
 def _clock(figure: Figure, run: Run) -> None:
-    ax = figure.subplots()
-    _by_cost(ax, run, "clock")
-    canvas.panel(ax, mode="point", x_unit="seconds")
+    ax = _by_cost(figure, run, "clock", "simulated time", unit="seconds")
     style.ticks(ax, style.in_hours, "x")
     late = float(np.mean([len(record.late) for record in run.records]))
     ax.set_xlabel(f"simulated hours  ({late:.3g} clients late when a round closes, on average)")
-    style.head(ax, f"Accuracy by simulated time: {TEST_SETS.get(run.headline, run.headline)}")
 
 
-def _by_cost(ax: Axes, run: Run, cost: str) -> None:
-    """Draw the headline accuracy of each kind of model over a cumulative cost."""
+def _by_cost(figure: Figure, run: Run, cost: str, name: str, unit: str) -> Axes:
+    """Draw the headline accuracy of each kind of model over a cumulative cost, in its unit."""
+    ax = figure.subplots()
     for kind in run.kinds(run.headline):
         means = run.curve(run.headline, kind)["mean"]
         spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
@@ -107,6 +102,9 @@ def _by_cost(ax: Axes, run: Run, cost: str) -> None:
     ax.set_xlim(left=0)
     ax.legend()
     style.ticks(ax)
+    canvas.panel(ax, mode="point", x_unit=unit)
+    style.head(ax, f"Accuracy by {name}: {TEST_SETS.get(run.headline, run.headline)}")
+    return ax
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
