@@ -320,6 +320,11 @@ def test_weights_that_are_not_there_are_named():
         came(sent({}, Packing(base=digest_of(base), held=True)))
 
 
+def test_nothing_is_held_without_a_base():
+    with pytest.raises(KnowledgeError, match=r"^a: held: is set, but there is no base"):
+        came(sent({}, Packing(held=True)))
+
+
 def test_digests_tell_weights_apart():
     base = model()
     assert digest_of({}) == 0

@@ -396,7 +396,7 @@ def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
     path = make(tmp_path / "run", kinds=("private", "global"))
     text = " ".join(shown(final_table(load_run(path))).split())
     assert "common: on the test set that all clients share; private: a client's own model" in text
-    assert "global: the model that the server forms and all clients share; tail: mean" in text
+    assert "global: the model that the server forms, one for each architecture; tail: mean" in text
     assert "personal:" not in text
 
 

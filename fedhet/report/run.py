@@ -51,7 +51,7 @@ MEANING = {
     "private": "a client's own model",
     "local": "a client's model after local training alone, before any exchange",
     "proxy": "the model that a client exchanges in place of its own",
-    "global": "the model that the server forms and all clients share",
+    "global": "the model that the server forms, one for each architecture",
     "server": "a model that the server alone has",
 }
 """What the protocols are, and the kinds of model that several methods have."""

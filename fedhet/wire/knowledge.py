@@ -151,7 +151,9 @@ def decode(
 
 
 def _base_of(manifest: wire.Manifest, envelope: Envelope, sender: str, bases: Bases) -> Arrays:
-    """Return the weights on which a message builds. Raises LackingError."""
+    """Return the weights on which a message builds. Raises LackingError, or KnowledgeError."""
+    if manifest.held and not manifest.base:
+        raise KnowledgeError(sender, "held", "is set, but there is no base that could be held")
     found = bases(envelope, manifest.base) if manifest.base else {}
     if found is None:
         fault = f"{manifest.base} names weights that this side does not have"
