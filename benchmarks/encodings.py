@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -75,6 +76,7 @@ def made(out: Path, data: str, method: str, dataset: str, encoding: str, seed: i
     """Return what a run gives, which is made unless it is there."""
     folder = out / f"{method}-{dataset}-{encoding.replace(':', '-')}-s{seed}"
     if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
         fedhet.run(
             method, dataset=dataset, clients=CLIENTS, rounds=15 if dataset == "digits" else 10,
             seed=seed, backend="inline", out=folder, progress=False,

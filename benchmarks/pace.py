@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -66,6 +67,7 @@ def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Seri
     """Return the accuracy by simulated hours of a run, which is made unless it is there."""
     folder = given.out / f"{method}-{way.replace(' ', '-')}-s{seed}"
     if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
         pool = ["cnn2"] if method == "fedavg" else ["cnn2", "mlp", "cnn3"]
         fedhet.run(
             method, dataset=given.dataset, clients=CLIENTS, rounds=given.rounds * LONGER[way],

@@ -157,7 +157,7 @@ def privacy(method: Method) -> str:
 
 def defences(method: Method) -> str:
     """Return in a sentence which robust averages a method can have."""
-    found, resists = as_text(method.spec.defences), method.spec.resists
+    found, resists = ", ".join(method.spec.defences), method.spec.resists
     if found:
         return f"`defence.average`, besides mean: {found}."
     return f"`defence.average`: mean alone{f'; {resists}' if resists else ''}."
