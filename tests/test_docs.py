@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from docutils.utils.math.latex2mathml import tex2mathml
 
 from fedhet.cli import app
 from fedhet.config.reference import reference
@@ -17,6 +18,7 @@ DOCS = ROOT / "docs"
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md")
 PAGES = [*(ROOT / name for name in OUTSIDE), *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^ *```(.*?)^ *```", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r"^ *```math\n(.*?)^ *```|\$`(.+?)`\$", re.MULTILINE | re.DOTALL)
 
 
 def prose(page: Path) -> str:
@@ -44,6 +46,13 @@ def listed(page: Path) -> set[Path]:
 def test_every_page_stands_in_a_list_once():
     index = DOCS / "index.md"
     assert listed(index) | {index} == set(DOCS.rglob("*.md"))
+
+
+def test_the_site_can_show_every_formula():
+    found = [(page, *match) for page in PAGES for match in FORMULA.findall(page.read_text())]
+    assert len(found) > 25
+    for page, block, inline in found:
+        assert "<" in tex2mathml(block or inline), page  # it raises for what it does not know
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
