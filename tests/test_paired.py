@@ -269,7 +269,7 @@ def test_where_nothing_can_be_paired_the_reason_is_said(tmp_path: Path) -> None:
     }
     found = compare(paths[:3], out=tmp_path / "out")
     assert paired_table(found) is None
-    note = "no paired differences over seeds: no shared seed, only 1 shared seed"
+    note = "no paired differences over seeds: no shared seed or only 1 shared seed"
     assert note in found.notes
     page = Page(tmp_path / "out" / "compare.html").text
     assert note in page

@@ -96,7 +96,7 @@ def _unpaired(pairs: Sequence[Pair]) -> list[str]:
     """Return a note that there are no paired differences, if there are none, with the reasons."""
     faults = {pair.fault for pair in pairs}
     found = not pairs or "" in faults
-    return [] if found else [f"no paired differences over seeds: {', '.join(sorted(faults))}"]
+    return [] if found else [f"no paired differences over seeds: {' or '.join(sorted(faults))}"]
 
 
 def _check_metric(metric: str, runs: Sequence[Run]) -> None:

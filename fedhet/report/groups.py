@@ -190,7 +190,7 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
     A setting is named by its last part where that is unique, as on the command line.
     """
-    settings = settings.sort_index(axis="columns")
+    settings = settings.sort_index(axis="columns").apply(_file_names)
     varies = settings.groupby(pd.Series(methods)).nunique(dropna=False) > 1
     ends = Counter(key.rpartition(".")[2] for key in settings)
 
@@ -203,6 +203,12 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
         for method, (_, every) in zip(methods, settings.iterrows(), strict=True)
         for row in [every[varies.loc[method]].dropna()]
     ]
+
+
+def _file_names(values: pd.Series[str]) -> pd.Series[str]:
+    """Return the values of a setting with files by their names alone, if these still differ."""
+    names = values.where(~values.str.startswith("/", na=False), values.str.rpartition("/")[2])
+    return names if names.nunique() == values.nunique() else values
 
 
 def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
