@@ -42,6 +42,23 @@ def simulate(
     `begun` is when the command began, by `time.perf_counter`; None: now. Raises FedhetError before
     any training if this machine cannot run it.
     """
+    train(config, directory, watchers, begun=begun)
+    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
+
+    return report.write(directory)
+
+
+def train(
+    config: Config,
+    directory: Path,
+    watchers: Iterable[Watcher] = (),
+    *,
+    begun: float | None = None,
+) -> None:
+    """Run `config` to its end as `simulate` does, without a report: figures and a page.
+
+    They take longer than a small run; `fedhet report` writes them from what is in `directory`.
+    """
     begun = time.perf_counter() if begun is None else begun
     watchers = tuple(watchers)
     what = f"reading {config.run.data.dataset}, and splitting it between the clients"
@@ -70,9 +87,6 @@ def simulate(
             show_waiting(watchers, engine.starting)
         with _logging_to(directory, "flower.log"):
             engine.run(parts)
-    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
-
-    return report.write(directory)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:

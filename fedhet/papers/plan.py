@@ -114,20 +114,32 @@ def _cell(
     over: Mapping[str, object],
 ) -> PlannedCell:
     changes: list[Change] = [table.sizes[size], *column.changes(size), *row.changes(size)]
-    values: Values = {}
-    for change in changes:
-        values |= read_preset(change.preset) if change.preset else {}
-        values |= change.settings
-    values = of_method({**values, **over}, row.method)
-    folder = out / f"{row.method}-{_digest(values)}"
-    label = f"{row.name}, {column.name}"
-    runs = {
-        seed: PlannedRun(label, {**values, "seed": seed}, folder / f"seed-{seed}") for seed in seeds
-    }
+    values = layered(changes, over, row.method)
+    runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
     printed = row.printed.get(column.name)
     both = printed if isinstance(printed, list) else [printed]
     metric = row.metric or column.metric or table.metric
     return PlannedCell(row, column, metric, runs, both[0], both[1] if len(both) > 1 else None)
+
+
+def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) -> Values:
+    """Return a method's settings: those of the changes, later ones over earlier, then `over`.
+
+    Raises SettingsError for presets and methods that do not exist.
+    """
+    values: Values = {}
+    for change in changes:
+        values |= read_preset(change.preset) if change.preset else {}
+        values |= change.settings
+    return of_method({**values, **over}, method)
+
+
+def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[int, PlannedRun]:
+    """Return a run of these settings for each seed, in the folder `out`."""
+    folder = out / f"{values['method']}-{_digest(values)}"
+    return {
+        seed: PlannedRun(label, {**values, "seed": seed}, folder / f"seed-{seed}") for seed in seeds
+    }
 
 
 def _digest(values: Values) -> str:
