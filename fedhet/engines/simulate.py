@@ -24,6 +24,7 @@ from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.errors import SettingsError
 from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
+from fedhet.runs.measures import forget_peak
 from fedhet.server_app import components
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def train(
     They take longer than a small run; `fedhet report` writes them from what is in `directory`.
     """
     begun = time.perf_counter() if begun is None else begun
+    forget_peak()
     watchers = tuple(watchers)
     what = f"reading {config.run.data.dataset}, and splitting it between the clients"
     show_waiting(watchers, what)
