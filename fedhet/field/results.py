@@ -99,9 +99,9 @@ def collect(plan: FieldPlan) -> FieldResults:
     }
     for each, seed, path in done:
         run = load_run(path)
-        about = {"architectures": each.cell[0], "split": each.cell[1], "seed": seed}
         found = _measured(run, ceilings.get((each.cell, seed), {}))
-        rows.append({"method": each.method, **about, **found})
+        place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
+        rows.append({"method": each.method, **place, "seed": seed, **found})
     return FieldResults(plan, pd.DataFrame(rows))
 
 
