@@ -26,9 +26,7 @@ from fedhet.report.tables import Cells
 
 METHODS = ("central", "local", "fedavg", "felo", "fedmd")
 CELLS = list(
-    itertools.product(
-        ("homogeneous", "three", "nine"), ("IID", "Dirichlet 0.5", "Dirichlet 0.1")
-    )
+    itertools.product(("homogeneous", "three", "nine"), ("IID", "Dirichlet 0.5", "Dirichlet 0.1"))
 )
 DEMSAR = """
 0.763 0.768 0.771 0.798
@@ -97,7 +95,7 @@ def test_a_method_of_fixed_rounds_has_as_many_epochs_as_the_others(tmp_path):
 
 
 def test_a_setting_that_no_method_takes_is_an_error_and_not_an_empty_table(tmp_path):
-    with pytest.raises(SettingsError, match="training.lr"):
+    with pytest.raises(SettingsError, match=r"training\.lr"):
         plan_field(read_field(), "tiny", METHODS, [0], tmp_path, {"training.lr": -1})
     with pytest.raises(SettingsError, match="did you mean 'felo'"):
         plan_field(read_field(), "tiny", ["fello"], [0], tmp_path)
@@ -270,9 +268,9 @@ SMALL = ("--set", "data.dataset=breast-cancer", "--set", "models.pool=mlp", "--s
 
 
 def call(*words):
-    return CliRunner().invoke(
-        app, ["table", "field", *map(str, words)], catch_exceptions=False
-    ).output
+    return (
+        CliRunner().invoke(app, ["table", "field", *map(str, words)], catch_exceptions=False).output
+    )
 
 
 def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
@@ -304,9 +302,7 @@ def test_what_is_to_do_is_shown_without_training(tmp_path):
 
 def test_methods_are_chosen_for_this_table_alone(tmp_path):
     with pytest.raises(SettingsError, match="--methods"):
-        CliRunner().invoke(
-            app, ["table", "felo-2", "--methods", "felo"], catch_exceptions=False
-        )
+        CliRunner().invoke(app, ["table", "felo-2", "--methods", "felo"], catch_exceptions=False)
     with pytest.raises(SettingsError, match="table 'field' has tiny, small, paper"):
         call("--size", "huge")
 
