@@ -8,7 +8,6 @@ from pydantic import Field
 
 from fedhet.methods.sizes import first_model, model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
-from fedhet.settings.assignment import unseen_clients
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -43,6 +42,8 @@ def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) ->
 
 def trainer(run: RunSettings) -> str:
     """Return the name of the client that trains: the first of those that may."""
+    from fedhet.settings.assignment import unseen_clients  # it draws, which needs PyTorch
+
     unseen = unseen_clients(run)
     first = next(number for number in range(run.clients) if number not in unseen)
     return client_name(first, run.clients)
