@@ -378,12 +378,12 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
 
 
 def test_a_run_that_was_cut_short_is_continued(mine, monkeypatch):
-    simulate = command.simulate
-    cutting = lambda config, directory, _: simulate(config, directory, [CutOff(2, "before")])  # noqa: E731
-    monkeypatch.setattr(command, "simulate", cutting)
+    train = command.train
+    cutting = lambda config, directory, _: train(config, directory, [CutOff(2, "before")])  # noqa: E731
+    monkeypatch.setattr(command, "train", cutting)
     with pytest.raises(CutError):
         call("mine", "--seeds", "0", "--out", mine)
-    monkeypatch.setattr(command, "simulate", simulate)
+    monkeypatch.setattr(command, "train", train)
     cut = next((mine / "runs").glob("*/seed-0/metrics.jsonl"))
     before = cut.read_text()
     assert before.count("\n") == 1
@@ -396,12 +396,12 @@ def test_a_run_that_another_table_has_just_made_is_not_made_again(mine, monkeypa
         calls.append(directory)
         for path in (mine / "runs").glob("*/seed-0/later"):
             path.rename(path.with_name("summary.json"))  # what ends meanwhile
-        return simulate(config, directory, watchers)
+        return train(config, directory, watchers)
 
-    calls, simulate = [], command.simulate
+    calls, train = [], command.train
     found = plan("mine", table(), "tiny", [0], mine / "runs")
     others = found.runs[1:]
-    monkeypatch.setattr(command, "simulate", beaten)
+    monkeypatch.setattr(command, "train", beaten)
     for run in others:
         place(run.directory, seed=0)
         (run.directory / "summary.json").rename(run.directory / "later")
@@ -426,10 +426,10 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
     def failing(config, directory, watchers):
         if config.run.method == "fedavg":
             raise SettingsError("no luck")
-        return simulate(config, directory, watchers)
+        return train(config, directory, watchers)
 
-    simulate = command.simulate
-    monkeypatch.setattr(command, "simulate", failing)
+    train = command.train
+    monkeypatch.setattr(command, "train", failing)
     with pytest.raises(FedhetError, match="2 runs failed: together, own, seed 0: no luck"):
         call("mine", "--seeds", "0", "--out", mine)
     assert len(list((mine / "runs").glob("local-*/seed-0/summary.json"))) == 2

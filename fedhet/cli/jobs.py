@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fedhet.config.resolve import Config
 from fedhet.engines.environment import for_training, inherited
-from fedhet.engines.simulate import simulate
+from fedhet.engines.simulate import simulate, train
 from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import time_left
@@ -45,10 +45,12 @@ def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
         yield f"  ({time_left(left)})" if number < total else "", item
 
 
-def fault_of(config: Config, directory: Path, watchers: Sequence[Watcher] = ()) -> str:
-    """Make a run; return why it failed, or ""."""
+def fault_of(
+    config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
+) -> str:
+    """Make a run, with its `report` or without; return why it failed, or ""."""
     try:
-        simulate(config, directory, watchers)
+        (simulate if report else train)(config, directory, watchers)
     except FedhetError as error:
         return str(error)
     return ""

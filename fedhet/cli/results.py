@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,14 @@ import typer
 from fedhet.cli.options import NONE, loading, say
 from fedhet.metrics import METRICS
 from fedhet.runs.records import KINDS, PROTOCOLS
+
+Paper = Annotated[
+    bool,
+    typer.Option(
+        "--paper",
+        help="Write the figures in a paper's size and fonts too: PDFs, 3.25 or 6.75 inches wide.",
+    ),
+]
 
 
 def compare_command(
@@ -79,6 +88,7 @@ def compare_command(
     csv: Annotated[
         bool, typer.Option("--csv", help="Write compare.csv too: a row for each run and model.")
     ] = False,
+    paper: Paper = False,
 ) -> None:
     """Lay runs side by side: a table, a figure and a page; mean and spread over seeds.
 
@@ -102,14 +112,25 @@ def compare_command(
     show_comparison(found, out)
     for path in report.write_for_paper(found, out, latex=latex, csv=csv):
         say(f"for a paper: {path}")
+    if paper:
+        _say_where(report.write_figures_for_paper(found, out))
 
 
 def report_command(
     directory: Annotated[Path, typer.Argument(help="A run's directory.")],
+    paper: Paper = False,
 ) -> None:
     """Write a run's figures and report.html again; also of a run that was cut short."""
     with loading("pandas and Matplotlib"):
         from fedhet import report
         from fedhet.cli.shown import show_run
 
-    show_run(report.write(directory))
+    run = report.write(directory)
+    show_run(run)
+    if paper:
+        _say_where(report.write_run_for_paper(run))
+
+
+def _say_where(figures: Sequence[Path]) -> None:
+    if figures:
+        say(f"for a paper: {figures[0].parent}")

@@ -124,7 +124,8 @@ def sweep_command(
 TableName = Annotated[
     str | None,
     typer.Argument(
-        help="A table, a paper (felo) for all its tables, or all; by default, they are listed."
+        help="A table, a paper (felo) for all its tables, or all of papers; by default, they are "
+        "listed."
     ),
 ]
 Size = Annotated[
@@ -156,6 +157,15 @@ KeepModels = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
 ]
+TableMethods = Annotated[
+    str,
+    typer.Option(
+        "--methods",
+        metavar="NAME[,NAME]",
+        show_default="all",
+        help="Of the table field: its methods, also your own.",
+    ),
+]
 Latex = Annotated[
     bool, typer.Option("--latex", help="Write each table in LaTeX too, with booktabs' rules.")
 ]
@@ -171,26 +181,23 @@ def table_command(
     keep_models: KeepModels = False,
     dry_run: DryRun = False,
     latex: Latex = False,
+    methods: TableMethods = "",
 ) -> None:
-    """Make tables of papers: run what is missing, and show the numbers next to the printed ones.
+    """Make tables: those of papers next to their printed numbers, or "field", of all methods.
 
     A finished run is kept, and an interrupted one continues.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     with loading():
-        from fedhet.cli import table
+        from fedhet.cli import field, table
 
+    how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
+    if methods and name != "field":
+        raise SettingsError("'--methods' is of the table field: `fedhet table field`")
     if name is None:
         table.list_tables()
+    elif name == "field":
+        wanted = [each.strip() for each in methods.split(",") if each.strip()]
+        field.make_field(size, wanted, several, out, jobs, over, **how)
     else:
-        table.make_tables(
-            name,
-            size,
-            several,
-            out,
-            jobs,
-            over,
-            keep_models=keep_models,
-            dry_run=dry_run,
-            latex=latex,
-        )
+        table.make_tables(name, size, several, out, jobs, over, **how)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
-from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import counted, fault_of, side_by_side
 from fedhet.cli.listing import listing
+from fedhet.cli.making import make_runs, raise_faults, show_plan
 from fedhet.cli.options import console, say
-from fedhet.config.resolve import Config, resolve
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.config.resolve import resolve
+from fedhet.errors import SettingsError
+from fedhet.field import plan_field, read_field
+from fedhet.field.declaration import NAME
+from fedhet.methods.registry import all_methods
 from fedhet.papers import (
     SIZES,
     Plan,
@@ -38,15 +29,10 @@ from fedhet.papers import (
     write_overview,
     write_results,
 )
-from fedhet.papers.plan import PlannedRun, Values
+from fedhet.papers.plan import Values
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
-from fedhet.runs.directory import forget_models, make_parent
-from fedhet.runs.log import Watcher
-from fedhet.runs.records import RoundRecord
-from fedhet.runs.units import plural
-
-GOES_ON = "the same command continues the table"
+from fedhet.runs.directory import make_parent
 
 
 def list_tables() -> None:
@@ -75,11 +61,10 @@ def make_tables(
     for run in runs:
         resolve(run.values)  # all are checked before the first one starts
     if dry_run:
-        for run in runs:
-            say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
+        show_plan(runs)
         return
     make_parent(out)
-    faults = _make(f"{word}, {size}", runs, jobs, partial(_made, keep_models=keep_models))
+    faults = make_runs(f"{word}, {size}", runs, jobs, keep_models=keep_models)
     made = [collect(found) for found in plans]
     for results in made:
         _show(results)
@@ -87,12 +72,10 @@ def make_tables(
         if latex:
             say(f"for a paper: {write_latex(results, out)}")
     if len(made) > 1:
-        console.print(_printed(overview(made)))
+        console.print(printed(overview(made)))
         write_overview(made, out / f"{word}-{size}.md")
         say(f"all of them: {out / f'{word}-{size}.md'}")
-    if faults:
-        reasons = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
-        raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
+    raise_faults(faults)
 
 
 def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -> Plan:
@@ -109,89 +92,25 @@ def _listed() -> Table:
         counts = {s: len(plan(name, table, s, [0], Path()).runs) for s in table.sizes}
         sizes = ", ".join(f"{size} {count}" for size, count in counts.items())
         rows.append((name, table.title, table.source, sizes))
+    rows.append(_field_listed())
     return listing("table", "what it is", "source", "runs a seed", rows=rows)
 
 
-def _make(
-    label: str, runs: Sequence[PlannedRun], jobs: int, make: Callable[..., str]
-) -> dict[str, str]:
-    """Make the unfinished runs; return the errors of those that failed."""
-    todo = [run for run in runs if not run.finished]
-    count, faults = len(runs), dict[str, str]()
-    with _progress() as progress, ending_at_once(lambda: GOES_ON):
-        whole = progress.add_task(label, total=count, completed=count - len(todo))
-        made = _one_by_one(todo, make, progress) if jobs == 1 else side_by_side(todo, jobs, make)
-        first = count - len(todo) + 1
-        for number, (left, (run, fault)) in enumerate(counted(made, len(todo)), first):
-            progress.advance(whole)
-            label = f"{run.label}, seed {run.values['seed']}"
-            if fault:
-                faults[label] = fault
-            if not console.is_terminal:
-                say(f"{number} of {count}  {label}{': ' if fault else ''}{fault}{left}")
-    return faults
-
-
-def _one_by_one(
-    todo: Sequence[PlannedRun], make: Callable[..., str], progress: Progress
-) -> Iterator[tuple[PlannedRun, str]]:
-    for run in todo:
-        task = progress.add_task(run.label, total=None)
-        yield run, make(run, watchers=[_Rounds(progress, task)])
-        progress.remove_task(task)
-
-
-def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Make or resume a run; return why it failed, or ""."""
-    if run.finished:  # for another table that is made at the same time
-        return ""
-    fault = fault_of(run.config, run.directory.resolve(), watchers)
-    if not (fault or keep_models):
-        forget_models(run.directory)
-    return fault
-
-
-class _Rounds(Watcher):
-    """Shows the rounds of a run as a bar."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-
-    def run_started(
-        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
-    ) -> None:
-        """Start the bar."""
-        seed = f", seed {config.run.seed}"
-        label = self._progress.tasks[-1].description
-        self._progress.update(self._task, total=config.run.rounds, description=label + seed)
-
-    def round_finished(self, record: RoundRecord) -> None:
-        """Move the bar."""
-        self._progress.update(self._task, completed=record.round)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        speed_estimate_period=3600,
-        disable=not console.is_terminal,
-    )
+def _field_listed() -> tuple[str, str, str, str]:
+    table, methods = read_field(), [*all_methods()[0]]
+    counts = {s: len(plan_field(table, s, methods, [0], Path()).runs) for s in table.sizes}
+    sizes = ", ".join(f"{size} {count}" for size, count in counts.items())
+    return NAME, table.title, "no paper", sizes
 
 
 def _show(results: Results) -> None:
-    console.print(_printed(cells(results)))
+    console.print(printed(cells(results)))
     say(LEGEND)
     if results.verdicts:
-        console.print(_printed(claims(results)))
+        console.print(printed(claims(results)))
 
 
-def _printed(found: Cells) -> Table:
+def printed(found: Cells) -> Table:
+    """Return a table for the terminal."""
     rows = [[cell.text for cell in row] for row in found.rows]
     return listing(*found.headers, rows=rows, words=found.words)

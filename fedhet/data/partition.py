@@ -101,9 +101,10 @@ def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:
     largest = np.argsort(-counts, kind="stable")
     enough = int((counts >= spec.min_samples).sum())
     if spec.clients > enough:
+        whose = f"data.by = {spec.by!r}" if spec.by else spec.dataset
         raise DataError(
             f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
-            f"that data.by = {spec.by!r} names have data.min-samples = {spec.min_samples} or more"
+            f"that {whose} names have data.min-samples = {spec.min_samples} or more"
         )
     return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 

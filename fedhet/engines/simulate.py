@@ -24,6 +24,7 @@ from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.errors import SettingsError
 from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
+from fedhet.runs.measures import forget_peak
 from fedhet.server_app import components
 
 if TYPE_CHECKING:
@@ -42,7 +43,25 @@ def simulate(
     `begun` is when the command began, by `time.perf_counter`; None: now. Raises FedhetError before
     any training if this machine cannot run it.
     """
+    train(config, directory, watchers, begun=begun)
+    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
+
+    return report.write(directory)
+
+
+def train(
+    config: Config,
+    directory: Path,
+    watchers: Iterable[Watcher] = (),
+    *,
+    begun: float | None = None,
+) -> None:
+    """Run `config` to its end as `simulate` does, without a report: figures and a page.
+
+    They take longer than a small run; `fedhet report` writes them from what is in `directory`.
+    """
     begun = time.perf_counter() if begun is None else begun
+    forget_peak()
     watchers = tuple(watchers)
     what = f"reading {config.run.data.dataset}, and splitting it between the clients"
     show_waiting(watchers, what)
@@ -70,9 +89,6 @@ def simulate(
             show_waiting(watchers, engine.starting)
         with _logging_to(directory, "flower.log"):
             engine.run(parts)
-    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
-
-    return report.write(directory)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:

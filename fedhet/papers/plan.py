@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import is_machine
+from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text
 
 Values = dict[str, object]
@@ -114,29 +116,49 @@ def _cell(
     over: Mapping[str, object],
 ) -> PlannedCell:
     changes: list[Change] = [table.sizes[size], *column.changes(size), *row.changes(size)]
-    values: Values = {}
-    for change in changes:
-        values |= read_preset(change.preset) if change.preset else {}
-        values |= change.settings
-    values = of_method({**values, **over}, row.method)
-    folder = out / f"{row.method}-{_digest(values)}"
-    label = f"{row.name}, {column.name}"
-    runs = {
-        seed: PlannedRun(label, {**values, "seed": seed}, folder / f"seed-{seed}") for seed in seeds
-    }
+    values = layered(changes, over, row.method)
+    runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
     printed = row.printed.get(column.name)
     both = printed if isinstance(printed, list) else [printed]
     metric = row.metric or column.metric or table.metric
     return PlannedCell(row, column, metric, runs, both[0], both[1] if len(both) > 1 else None)
 
 
+def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) -> Values:
+    """Return a method's settings: those of the changes, later ones over earlier, then `over`.
+
+    Raises SettingsError for presets and methods that do not exist.
+    """
+    values: Values = {}
+    for change in changes:
+        values |= read_preset(change.preset) if change.preset else {}
+        values |= change.settings
+    return of_method({**values, **over}, method)
+
+
+def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[int, PlannedRun]:
+    """Return a run of these settings for each seed, in the folder `out`."""
+    folder = out / f"{values['method']}-{_digest(values)}"
+    return {
+        seed: PlannedRun(label, {**values, "seed": seed}, folder / f"seed-{seed}") for seed in seeds
+    }
+
+
 def _digest(values: Values) -> str:
-    """Return a short name of what the settings compute, wherever and on whatever it runs."""
+    """Return a short name of what the settings compute, wherever and on whatever it runs.
+
+    Settings at their defaults have no part in it, so that a new one leaves the names as they are.
+    """
     known = RunSettings.fields()
     every = known | find_method(str(values["method"])).settings()
-    whole = {name: info.get_default(call_default_factory=True) for name, info in every.items()}
     kept = {
-        k: v for k, v in {**whole, **values}.items() if not (k in known and is_machine(known[k]))
+        name: value
+        for name, value in values.items()
+        if not (name in known and is_machine(known[name])) and not _is_default(value, every[name])
     }
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _is_default(value: object, info: FieldInfo) -> bool:
+    return bool(plain(value) == plain(info.get_default(call_default_factory=True)))

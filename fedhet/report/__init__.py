@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
-from fedhet.report.compare import compare, write_comparison, write_for_paper
+from fedhet.report.compare import (
+    compare,
+    write_comparison,
+    write_figures_for_paper,
+    write_for_paper,
+)
 from fedhet.report.comparison import Comparison
-from fedhet.report.figures import write_figures
+from fedhet.report.figures import write_figures, write_run_for_paper
 from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
@@ -13,7 +18,8 @@ from fedhet.report.terminal import comparison_table, final_table, metric_table, 
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",
     "metric_table", "paired_table", "sweep", "sweep_table", "write", "write_comparison",
-    "write_figures", "write_for_paper", "write_report", "write_sweep",
+    "write_figures", "write_figures_for_paper", "write_for_paper", "write_report",
+    "write_run_for_paper", "write_sweep",
 ]  # fmt: skip
 
 

@@ -154,6 +154,13 @@ def write_for_paper(
     return paths
 
 
+def write_figures_for_paper(comparison: Comparison, out_dir: Path | str) -> list[Path]:
+    """Write a comparison's figures as PDFs of a paper's size and fonts into `paper/`."""
+    out = Path(out_dir)
+    folder = Folder(out / "paper", out)
+    return [figure.write_for_paper(folder) for figure in drawings(comparison)]
+
+
 def comparison_page(dirs: Sequence[Path | str]) -> str:
     """Return the page of a comparison of runs; nothing is written. Raises as `compare` does."""
     found = compare(dirs)

@@ -38,6 +38,16 @@ def write_figures(run: Run) -> list[Path]:
     return [drawing.write(folder) for drawing in found if drawing]
 
 
+def write_run_for_paper(run: Run) -> list[Path]:
+    """Write the run's figures in a paper's size and fonts into `figures/paper/`; return the paths.
+
+    They are PDFs: as wide as a column with one panel, else as the text of two columns.
+    """
+    folder = Folder(run.path / "figures" / "paper", run.path)
+    found = [*drawings(run), method(run)]
+    return [drawing.write_for_paper(folder) for drawing in found if drawing]
+
+
 def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
     found = [
@@ -251,7 +261,8 @@ def _wall_clock(ax: Axes, seconds: pd.Series) -> None:
 def _time_head(top: Axes, ax: Axes) -> None:
     handles, names = ax.get_legend_handles_labels()
     top.legend(
-        handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), ncols=5, labelcolor=style.INK,
+        handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), labelcolor=style.INK,
+        ncols=style.legend_columns(names, style.room(top)),
         handletextpad=0.5, columnspacing=1.0,
     )  # fmt: skip
     top.set_title("Where the time went", color=style.INK, pad=26)
@@ -263,7 +274,7 @@ def _time_bar(ax: Axes, seconds: pd.Series) -> None:
     starts = shares.cumsum() - shares
     for stage, share in shares.items():
         ax.barh(0, share, left=starts[stage], color=style.STAGE_COLOURS[str(stage)], height=1)
-        if share > 0.16:
+        if share > 0.16 * style.ROOM / style.room(ax):
             text = f"{human_seconds(seconds[stage])} · {share:.0%}"
             ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
             place = (starts[stage] + share / 2, 0)

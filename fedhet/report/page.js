@@ -27,6 +27,19 @@ function sortable(table) {
   });
 }
 
+// A field above a table: only the rows that have all of its words are shown.
+
+function filtering(field) {
+  const rows = document.getElementById(field.dataset.rows).querySelectorAll("tbody tr");
+  field.addEventListener("input", () => {
+    const wanted = field.value.toLowerCase().split(/\s+/).filter(word => word);
+    for (const row of rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !wanted.every(word => text.includes(word));
+    }
+  });
+}
+
 // Values in words. What is shown is set as text, never as markup.
 
 const scaled = (value, units, base) => {
@@ -169,5 +182,6 @@ class Chart {
 }
 
 document.querySelectorAll("table.sortable").forEach(sortable);
+document.querySelectorAll("input[data-rows]").forEach(filtering);
 document.querySelectorAll("svg[data-chart]").forEach(svg => new Chart(svg, svg.parentElement));
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => { d.open = true; }));

@@ -37,6 +37,19 @@ PAGE_SCALE = 0.87
 RC = mpl.rc_params_from_file(
     Path(__file__).with_name("fedhet.mplstyle"), use_default_template=False
 )
+COLUMN, PAGE = 3.25, 6.75
+"""Widths of a paper's column and of its text, in inches: of a figure with one axes, and others."""
+PAPER_RC: Any = {
+    "font.family": "serif",
+    "font.serif": ["STIXGeneral", "DejaVu Serif"],  # like Times; both come with matplotlib
+    "font.size": 8.0, "axes.titlesize": 8.0, "axes.labelsize": 8.0, "legend.fontsize": 7.0,
+    "xtick.labelsize": 7.0, "ytick.labelsize": 7.0, "lines.linewidth": 1.2,
+    "axes.labelcolor": "000000", "text.color": "000000",
+    "xtick.labelcolor": "000000", "ytick.labelcolor": "000000",
+}  # fmt: skip
+"""What a paper's figures have instead: text of 8 points as large as it will be printed."""
+ROOM = 72
+"""Letters of a legend beside each other, above an axes of WIDTH."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
@@ -48,7 +61,8 @@ DASHED: Any = {"linewidth": 1.0, "linestyle": (0, (4, 2.5))}
 DOTTED: Any = {"linewidth": 0.8, "linestyle": (0, (1, 3))}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
-KIND_COLOURS = dict(zip(("private", "proxy", "global", "server", "local"), SERIES, strict=False))
+_COLOURED = ("private", "proxy", "global", "server", "local", "unseen", "unseen-epoch")
+KIND_COLOURS = dict(zip(_COLOURED, SERIES, strict=False))
 STAGE_COLOURS = {
     "train": SERIES[0], "evaluate": SERIES[5], "server": SERIES[4], "overhead": "#a9b1ba",
 }  # fmt: skip
@@ -86,6 +100,17 @@ class Drawing:
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
 
+    def write_for_paper(self, folder: Folder) -> Path:
+        """Write `<name>.pdf` in a paper's size and fonts into a folder and return its path.
+
+        The fonts are embedded as TrueType (type 42), which publishers ask for.
+        """
+        width = COLUMN if self.width <= WIDTH else PAGE
+        with _styled(self, width / self.width, PAPER_RC) as figure:
+            dates = {"Creator": "fedhet", "CreationDate": None}
+            self._save(figure, folder, "pdf", metadata=dates)
+        return folder.path / f"{self.name}.pdf"
+
     def _save(self, figure: Figure, folder: Folder, form: str, **options: Any) -> None:
         with folder.replacing(f"{self.name}.{form}") as path:
             figure.savefig(path, format=form, **options)
@@ -102,8 +127,9 @@ class Drawing:
 
 
 @contextmanager
-def _styled(drawing: Drawing, scale: float = 1.0) -> Iterator[canvas.Canvas]:
-    with mpl.rc_context({**RC, "svg.hashsalt": drawing.name}), warnings.catch_warnings():
+def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[canvas.Canvas]:
+    rc = {**RC, "svg.hashsalt": drawing.name, **(look or {})}
+    with mpl.rc_context(rc), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
         size = (scale * drawing.width, scale * drawing.height)
@@ -118,17 +144,28 @@ def page_colour(colour: str) -> str:
     return f"var({VARIABLES[colour]})" if colour in VARIABLES else colour
 
 
-def legend_columns(labels: Sequence[str], room: int = 72) -> int:
+def legend_columns(labels: Sequence[str], room: int = ROOM) -> int:
     """Return the number of legend columns that fit above an axes: all in one row if possible."""
     if sum(len(label) + 5 for label in labels) <= room:
         return max(len(labels), 1)
     return max(1, room // (max(map(len, labels)) + 5))
 
 
+def room(ax: Axes) -> int:
+    """Return the letters of a legend that fit above an axes: fewer in a paper's column."""
+    if mpl.rcParams["font.family"] != [PAPER_RC["font.family"]]:
+        return ROOM
+    place = ax.get_subplotspec()
+    across = place.get_gridspec().ncols if place else 1
+    figure = ax.get_figure(root=True)
+    inches = figure.get_figwidth() / across if figure else WIDTH
+    return int(ROOM * inches / WIDTH * RC["legend.fontsize"] / PAPER_RC["legend.fontsize"])
+
+
 def head(ax: Axes, title: str) -> None:
     """Set the title of an axes and, below it, a legend of the labelled series."""
     handles, labels = ax.get_legend_handles_labels()
-    columns = legend_columns(labels)
+    columns = legend_columns(labels, room(ax))
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
     if handles:
         ax.legend(

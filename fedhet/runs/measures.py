@@ -5,12 +5,14 @@ It travels as flat metric names; what comes from a client is checked and bounded
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -39,6 +41,15 @@ def peak_memory_mb() -> float:
     """Return the peak memory of this process, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def forget_peak() -> None:
+    """Let this process's peak memory begin at what it uses now, where the system allows that.
+
+    Otherwise the peak of a run would be that of the largest before it in the same process.
+    """
+    with contextlib.suppress(OSError):  # Linux alone has it
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def timed(work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> tuple[Result, float]:
