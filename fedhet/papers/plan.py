@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedhet.config.resolve import Config, resolve
@@ -42,8 +42,7 @@ class PlannedRun:
     def command(self) -> str:
         """Return the command that makes only this run."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
-        words = [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in chosen.items()]
-        return " ".join(["fedhet run", str(self.values["method"]), *words])
+        return " ".join(["fedhet run", str(self.values["method"]), *as_options(chosen)])
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,18 @@ class Plan:
     size: Size
     seeds: tuple[int, ...]
     cells: tuple[PlannedCell, ...]
+    over: Mapping[str, object] = field(default_factory=dict)
+    """The settings that all runs have instead of the table's."""
 
     @property
     def runs(self) -> list[PlannedRun]:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
         return each_once(run for cell in self.cells for run in cell.runs.values())
+
+
+def as_options(settings: Mapping[str, object]) -> list[str]:
+    """Return the words of a command that give it these settings."""
+    return [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in settings.items()]
 
 
 def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
@@ -101,7 +107,7 @@ def plan(
         for row in table.rows_in(size)
         for column in table.columns_in(size)
     )
-    return Plan(name, table, size, tuple(seeds), cells)
+    return Plan(name, table, size, tuple(seeds), cells, over or {})
 
 
 def _cell(
