@@ -88,6 +88,7 @@ bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.evaluation
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.round

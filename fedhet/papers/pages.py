@@ -95,7 +95,7 @@ def tables_part(tables: Sequence[Finished]) -> str:
 
 
 def _row(table: Finished) -> tuple[str, ...]:
-    counts = Counter(each.outcome for each in table.comparisons)
+    counts: Counter[str] = Counter(each.outcome for each in table.comparisons)
     return (
         _link(table),
         plain(read_table(table.table).title),

@@ -13,6 +13,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
+from fedhet.runs.statistics import tail_begins
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine
 from fedhet.settings.text import as_text
@@ -35,8 +36,13 @@ class PlannedRun:
 
     @property
     def config(self) -> Config:
-        """Return its settings, which resume what is in its directory. Raises SettingsError."""
-        return resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
+        """Return its settings, which resume what is in its directory. Raises SettingsError.
+
+        Only rounds that a table shows are evaluated, unless the settings say from when.
+        """
+        found = resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
+        late = "evaluate-from" not in self.values and shows_its_end(found)
+        return found.replacing(evaluate_from=tail_begins(found.run.rounds)) if late else found
 
     @property
     def command(self) -> str:
@@ -73,6 +79,15 @@ class Plan:
     def runs(self) -> list[PlannedRun]:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
         return each_once(run for cell in self.cells for run in cell.runs.values())
+
+
+def shows_its_end(config: Config) -> bool:
+    """Return whether a run's last fifth of rounds has all that a table may show of it.
+
+    Not if an earlier round's accuracy ends the run, is kept, or is what later ones are divided by.
+    """
+    run = config.run
+    return not (run.early_stopping or run.keep_best or "local" in config.method.spec.kinds)
 
 
 def as_options(settings: Mapping[str, object]) -> list[str]:
