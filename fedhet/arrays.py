@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -64,3 +65,10 @@ class OnDemand(Mapping[str, Array]):
 def group_of(values: Arrays, name: str) -> Arrays:
     """Return the arrays `name/<key>` by key; of those that are read when used, none is read."""
     return values.group(name) if isinstance(values, OnDemand) else group(values, name)
+
+
+def refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
+    """Raise TypeError for arrays of another type than the method's own of that name."""
+    for name in saved.keys() & fresh.keys():
+        if (found := np.asarray(saved[name]).dtype) != (own := np.asarray(fresh[name]).dtype):
+            raise TypeError(f"{name} is {found}, not {own}")

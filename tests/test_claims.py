@@ -209,7 +209,7 @@ def test_every_page_of_a_table_is_counted():
     made = {(each.table, each.size) for each in read_finished(MEASURED)}
     pages_of = sorted((DOCS / "tables").glob("*.md"))
     commands = [re.findall(r"fedhet table (\S+) --size (\S+)", p.read_text()) for p in pages_of]
-    assert {each for found in commands for each in found} == made
+    assert {each for found in commands for each in found if each[0] in table_names()} == made
 
 
 def test_the_pages_follow_the_data(tmp_path, folder):

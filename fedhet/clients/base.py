@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedhet.client_runtime.fault_injection import injected_faults
 from fedhet.client_runtime.link import Link, lacking
 from fedhet.client_runtime.messages import best_round, measures, own_loss
+from fedhet.client_runtime.newcomer import Newcomer
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
 from fedhet.client_runtime.recipe import Recipe
@@ -287,7 +288,9 @@ class HetClient(NumPyClient):
                 if learns and instruction.tensors:
                     self._train(envelope.round + 1, instruction)
                     self.state.save(envelope.round + 1)
-                scores, seconds = timed(self.evaluation, instruction)
+                unseen = partial(self._judge_offered, envelope.round)
+                judge = unseen if config.get("unseen") else self.evaluation
+                scores, seconds = timed(judge, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except OwnModelError:
             raise
@@ -295,6 +298,12 @@ class HetClient(NumPyClient):
             return 0.0, 0, self.promise.fault(error) | lacking(error)
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
+
+    def _judge_offered(self, round: int, instruction: Knowledge) -> Evaluations:
+        """Return what the model scores that the method offers; nothing if it has sent none."""
+        model = self.eval_models(instruction).get(self.config.method.spec.offers)
+        newcomer = Newcomer(self.run, self.samples, self.recipe, self.compute)
+        return Evaluations() if model is None else newcomer.judge(model, round)
 
     def _answer_of(
         self, envelope: Envelope, instruction: Knowledge, best: int

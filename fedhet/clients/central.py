@@ -57,7 +57,7 @@ class CentralClient(LocalClient):
         """Replace the samples to train on, and the label space."""
         data = self.node.data
         own, unlabelled = (self._placed(part) for part in data.pooled_parts())
-        space = sorted({c for k in range(self.run.clients) for c in data.label_space(k)})
+        space = sorted({c for k in data.spec.seen for c in data.label_space(k)})
         self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
         if self.settings.uses_public():  # refused if it holds any client's samples
             public = self._placed(self.public_set(labelled=True))

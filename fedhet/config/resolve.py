@@ -151,6 +151,9 @@ def _check_names(config: Config) -> None:
         rule = f"synchronous with {run.method}; {able} may be asynchronous"
         raise refused("pace.mode", run.pace.mode, rule)
     if run.privacy.is_on:
+        if run.data.unseen:
+            rule = "0 with '[privacy]': the local epoch of those clients is not protected"
+            raise refused("data.unseen", run.data.unseen, rule)
         check_private(run, method, own)
     if run.training.semi != "none":
         _check_semi(run, method)
@@ -250,6 +253,9 @@ def check_deployable(config: Config) -> None:
             "would have to leave the sites; `fedhet run` simulates it"
         )
         raise refused("method", config.method.name, rule)
+    if config.run.data.unseen:
+        rule = "0 in a deployment, whose sites are there to train"
+        raise refused("data.unseen", config.run.data.unseen, rule)
     for name, value in SIMULATED_ONLY.items():
         if (found := getattr(config.run.pace, name)) != value:
             rule = f"{value} in a deployment, whose sites are slow and fail by themselves"

@@ -17,6 +17,7 @@ from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import Shape
 from fedhet.seeding import numpy_rng
+from fedhet.settings.assignment import drawn_unseen
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
@@ -155,6 +156,12 @@ class DataSpec(DataSettings):
     def of(cls, run: RunSettings) -> DataSpec:
         """Return the data settings of a run."""
         return cls.model_construct(**dict(run.data), clients=run.clients, seed=run.seed)
+
+    @property
+    def seen(self) -> list[int]:
+        """The numbers of the clients that train: all but those of `unseen`."""
+        unseen = drawn_unseen(self.unseen, self.clients, self.seed)
+        return [index for index in range(self.clients) if index not in unseen]
 
     def but(self, **changes: object) -> DataSpec:
         """Return a copy with other values."""

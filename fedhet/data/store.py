@@ -114,12 +114,12 @@ class RunData:
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
-        """Return the labelled and the unlabelled training samples of all clients.
+        """Return the labelled and the unlabelled training samples of all clients that train.
 
         They are those that `labelled_parts` gives each client, in the order of the clients.
         """
         spec, pairs = self.spec, []
-        for index in range(spec.clients):
+        for index in spec.seen:
             own = self.dataset.train.take(self.split_rows(index)[0])
             name = client_name(index, spec.clients)
             alpha, least = spec.labelled_alpha, spec.labelled_least

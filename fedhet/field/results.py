@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import pandas as pd
@@ -93,15 +93,15 @@ def collect(plan: FieldPlan) -> FieldResults:
     rows: list[dict[str, Value]] = []
     done = list(_finished(plan))
     ceilings = {
-        (each.cell, seed): _accuracies(load_run(path))
+        (each.cell, seed): _accuracies(_run(path))
         for each, seed, path in done
         if each.method == CEILING
     }
     for each, seed, path in done:
-        run = load_run(path)
-        about = {"architectures": each.cell[0], "split": each.cell[1], "seed": seed}
+        run = _run(path)
         found = _measured(run, ceilings.get((each.cell, seed), {}))
-        rows.append({"method": each.method, **about, **found})
+        place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
+        rows.append({"method": each.method, **place, "seed": seed, **found})
     return FieldResults(plan, pd.DataFrame(rows))
 
 
@@ -110,6 +110,12 @@ def _finished(plan: FieldPlan) -> Iterator[tuple[FieldCell, int, Path]]:
         for seed, run in each.runs.items():
             if run.finished:
                 yield each, seed, run.directory
+
+
+@lru_cache(maxsize=4096)
+def _run(path: Path) -> Run:
+    """Return a finished run, which does not change any more."""
+    return load_run(path)
 
 
 def kind_of(run: Run, protocol: str) -> str:

@@ -41,8 +41,12 @@ def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) ->
 
 
 def trainer(run: RunSettings) -> str:
-    """Return the name of the client that trains: the first."""
-    return client_name(0, run.clients)
+    """Return the name of the client that trains: the first of those that may."""
+    from fedhet.settings.assignment import unseen_clients  # it draws, which needs PyTorch
+
+    unseen = unseen_clients(run)
+    first = next(number for number in range(run.clients) if number not in unseen)
+    return client_name(first, run.clients)
 
 
 INSTRUCTIONS = Contract((WeightsField("weights", "the model, to be evaluated", required=False),))

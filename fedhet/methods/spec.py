@@ -145,6 +145,15 @@ class MethodSpec:
     simulation_only: bool = False
     """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
 
+    @property
+    def offers(self) -> str:
+        """The kind of model that a client gets with which nobody has trained; "": none.
+
+        It is the one that the server sends for all. A method without it sends only what teaches the
+        clients' own models, and these a new client would have to train first.
+        """
+        return "global" if "global" in self.kinds else ""
+
     def pool(self, kind: Kind) -> tuple[str, ...]:
         """Return the default pool of models for a kind of data."""
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
 from fedhet.runs.statistics import tail_begins
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import is_machine
+from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text
 
 Values = dict[str, object]
@@ -164,12 +166,20 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 
 def _digest(values: Values) -> str:
-    """Return a short name of what the settings compute, wherever and on whatever it runs."""
+    """Return a short name of what the settings compute, wherever and on whatever it runs.
+
+    Settings at their defaults have no part in it, so that a new one leaves the names as they are.
+    """
     known = RunSettings.fields()
     every = known | find_method(str(values["method"])).settings()
-    whole = {name: info.get_default(call_default_factory=True) for name, info in every.items()}
     kept = {
-        k: v for k, v in {**whole, **values}.items() if not (k in known and is_machine(known[k]))
+        name: value
+        for name, value in values.items()
+        if not (name in known and is_machine(known[name])) and not _is_default(value, every[name])
     }
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _is_default(value: object, info: FieldInfo) -> bool:
+    return bool(plain(value) == plain(info.get_default(call_default_factory=True)))

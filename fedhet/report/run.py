@@ -33,6 +33,8 @@ from fedhet.runs.records import (
     KINDS,
     NAN,
     OWN_DATA,
+    UNSEEN,
+    UNSEEN_EPOCH,
     Origin,
     Partition,
     Ratio,
@@ -53,6 +55,8 @@ MEANING = {
     "proxy": "the model that a client exchanges in place of its own",
     "global": "the model that the server forms and all clients share",
     "server": "a model that the server alone has",
+    UNSEEN: "what the method offers a client with which nobody has trained, as it is",
+    UNSEEN_EPOCH: "the same after one local epoch",
 }
 """What the protocols are, and the kinds of model that several methods have."""
 STAGES = ("train", "evaluate", "server", "overhead")
@@ -234,6 +238,12 @@ class Run:
         if self.has_clock:
             return {}
         return _rounds_by_name({record.round: record.late for record in self.records})
+
+    @property
+    def offers_nothing(self) -> bool:
+        """Whether clients were held back, and the method had nothing to offer them."""
+        kinds = {kind for _, kind in self.columns}
+        return bool(self.settings.get("data.unseen")) and self.finished and UNSEEN not in kinds
 
     @property
     def has_clock(self) -> bool:

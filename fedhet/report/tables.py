@@ -171,6 +171,8 @@ def away_lines(run: Run) -> list[str]:
         for what, found in (("not connected", run.away), ("late", run.late))
         for name, rounds in found.items()
     ]
+    if run.offers_nothing:
+        lines.append(f"{run.method} offers a client nothing with which nobody has trained")
     if run.missing:
         whole = plural(len(run.clients) + run.missing, "client")
         lines.append(f"{run.missing} of {whole} never took part: the run's log says why")

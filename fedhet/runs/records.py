@@ -33,7 +33,9 @@ ByMetric = dict[str, ByPlace]
 
 PROTOCOLS = ("personal", "common")
 """The test sets: a client's own test split, and one that all clients share."""
-KINDS = ("private", "local", "proxy", "global", "server")
+UNSEEN, UNSEEN_EPOCH = "unseen", "unseen-epoch"
+"""What the method offers clients with which nobody has trained: as it is, and after an epoch."""
+KINDS = ("private", "local", "proxy", "global", "server", UNSEEN, UNSEEN_EPOCH)
 """`local`: the private model after local training alone, before any knowledge was exchanged."""
 MOST_ROUNDS = 1_000_000
 NAN = float("nan")

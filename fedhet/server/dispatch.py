@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
-from flwr.common import EvaluateIns, Parameters
+from flwr.common import EvaluateIns, Parameters, Scalar
 
 from fedhet.methods.spec import MethodSpec
 from fedhet.server.direct_proxy import DirectProxy
@@ -63,12 +63,19 @@ class Dispatch:
             yield proxy, NOTHING
 
     def to_evaluate(
-        self, round: int, members: Mapping[str, Member], instructions: Mapping[str, Knowledge]
+        self,
+        round: int,
+        members: Mapping[str, Member],
+        instructions: Mapping[str, Knowledge],
+        unseen: Collection[str] = (),
     ) -> list[tuple[NamedProxy, EvaluateIns]]:
-        """Return the proxy of each client in `instructions`, with what it is sent."""
+        """Return the proxy of each client in `instructions`, with what it is sent.
+
+        Those in `unseen` are told that nobody has trained with them.
+        """
         payloads = self._exchange.encode_all(round, instructions, training=False)
         return [
-            (self._proxy(members[name]), EvaluateIns(payload, {}))
+            (self._proxy(members[name]), EvaluateIns(payload, _told(name in unseen)))
             for name, payload in payloads.items()
         ]
 
@@ -101,6 +108,10 @@ class Dispatch:
         proxy = NamedProxy(member, self._on_answer, self._spool)
         proxy.again = partial(self._exchange.again, member.info.name)
         return proxy
+
+
+def _told(unseen: bool) -> dict[str, Scalar]:
+    return {"unseen": True} if unseen else {}
 
 
 def _kind(member: Member) -> Hashable:

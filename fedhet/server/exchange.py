@@ -188,7 +188,7 @@ class Exchange:
             age = self._state.age_of(name)
             number = self._state.record.round - age
             expect(envelope, run=self._run, method=self._method, round=number, sender=name)
-            measured = self._measures(name, result.metrics, client.classes)
+            measured = self._measures(name, result.metrics, client.classes, self._kinds)
         return Reply(client, knowledge, measured, known, age, self.sent_to(name, number))
 
     def _too_late(self, name: str, members: Collection[str]) -> str:
@@ -204,15 +204,19 @@ class Exchange:
             return f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
         return ""
 
-    def decode_evaluation(self, client: ClientInfo, result: EvaluateRes) -> Measured:
-        """Return a client's measurements from an evaluation. Raises KnowledgeError."""
+    def decode_evaluation(
+        self, client: ClientInfo, result: EvaluateRes, kinds: Sequence[str]
+    ) -> Measured:
+        """Return a client's measurements of models of the `kinds`. Raises KnowledgeError."""
         with from_outside(client.name):
             if "error" in result.metrics:
                 raise _error_of(client.name, result.metrics)
-            return self._measures(client.name, result.metrics, client.classes)
+            return self._measures(client.name, result.metrics, client.classes, kinds)
 
-    def _measures(self, name: str, metrics: Mapping[str, object], classes: int) -> Measured:
-        return read_measures(name, metrics, self._kinds, measured_names(self._metrics, classes))
+    def _measures(
+        self, name: str, metrics: Mapping[str, object], classes: int, kinds: Sequence[str]
+    ) -> Measured:
+        return read_measures(name, metrics, kinds, measured_names(self._metrics, classes))
 
 
 def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> KnowledgeError:

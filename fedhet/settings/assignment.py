@@ -1,4 +1,5 @@
-"""Assigns the training settings of which a run gives several values to its clients."""
+"""Assigns the training settings of which a run gives several values to its clients, and draws
+the clients with which nobody trains."""
 
 from __future__ import annotations
 
@@ -27,6 +28,25 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
         chosen[name] = values[in_turn(place, len(values), period)]
         period *= len(values)
     return run.training.model_copy(update=chosen)
+
+
+def unseen_clients(run: RunSettings) -> frozenset[int]:
+    """Return the numbers of the clients with which nobody trains: a share 'data.unseen' of all.
+
+    One at least where there is a share, and never all.
+
+    >>> unseen_clients(RunSettings(clients=10, data={"unseen": 0.2}, seed=1))
+    frozenset({9, 5})
+    """
+    return drawn_unseen(run.data.unseen, run.clients, run.seed)
+
+
+def drawn_unseen(share: float, clients: int, seed: int) -> frozenset[int]:
+    """Return the numbers of a share of the clients, as `unseen_clients` does."""
+    if not share:
+        return frozenset()
+    count = min(clients - 1, max(1, round(share * clients)))
+    return frozenset(numpy_rng(seed, "unseen").permutation(clients)[:count].tolist())
 
 
 def in_turn(place: int, size: int, period: int) -> int:

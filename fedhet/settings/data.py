@@ -142,6 +142,12 @@ class DataSettings(Schema):
         "into labelled and unlabelled ones; 0 = all are labelled, or 0.5 for a method that needs "
         "unlabelled data",
     )
+    unseen: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of the clients, drawn by the seed, with which nobody trains: after the "
+        "last round they judge the model that the method offers them, as it is and after one local "
+        "epoch; 0 = none",
+    )
     labelled_least: CountOrNone = Field(
         2,
         description="minimum number of labelled and of unlabelled samples of a client; 0 = a "

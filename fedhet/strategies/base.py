@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from torch import nn
 
-from fedhet.arrays import Array
+from fedhet.arrays import Array, refuse_other_types
 from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
 from fedhet.errors import DataError, StateError
@@ -30,6 +29,7 @@ from fedhet.server.client_health import ClientHealth
 from fedhet.server.collector import Collected
 from fedhet.server.dispatch import NOTHING
 from fedhet.server.evaluation import measured_on
+from fedhet.server.held_back import KINDS, HeldBack
 from fedhet.server.members import Member, Members
 from fedhet.server.messaging import Messaging
 from fedhet.server.own_code import CodeFaults
@@ -58,6 +58,7 @@ class HetStrategy(Strategy):
         self.run, self.settings, self.log = config.run, config.own, log
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
+        self._held_back = HeldBack(self.run, self.spec)
         engine, spec = self.run.engine, self.spec
         carry_weights = spec.instructions.weights or spec.replies.weights
         self._code_faults = CodeFaults(log.notice, strict=engine.strict)
@@ -171,8 +172,11 @@ class HetStrategy(Strategy):
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self._messages.clear(resumed=bool(self.log.resumed))
-        self.members = self._members.first(client_manager, self.run.clients, self.run.engine)
-        self.log.begin(member.info for member in self.members.values())
+        every = self._members.first(client_manager, self.run.clients, self.run.engine)
+        self.members = self._held_back.taken_from(every)
+        self.log.begin(member.info for member in every.values())
+        if notice := self._held_back.notice:
+            self.log.notice(notice)
         self.state.scores.outdate(self.members)
         self.init()
         if self.log.resumed:
@@ -185,9 +189,12 @@ class HetStrategy(Strategy):
         """Select clients and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.ending(self.run)
-        self.members = self._members.present(client_manager) or self.members
+        present = self._held_back.taken_from(self._members.present(client_manager))
+        self.members = present or self.members
         self.log.joined(member.info for member in self.members.values())
-        self.state.missing(self.log.models.keys() - self.members.keys())
+        away = self.log.models.keys() - self.members.keys() - self._held_back.names
+        self.state.missing(away)
+        self.state.scores.outdate(self._held_back.names)
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
         idle = [self.members[name].info for name in eligible if name not in busy]
@@ -257,7 +264,9 @@ class HetStrategy(Strategy):
         if not instructions:
             self._close_round()
             return []
-        asked = self._messages.dispatch.to_evaluate(server_round, self.members, instructions)
+        asked = self._messages.dispatch.to_evaluate(
+            server_round, self._asked_to_evaluate, instructions, self._held_back.names
+        )
         self.state.clock.wait()
         return list(asked)
 
@@ -272,8 +281,10 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                info = self.members[name].info
-                self.state.measured(name, self._messages.exchange.decode_evaluation(info, result))
+                info = self._asked_to_evaluate[name].info
+                kinds = KINDS if name in self._held_back.names else self.spec.kinds
+                decode = self._messages.exchange.decode_evaluation
+                self.state.measured(name, decode(info, result, kinds))
         self._close_round()
         return None, {}
 
@@ -284,7 +295,7 @@ class HetStrategy(Strategy):
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
             own = self._messages.load(checkpoint.tensors, checkpoint.facts)
-            _refuse_other_types(own, self.state_dict())
+            refuse_other_types(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
@@ -312,7 +323,14 @@ class HetStrategy(Strategy):
             knowledge = self.eval_instruction(round, self.members[name].info)
             if knowledge is not None or self.state.scores.is_outdated(name):
                 found[name] = knowledge or Knowledge()
-        return found
+        last = round == self.run.rounds
+        offer = partial(self.eval_instruction, round)
+        return found | (self._held_back.instructions(offer) if last else {})
+
+    @property
+    def _asked_to_evaluate(self) -> Mapping[str, Member]:
+        """The members that may be asked to evaluate: also those with which nobody trains."""
+        return {**self.members, **self._held_back.members}
 
     def _close_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)
@@ -328,10 +346,3 @@ class HetStrategy(Strategy):
         whole = {"state": self.state.to_json(), **facts}
         self.log.checkpoint(record.round, {**self.state_dict(), **tensors}, whole, self.state.good)
         self.collector.settled(self.state.arrived)
-
-
-def _refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
-    """Raise TypeError for arrays of another type than the method's own of that name."""
-    for name in saved.keys() & fresh.keys():
-        if (found := np.asarray(saved[name]).dtype) != (own := np.asarray(fresh[name]).dtype):
-            raise TypeError(f"{name} is {found}, not {own}")

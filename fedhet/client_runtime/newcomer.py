@@ -1,0 +1,46 @@
+"""A client with which nobody has trained, and what a model that it is offered is worth there."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedhet.client_runtime.recipe import Recipe
+from fedhet.client_runtime.samples import ClientSamples
+from fedhet.devices import Compute
+from fedhet.models.evaluation import Evaluations, judge_all
+from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
+from fedhet.seeding import seeded, torch_generator
+from fedhet.settings.run import RunSettings
+from fedhet.training import cross_entropy_of
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """Such a client: nothing of what it does here is kept."""
+
+    run: RunSettings
+    samples: ClientSamples
+    recipe: Recipe
+    compute: Compute
+
+    def judge(self, model: nn.Module, round: int) -> Evaluations:
+        """Return what a model scores as it is, and after a copy has trained for a local epoch."""
+        learner = copy.deepcopy(model).train()
+        self._learn(learner, round)
+        offered = {UNSEEN: model, UNSEEN_EPOCH: learner}
+        return judge_all(offered, self.samples.tests, self.compute, self.run.metrics)
+
+    def _learn(self, model: nn.Module, round: int) -> None:
+        """Train for one epoch on the client's own samples, with cross-entropy."""
+        draw = self.samples.info.name, round, "unseen"
+        own, training = self.samples.own, self.run.training
+        self.recipe.begin(round)
+        optimizing = self.recipe.optimization(training, model.parameters())
+        loss_of, generator = cross_entropy_of(model), torch_generator(self.run.seed, *draw)
+        with seeded(self.run.seed, *draw, device=self.compute.device):
+            self.recipe.train_epochs(
+                training, own.x, own.y, loss_of, optimizing, generator, True, {"epochs": 1}
+            )

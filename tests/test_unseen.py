@@ -1,0 +1,261 @@
+"""`data.unseen`: clients with which nobody trains, and what a method offers them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from federation import records, run
+from safetensors.numpy import load_file
+from torch import nn
+
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.newcomer import Newcomer
+from fedhet.client_runtime.node import read_node
+from fedhet.config.resolve import check_deployable, resolve
+from fedhet.data import RunData
+from fedhet.errors import SettingsError
+from fedhet.inference.result import Result
+from fedhet.methods.registry import all_methods
+from fedhet.models import build, load_weights
+from fedhet.report import compare, load_run
+from fedhet.report.page import render_run
+from fedhet.report.tables import away_lines, legend
+from fedhet.runs.log import Watcher
+from fedhet.settings.assignment import drawn_unseen
+
+SMALL = {
+    "clients": 5, "rounds": 2, "data.dataset": "breast-cancer", "data.partition": "iid",
+    "data.unseen": 0.4, "models.pool": ["mlp"], "training.local-epochs": 1,
+    "engine.backend": "inline", "seed": 3,
+}  # fmt: skip
+
+
+def small(method="fedavg", **changes):
+    return resolve({**SMALL, "method": method, **changes})
+
+
+def held_back(directory):
+    found = load_run(directory)
+    return {n for record in found.records for n in found.clients if n not in record.asked}
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("averaged") / "run"
+    run(small(), directory)
+    return directory
+
+
+# Which clients
+
+
+@pytest.mark.parametrize(
+    ("share", "clients", "count"),
+    [(0.2, 10, 2), (0.01, 10, 1), (0.99, 4, 3), (0.5, 2, 1), (0.25, 9, 2), (0.0, 10, 0)],
+)
+def test_a_share_of_the_clients_is_drawn_by_the_seed(share, clients, count):
+    draws = [drawn_unseen(share, clients, seed) for seed in range(40)]
+    assert {len(found) for found in draws} == {count}
+    assert all(found <= set(range(clients)) for found in draws)
+    assert draws == [drawn_unseen(share, clients, seed) for seed in range(40)]
+    if count:
+        assert set.union(*map(set, draws)) == set(range(clients)), "each may be drawn"
+
+
+def test_they_are_never_asked_to_train_and_judge_after_the_last_round_alone(averaged):
+    names = held_back(averaged)
+    assert len(names) == 2
+    first, last = records(averaged)
+    assert len(first["asked"]) == len(last["asked"]) == 3
+    assert not names & {*first["asked"], *last["asked"]}
+    assert set(first["accuracy"]["common"]) == {"private", "global"}
+    for protocol in ("common", "personal"):
+        found = last["accuracy"][protocol]
+        assert set(found) == {"private", "global", "unseen", "unseen-epoch"}
+        for kind, score in found.items():
+            assert (set(score["per_client"]) == names) == kind.startswith("unseen"), kind
+    assert not last.get("absent")
+    summary = json.loads((averaged / "summary.json").read_text())
+    assert summary["accuracy"]["common"]["unseen"]["clients"] == 2
+    assert set(summary["models"]) == {f"client-{k}" for k in range(5)}
+
+
+def test_nobody_knows_their_samples(tmp_path):
+    """The run is that of the other clients alone, whatever the samples of those held back."""
+    unseen = drawn_unseen(0.4, 5, 3)
+    store = RunData.of(small().run)
+    labelled, _ = RunData.of(small("central").run).pooled_parts()
+    seen = [store.client(k).train for k in range(5) if k not in unseen]
+    assert len(labelled) == sum(map(len, seen))
+    assert torch.equal(labelled.x, torch.cat([split.x for split in seen]))
+
+
+# What they judge
+
+
+def learned(model: nn.Module, split, epochs: int, batch: int, lr: float, order) -> None:
+    """Train literally: Adam, cross-entropy, the samples in a given order."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model.train()
+    for _ in range(epochs):
+        for rows in order.split(batch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(split.x[rows]), split.y[rows]).backward()
+            optimizer.step()
+
+
+def accuracy(model: nn.Module, split) -> float:
+    with torch.no_grad():
+        return float((model.eval()(split.x).argmax(1) == split.y).float().mean())
+
+
+def test_as_it_is_it_is_the_servers_average_on_their_own_samples(averaged):
+    """The average is read from the checkpoint, and judged here."""
+    file = max((averaged / "checkpoints").rglob("*.safetensors"))
+    saved = {k.removeprefix("weights/"): v for k, v in load_file(file).items()}
+    store, last = RunData.of(small().run), records(averaged)[-1]["accuracy"]
+    for name in held_back(averaged):
+        data = store.client(int(name.rpartition("-")[2]))
+        model = build("mlp", data.shape, len(data.classes), seed=3)
+        load_weights(model, {k: v for k, v in saved.items() if k in model.state_dict()})
+        for protocol, split in (("personal", data.test), ("common", data.common)):
+            found = last[protocol]["unseen"]["per_client"][name]
+            assert found == pytest.approx(accuracy(model, split), abs=1e-6)
+
+
+def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
+    """A newcomer's batch is all its samples, so that one step does not depend on their order."""
+    config = small(**{"training.batch-size": 1000})
+    node = read_node({"partition-id": 0, "num-partitions": 5}, config.run)
+    client = open_client(config, node)
+    model, twin = client.build_model(), client.build_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = Newcomer(client.run, client.samples, client.recipe, client.compute).judge(model, 2)
+    assert all(map(torch.equal, before, model.parameters()))
+    own = client.samples.own
+    learned(twin, own, 1, 1000, config.run.training.lr, torch.arange(len(own.y)))
+    for protocol, split in client.tests.items():
+        assert found[protocol, "unseen"].accuracy == pytest.approx(accuracy(model, split))
+        expected = accuracy(twin, split)
+        assert found[protocol, "unseen-epoch"].accuracy == pytest.approx(expected, abs=1e-6)
+
+
+def test_with_and_without_it_the_trained_models_of_the_others_are_the_same(averaged, tmp_path):
+    """Whoever is held back changes nothing of what the others score in the last round."""
+    again = tmp_path / "run"
+    run(small(**{"training.weight-decay": 0.0}), again)
+    one, two = records(averaged)[-1]["accuracy"], records(again)[-1]["accuracy"]
+    assert one == two
+
+
+# What a method offers
+
+
+def test_a_method_offers_the_model_that_it_forms_for_all_or_nothing():
+    offers = {name for name, each in all_methods()[0].items() if each.spec.offers}
+    nothing = {
+        "cofed", "cronus", "ds-fl", "fd", "fedgems", "fedgkt", "fedhe", "fedmd", "fedproto",
+        "fedtgp", "local", "um-pfssl",
+    }  # fmt: skip
+    assert offers == set(all_methods()[0]) - nothing
+
+
+def test_a_method_that_offers_nothing_says_so(tmp_path):
+    class Hears(Watcher):
+        def notice(self, text):
+            said.append(text)
+
+    said: list[str] = []
+    run(small("local"), tmp_path / "run", [Hears()])
+    assert any("local offers them nothing" in text for text in said)
+    found = load_run(tmp_path / "run")
+    assert found.offers_nothing
+    assert "local offers a client nothing with which nobody has trained" in away_lines(found)
+    assert "offers a client nothing" in render_run(found)
+    assert set(records(tmp_path / "run")[-1]["accuracy"]["common"]) == {"private"}
+
+
+def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
+    pool = ["mlp", "mlp2", "mlp3", "mlp-dropout"]
+    config = small("felo", **{"models.pool": pool, "clients": 4, "data.unseen": 0.25})
+    run(config, tmp_path / "run")
+    assert load_run(tmp_path / "run").offers_nothing
+
+
+# Where it is shown
+
+
+def test_it_is_a_kind_of_its_own_on_the_page_in_comparisons_and_in_python(averaged, tmp_path):
+    found = load_run(averaged)
+    assert not found.offers_nothing
+    assert "unseen-epoch: the same after one local epoch" in legend(found)
+    assert "common unseen-epoch" in render_run(found)
+    run(small("local"), tmp_path / "local")
+    both = compare([averaged, tmp_path / "local"], kind="unseen", protocol="common")
+    assert both.headline == ("common", "unseen")
+    scores = {group.method: group.score(("common", "unseen")) for group in both.groups}
+    assert scores["local"].n == 0
+    assert scores["fedavg"].mean == pytest.approx(found.last("common", "unseen").mean)
+    frame = Result(found).clients
+    assert any("unseen" in str(column) for column in frame.columns)
+
+
+# Going on, and limits
+
+
+def test_a_run_that_goes_on_judges_again_after_its_new_last_round(tmp_path):
+    directory = tmp_path / "run"
+    run(small(), directory)
+    run(small(rounds=4, out=str(directory), resume=True), directory)
+    kinds = [set(record["accuracy"]["common"]) for record in records(directory)]
+    plain = {"private", "global"}
+    assert kinds == [plain, plain | {"unseen", "unseen-epoch"}, plain,
+                     plain | {"unseen", "unseen-epoch"}]  # fmt: skip
+    whole = tmp_path / "whole"
+    run(small(rounds=4), whole)
+    assert records(whole)[-1]["accuracy"] == records(directory)[-1]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"data.unseen": 1.0}, "data.unseen"),
+        ({"data.unseen": -0.1}, "data.unseen"),
+        ({"privacy.noise-multiplier": 1.0}, "data.unseen.*0 with '.privacy.'"),
+    ],
+)
+def test_what_it_cannot_be(changes, fault):
+    with pytest.raises(SettingsError, match=fault):
+        small(**changes)
+
+
+def test_a_deployment_refuses_it():
+    with pytest.raises(SettingsError, match=r"'data.unseen' = 0.4 .*0 in a deployment"):
+        check_deployable(small())
+    check_deployable(small(**{"data.unseen": 0.0}))
+
+
+def test_central_training_leaves_them_out_even_if_the_first_client_is_one(tmp_path):
+    seed = next(s for s in range(100) if 0 in drawn_unseen(0.4, 5, s))
+    run(small("central", seed=seed), tmp_path / "run")
+    last = records(tmp_path / "run")[-1]
+    assert last["answered"]
+    assert "client-0" in last["accuracy"]["common"]["unseen"]["per_client"]
+    assert "client-0" not in last["accuracy"]["common"]["global"]["per_client"]
+
+
+@pytest.mark.slow
+def test_on_ray_the_numbers_are_those_of_one_process(averaged, tmp_path):
+    config = small()
+    engine = config.run.engine.model_copy(update={"backend": "ray"})
+    ray = dataclasses.replace(config, run=config.run.model_copy(update={"engine": engine}))
+    run(ray, tmp_path / "run")
+    one, two = records(averaged)[-1]["accuracy"], records(tmp_path / "run")[-1]["accuracy"]
+    for kind in ("unseen", "unseen-epoch"):
+        ours, theirs = (each["common"][kind]["per_client"] for each in (one, two))
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose([*ours.values()], [*theirs.values()])
