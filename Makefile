@@ -54,8 +54,9 @@ proto-check: install ## check that the committed generated code matches the .pro
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
-reference: install ## write the settings, the methods' pages and flwr's run config from the declarations
+reference: install ## write the settings, the methods' pages and flwr's run config from the declarations, and the claims from the tables
 	$(BIN)/python -m fedhet.config.reference
+	$(BIN)/python -m fedhet.papers.pages
 
 # uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
 COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constraints' --no-annotate --generate-hashes \
@@ -87,6 +88,7 @@ bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.evaluation
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.round

@@ -422,6 +422,50 @@ def test_side_by_side_gives_the_same_numbers(mine):
     assert one == two
 
 
+def test_only_the_rounds_that_a_table_shows_are_evaluated(mine):
+    over = ["--seeds", "0", "--set", "rounds=6"]
+    source = source_of_tables.FILES / "mine.toml"
+    source.write_text(TABLE.replace('"common/private"', '"common/private/tail"'))
+    call("mine", *over, "--out", mine / "late")
+    call("mine", *over, "--out", mine / "every", "--set", "evaluate-from=1")
+    late, every = ((mine / name / "mine-tiny.csv").read_text() for name in ("late", "every"))
+    assert late == every
+    evaluated = {
+        name: {
+            tuple(
+                r["round"] for r in map(json.loads, path.read_text().splitlines()) if r["accuracy"]
+            )
+            for path in (mine / name).glob("runs/*/seed-0/metrics.jsonl")
+        }
+        for name in ("late", "every")
+    }
+    assert evaluated == {"late": {(5, 6)}, "every": {(1, 2, 3, 4, 5, 6)}}
+
+
+@pytest.mark.parametrize(
+    ("over", "first"),
+    [
+        ({"rounds": 10}, 9),
+        ({"rounds": 11}, 9),
+        ({"rounds": 10, "early-stopping": 2}, 1),
+        ({"rounds": 10, "keep-best": True}, 1),
+        ({"rounds": 10, "evaluate-from": 4}, 4),
+    ],
+)
+def test_a_table_evaluates_from_its_tail_on_unless_earlier_rounds_count(over, first, tmp_path):
+    (run, *_) = plan("x", table(), "tiny", [0], tmp_path, over).runs
+    assert run.config.run.evaluate_from == first
+    directory = plan("x", table(), "tiny", [0], tmp_path, {**over, "evaluate-from": 7}).runs[0]
+    assert directory.directory == run.directory, "the same experiment"
+
+
+def test_cofeds_first_round_is_what_later_ones_are_divided_by(tmp_path):
+    planned = plan("cofed-2", read_table("cofed-2"), "tiny", [0], tmp_path)
+    found = {run.values["method"]: run.config.run.evaluate_from for run in planned.runs}
+    assert found["cofed"] == 1
+    assert found["fedmd"] > 1
+
+
 def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
     def failing(config, directory, watchers):
         if config.run.method == "fedavg":

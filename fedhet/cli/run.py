@@ -125,7 +125,7 @@ TableName = Annotated[
     str | None,
     typer.Argument(
         help="A table, a paper (felo) for all its tables, or all of papers; by default, they are "
-        "listed."
+        "listed. Or claims: which claims hold in the finished ones."
     ),
 ]
 Size = Annotated[
@@ -136,8 +136,15 @@ Size = Annotated[
     ),
 ]
 Seeds = Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell's runs.")]
+TABLES = Path("runs/tables")
 TablesOut = Annotated[
-    Path, typer.Option(metavar="DIR", help="The directory of the runs and of the table.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        show_default=str(TABLES),
+        help="The directory of the runs and of the table. For claims: that of finished tables; by "
+        "default, if that has none, those that come with fedhet.",
+    ),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Number of runs at once, each in a process.")]
 Pairs = Annotated[
@@ -169,35 +176,45 @@ TableMethods = Annotated[
 Latex = Annotated[
     bool, typer.Option("--latex", help="Write each table in LaTeX too, with booktabs' rules.")
 ]
+TableJson = Annotated[
+    bool,
+    typer.Option("--json", help="Of claims: print a list of {paper, table, size, claim, verdict}."),
+]
 
 
 def table_command(
     name: TableName = None,
     size: Size = "tiny",
     seeds: Seeds = "0,1,2",
-    out: TablesOut = Path("runs/tables"),
+    out: TablesOut = None,
     jobs: Jobs = 1,
     set_: Pairs = None,
     keep_models: KeepModels = False,
     dry_run: DryRun = False,
     latex: Latex = False,
     methods: TableMethods = "",
+    as_json: TableJson = False,
 ) -> None:
     """Make tables: those of papers next to their printed numbers, or "field", of all methods.
 
-    A finished run is kept, and an interrupted one continues.
+    A finished run is kept, and an interrupted one continues. "claims" counts which of the papers'
+    claims hold in the finished tables.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     with loading():
-        from fedhet.cli import field, table
+        from fedhet.cli import claims, field, table
 
+    if as_json and name != "claims":
+        raise SettingsError("'--json' is of the claims: `fedhet table claims --json`")
     how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
     if methods and name != "field":
         raise SettingsError("'--methods' is of the table field: `fedhet table field`")
     if name is None:
         table.list_tables()
+    elif name == "claims":
+        claims.show_claims(out, TABLES, as_json=as_json)
     elif name == "field":
         wanted = [each.strip() for each in methods.split(",") if each.strip()]
-        field.make_field(size, wanted, several, out, jobs, over, **how)
+        field.make_field(size, wanted, several, out or TABLES, jobs, over, **how)
     else:
-        table.make_tables(name, size, several, out, jobs, over, **how)
+        table.make_tables(name, size, several, out or TABLES, jobs, over, **how)

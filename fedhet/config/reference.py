@@ -54,11 +54,11 @@ def reference(root: Path) -> dict[Path, str]:
     }
     settings = f"{HEAD}\n{_settings(RunSettings.fields())}{FOOT}"
     return {docs / "reference.md": settings} | {
-        path: _with_part(path, part) for path, part in parts.items()
+        path: with_part(path, part) for path, part in parts.items()
     }
 
 
-def _with_part(path: Path, part: str) -> str:
+def with_part(path: Path, part: str) -> str:
     """Return the text of a page, which may be new, with its generated part."""
     page = path.read_text(encoding="utf-8") if path.exists() else f"# {path.stem}\n\n{BEGIN}{END}\n"
     before, _, rest = page.partition(BEGIN)
@@ -70,7 +70,7 @@ def _index(methods: Iterable[Method], folder: str) -> str:
         (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, _needs(method.spec))
         for method in methods
     ]
-    return _table(METHOD_COLUMNS, rows)
+    return in_markdown(METHOD_COLUMNS, rows)
 
 
 def _needs(spec: MethodSpec) -> str:
@@ -113,12 +113,12 @@ def _figures(spec: MethodSpec) -> list[str]:
     """Return what the method measures of itself, for the record's `method` and the page."""
     rows = [(f"`{name}`", title) for name, title in spec.figures.items()]
     head = "\n## What a run measures besides\n"
-    return [head, _table(("figure", "what it is"), rows)] if rows else []
+    return [head, in_markdown(("figure", "what it is"), rows)] if rows else []
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
     rows = [(f"`{n}`", f"`{d}`", takes, help_) for n, d, takes, help_ in setting_rows(settings)]
-    return _table(SETTING_COLUMNS, rows)
+    return in_markdown(SETTING_COLUMNS, rows)
 
 
 def setting_rows(
@@ -179,12 +179,15 @@ def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
 
 def _fields(title: str, contract: Contract) -> str:
     rows = [(f"`{name}`", kind, line) for name, kind, line in field_rows(contract)]
-    return f"{title}:\n\n{_table(FIELD_COLUMNS, rows)}" if rows else f"{title} nothing.\n"
+    return f"{title}:\n\n{in_markdown(FIELD_COLUMNS, rows)}" if rows else f"{title} nothing.\n"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def in_markdown(
+    head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int | None = None
+) -> str:
+    """Return a table of cells in Markdown; columns after the first `words` are right-aligned."""
+    rule = ("---" if words is None or place < words else "---:" for place in range(len(head)))
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple(rule), *rows))
 
 
 def with_run_config(pyproject: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
+from fedhet.runs.statistics import tail_begins
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text
@@ -37,15 +38,19 @@ class PlannedRun:
 
     @property
     def config(self) -> Config:
-        """Return its settings, which resume what is in its directory. Raises SettingsError."""
-        return resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
+        """Return its settings, which resume what is in its directory. Raises SettingsError.
+
+        Only rounds that a table shows are evaluated, unless the settings say from when.
+        """
+        found = resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
+        late = "evaluate-from" not in self.values and shows_its_end(found)
+        return found.replacing(evaluate_from=tail_begins(found.run.rounds)) if late else found
 
     @property
     def command(self) -> str:
         """Return the command that makes only this run."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
-        words = [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in chosen.items()]
-        return " ".join(["fedhet run", str(self.values["method"]), *words])
+        return " ".join(["fedhet run", str(self.values["method"]), *as_options(chosen)])
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,27 @@ class Plan:
     size: Size
     seeds: tuple[int, ...]
     cells: tuple[PlannedCell, ...]
+    over: Mapping[str, object] = field(default_factory=dict)
+    """The settings that all runs have instead of the table's."""
 
     @property
     def runs(self) -> list[PlannedRun]:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
         return each_once(run for cell in self.cells for run in cell.runs.values())
+
+
+def shows_its_end(config: Config) -> bool:
+    """Return whether a run's last fifth of rounds has all that a table may show of it.
+
+    Not if an earlier round's accuracy ends the run, is kept, or is what later ones are divided by.
+    """
+    run = config.run
+    return not (run.early_stopping or run.keep_best or "local" in config.method.spec.kinds)
+
+
+def as_options(settings: Mapping[str, object]) -> list[str]:
+    """Return the words of a command that give it these settings."""
+    return [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in settings.items()]
 
 
 def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
@@ -103,7 +124,7 @@ def plan(
         for row in table.rows_in(size)
         for column in table.columns_in(size)
     )
-    return Plan(name, table, size, tuple(seeds), cells)
+    return Plan(name, table, size, tuple(seeds), cells, over or {})
 
 
 def _cell(

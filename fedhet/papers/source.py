@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedhet.errors import SettingsError, unknown_name
+from fedhet.methods.registry import shipped_names
 from fedhet.runs.records import PROTOCOLS
 
 FILES = resources.files("fedhet") / "papers"
@@ -158,6 +159,11 @@ def tables_of(word: str) -> list[str]:
     if not found:
         raise SettingsError(unknown_name("table", word, known, "`fedhet table` lists all"))
     return found
+
+
+def paper_of(name: str) -> str:
+    """Return the word for a table's paper: the method that the paper is about."""
+    return next(method for method in shipped_names() if name.startswith(f"{method}-"))
 
 
 def read_table(name: str) -> PaperTable:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedhet.disk.folder import Folder, write_text
+from fedhet.papers.finished import Finished
+from fedhet.papers.plan import as_options
 from fedhet.papers.results import OUTCOMES, CellResult, Results, Verdict
 from fedhet.report.latex import HEAD, tabular
 from fedhet.report.page import render
@@ -27,8 +29,10 @@ TAU = (
 
 
 def write_results(results: Results, out: Path) -> Path:
-    """Write NAME-SIZE.md, .html and .csv into a folder; return the path of the page."""
+    """Write NAME-SIZE.md, .html, .csv and .json into a folder; return the path of the page."""
     stem = f"{results.plan.name}-{results.plan.size}"
+    finished = Finished.of(results)
+    write_text(out / finished.file_name, finished.to_json())
     write_text(out / f"{stem}.md", as_markdown(results))
     with (
         Folder(out).replacing(f"{stem}.csv") as path,
@@ -110,7 +114,8 @@ def command(results: Results) -> str:
     """Return the command that makes the table."""
     plan = results.plan
     seeds = ",".join(map(str, plan.seeds))
-    return f"fedhet table {plan.name} --size {plan.size} --seeds {seeds}"
+    words = [f"fedhet table {plan.name} --size {plan.size} --seeds {seeds}"]
+    return " ".join([*words, *as_options(plan.over)])
 
 
 def cells(results: Results) -> Cells:

@@ -118,9 +118,14 @@ def tail_of(
     known = {number: mean for number, mean in means.items() if not math.isnan(mean)}
     if not known:
         return Tail()
-    before = records[-1].round - math.ceil(records[-1].round / TAIL)
-    chosen = [number for number in known if number > before] or [max(known)]
+    first = tail_begins(records[-1].round)
+    chosen = [number for number in known if number >= first] or [max(known)]
     return Tail(float(np.mean([known[number] for number in chosen])), tuple(chosen))
+
+
+def tail_begins(rounds: int) -> int:
+    """Return the first of the last fifth of the rounds."""
+    return rounds - math.ceil(rounds / TAIL) + 1
 
 
 def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:

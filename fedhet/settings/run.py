@@ -168,6 +168,9 @@ class RunSettings(Schema):
     evaluate_every: Count = Field(
         1, description="rounds between evaluations; the last round is always evaluated"
     )
+    evaluate_from: Count = machine(
+        1, "the first round that may be evaluated, as in tables, which show the last rounds alone"
+    )
     early_stopping: CountOrNone = Field(
         0,
         description="consecutive evaluations without an improvement of the headline accuracy after "

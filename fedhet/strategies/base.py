@@ -313,7 +313,8 @@ class HetStrategy(Strategy):
         self.state.went_back()
 
     def _evaluates(self, round: int) -> bool:
-        return round % self.run.evaluate_every == 0 or round == self.run.rounds
+        due = round % self.run.evaluate_every == 0 and round >= self.run.evaluate_from
+        return due or round == self.run.rounds
 
     def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
         """Return the instructions to evaluate, for clients that are due and have not failed."""

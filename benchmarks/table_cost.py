@@ -1,0 +1,106 @@
+"""What the papers' tables compute in a size, and their hours on a device that sustains so much.
+
+    python -m benchmarks.table_cost [--size paper] [--seeds 3] [--tflops 10]
+
+Floating-point operations of a forward and a backward pass are measured, by torch's counter, for
+every network of a table's runs. They are multiplied by the passes over samples that the settings
+say: of the clients' own models and those that a method adds to them, and one pass over public
+samples a round for each client asked, and for the server's model. Evaluation and what else a server
+trains are left out, and so are models without gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedhet.config.resolve import Config, resolve
+from fedhet.models import build
+from fedhet.models.registry import DRAWN, WITHOUT_GRADIENTS
+from fedhet.papers import SIZES, each_once, plan, read_table, table_names
+from fedhet.papers.plan import PlannedRun
+
+DATA = {
+    "cifar10": (50_000, (3, 32, 32), 10), "cifar100": (50_000, (3, 32, 32), 100),
+    "fashion-mnist": (60_000, (1, 28, 28), 10), "imagefolder": (90_000, (3, 32, 32), 10),
+    "digits": (1_438, (1, 8, 8), 10), "npz": (60_000, (1, 28, 28), 62),
+    "adult": (25_000, (108,), 2), "breast-cancer": (455, (30,), 2),
+}  # fmt: skip
+"""Training samples, shape and classes of the tables' data; CINIC-10 is a tree of images."""
+BATCH = 8
+
+
+@cache
+def operations(name: str, shape: tuple[int, ...], classes: int) -> float:
+    """Return the operations of a forward and a backward pass of a model, for one sample."""
+    if name in WITHOUT_GRADIENTS:
+        return 0.0
+    if name in DRAWN:
+        return _mean(DRAWN[name].models, shape, classes)
+    model = build(name, shape, classes, seed=0).train()
+    with FlopCounterMode(display=False) as counter:
+        scores = model(torch.zeros(BATCH, *shape))
+        (scores[-1] if isinstance(scores, tuple) else scores).sum().backward()
+    return float(counter.get_total_flops()) / BATCH
+
+
+def _mean(names: Iterable[str], shape: tuple[int, ...], classes: int) -> float:
+    return statistics.mean(operations(name, shape, classes) for name in names)
+
+
+def of_run(run: PlannedRun) -> float:
+    """Return the operations of a run."""
+    config = resolve(run.values)
+    data = config.run.data
+    samples, shape, classes = DATA[data.dataset.partition(":")[0]]
+    if data.max_samples:
+        samples = min(samples, data.max_samples)
+    public = samples * (data.public_fraction or 0.0) if config.method.spec.needs_public else 0.0
+    own = (samples - public) * (1 - data.test_fraction)
+    passes = sum(
+        each.rounds * each.epochs
+        for each in config.method.spec.privacy.passes(
+            config.own, config.run.training, config.run.rounds
+        )
+    )
+    clients = _mean(config.run.models.pool, shape, classes)
+    added, server = _added(config, shape, classes)
+    asked = config.run.fraction * config.run.clients
+    trained = config.run.fraction * own * passes * (clients + added)
+    return trained + config.run.rounds * public * (asked * clients + server)
+
+
+def _added(config: Config, shape: tuple[int, ...], classes: int) -> tuple[float, float]:
+    """Return the operations of the models that a method adds at the clients, at the server."""
+    named = {name: str(getattr(config.own, name)) for name in config.method.spec.own_models}
+    found = {name: operations(model, shape, classes) for name, model in named.items() if model}
+    server = found.pop("server_model", 0.0)
+    return sum(found.values()), server
+
+
+def main() -> None:
+    """Print a row for each table, and one for all, whose runs tables share."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="paper", choices=SIZES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tflops", type=float, default=10.0, help="sustained, 10^12 a second")
+    asked = parser.parse_args()
+    plans = [plan(n, read_table(n), asked.size, range(asked.seeds), Path()) for n in table_names()]
+    rows = [(found.name, found.runs) for found in plans]
+    rows.append(("all", each_once(run for found in plans for run in found.runs)))
+    print(f"| table, {asked.size} | runs | 10^15 operations | hours at {asked.tflops:g} TFLOP/s |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, runs in rows:
+        total = sum(map(of_run, runs))
+        hours = total / (asked.tflops * 1e12) / 3600
+        print(f"| {name} | {len(runs)} | {total / 1e15:,.1f} | {hours:,.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

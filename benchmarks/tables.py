@@ -1,0 +1,86 @@
+"""Where a table's time goes, and what of it is not training: as tables are made, over as they were.
+
+    python -m benchmarks.tables [--table felo-2] [--runs 2] [--pairs 3]
+
+Before, every run evaluated every round and had figures and a page of its own. Both ways give the
+same numbers, which is checked. Bound: 0.5 of what is not training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.timing import seconds, show
+from fedhet.cli.jobs import RUNS_A_PROCESS
+from fedhet.config.resolve import Config
+from fedhet.engines.simulate import simulate, train
+from fedhet.papers import plan, read_table
+from fedhet.papers.plan import PlannedRun
+from fedhet.runs.files import read_summary
+from fedhet.runs.records import FinalScores
+
+Parts = dict[str, float]
+STAGES = ("train", "evaluate", "server", "overhead", "start")
+
+
+def made(
+    run: PlannedRun, folder: Path, work: Callable[[Config, Path], object], **settings: int
+) -> tuple[Parts, FinalScores]:
+    """Make a run in a folder of its own; return its seconds by part, and its scores."""
+    values = {**run.values, **{name.replace("_", "-"): each for name, each in settings.items()}}
+    directory = folder / run.directory.parent.name
+    config = PlannedRun(run.label, values, directory).config
+    whole = seconds(lambda: work(config, directory.resolve()))
+    summary = read_summary(directory / "summary.json")
+    assert summary
+    found = {name: float(getattr(summary.seconds, name)) for name in STAGES}
+    return {**found, "report": whole - sum(found.values())}, summary.accuracy
+
+
+def pair(run: PlannedRun) -> tuple[Parts, Parts]:
+    """Make a run as tables are made, and as they were; return the seconds of both."""
+    with tempfile.TemporaryDirectory() as name:
+        before, theirs = made(run, Path(name) / "before", simulate, evaluate_from=1)
+        after, ours = made(run, Path(name) / "after", train)
+    assert ours == theirs, f"{run.label}: the numbers differ"
+    return after, before
+
+
+def besides(parts: Parts) -> float:
+    """Return the seconds that are not training."""
+    return sum(parts.values()) - parts["train"]
+
+
+def main() -> None:
+    """Print the seconds by part, and the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", default="felo-2")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=3)
+    asked = parser.parse_args()
+    runs = plan(asked.table, read_table(asked.table), "tiny", [0], Path()).runs
+    chosen = runs[:: max(1, len(runs) // asked.runs)][: asked.runs]
+    pair(chosen[0])  # what is imported and drawn for the first time
+    found = [pair(run) for run in chosen for _ in range(asked.pairs)]
+    for name, side in (("after", 0), ("before", 1)):
+        sums = {part: statistics.median(each[side][part] for each in found) for part in found[0][0]}
+        print(f"{name}, seconds a run: {', '.join(f'{p} {s:.2f}' for p, s in sums.items())}")
+    show("not training, after / before", sorted(besides(a) / besides(b) for a, b in found), 0.5)
+    show(
+        "a whole run, after / before",
+        sorted(sum(a.values()) / sum(b.values()) for a, b in found),
+    )
+    begun = seconds(
+        lambda: subprocess.run([sys.executable, "-c", "import fedhet.cli.table"], check=True)
+    )
+    print(f"start of a process: {begun:.2f} s; {RUNS_A_PROCESS} runs share it")
+
+
+if __name__ == "__main__":
+    main()

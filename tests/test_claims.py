@@ -1,0 +1,249 @@
+"""`fedhet table claims`, and the pages that list claims: counted from the finished tables."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedhet.cli import app
+from fedhet.errors import SettingsError, StateError
+from fedhet.papers import plan, read_table, table_names
+from fedhet.papers.claims import claims_of, verdict_of
+from fedhet.papers.finished import MEASURED, read_finished
+from fedhet.papers.pages import pages
+from fedhet.papers.source import paper_of
+
+DOCS = Path(__file__).parent.parent / "docs"
+KEYS = {"paper", "table", "size", "claim", "verdict"}
+VERDICTS = {"holds", "not-told-apart", "does-not-hold", "not-measured"}
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["table", *map(str, words)], catch_exceptions=False)
+
+
+def comparison(outcome, claim="a is better", **changes):
+    base = {"claim": claim, "where": "here", "above": "a", "below": "b", "outcome": outcome}
+    return {**base, "difference": 1.0, "se": 0.1, **changes}
+
+
+def write(folder, size, *outcomes, **changes):
+    """Write a finished `felo-2`: a comparison for each claim's number and outcome."""
+    claims = claims_of("felo-2")
+    found = [comparison(outcome, claims[number]) for number, outcome in outcomes]
+    content = {"table": "felo-2", "size": size, "seeds": [0, 1], "runs": 4, "finished": 4}
+    text = json.dumps({**content, "comparisons": found, **changes})
+    (folder / f"felo-2-{size}.json").write_text(text)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of finished tables, of `felo-2` in two sizes and another file."""
+    write(tmp_path, "tiny", (0, "holds"), (0, "holds"), (1, "within noise"), (1, "holds"))
+    write(tmp_path, "small", (0, "holds"), (0, "does not hold"), (1, "not measured"))
+    (tmp_path / "notes.json").write_text("{}")
+    return tmp_path
+
+
+# A claim over its places
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        (["holds"], "holds"),
+        (["holds", "holds"], "holds"),
+        (["holds", "within noise"], "not-told-apart"),
+        (["holds", "not measured"], "not-told-apart"),
+        (["within noise"], "not-told-apart"),
+        (["holds", "holds", "does not hold"], "does-not-hold"),
+        (["within noise", "not measured", "does not hold"], "does-not-hold"),
+        (["not measured", "not measured"], "not-measured"),
+        ([], "not-measured"),
+    ],
+)
+def test_a_claim_is_of_all_places_and_fails_in_one(outcomes, verdict):
+    assert verdict_of(outcomes) == verdict
+
+
+def test_every_table_is_of_one_paper():
+    assert Counter(map(paper_of, table_names())) == {
+        "cofed": 5, "fedgems": 5, "fedtype": 4, "felo": 4, "um-pfssl": 5,
+    }  # fmt: skip
+
+
+# The command
+
+
+@pytest.mark.parametrize("words", [[], ["--out"]])
+def test_claims_as_json_are_those_of_a_folder(words, folder, monkeypatch, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tables").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(call("claims", "--json", *words, *([folder] if words else [])).output)
+    assert all(set(each) == KEYS for each in found)
+    first, second, third = claims_of("felo-2")
+    assert {(each["size"], each["claim"]): each["verdict"] for each in found} == {
+        ("tiny", first): "holds",
+        ("tiny", second): "not-told-apart",
+        ("tiny", third): "not-measured",
+        ("small", first): "does-not-hold",
+        ("small", second): "not-measured",
+        ("small", third): "not-measured",
+    }
+    assert {(each["paper"], each["table"]) for each in found} == {("felo", "felo-2")}
+
+
+def test_claims_are_counted_by_paper_and_size(folder):
+    said = call("claims", "--out", folder).output
+    rows = [line.split() for line in said.splitlines() if " of " in line and "felo" in line]
+    assert [row[:2] + row[5:] for row in rows] == [
+        ["felo", "tiny", "3", "1", "1", "0", "1"],
+        ["felo", "small", "3", "0", "0", "1", "2"],
+    ]
+    assert rows[0][2:5] == ["1", "of", "3"], "felo-4 claims nothing"
+
+
+def test_without_tables_of_ones_own_they_are_those_that_are_shipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(call("claims", "--json").output)
+    assert {each["paper"] for each in found} == {"cofed", "fedgems", "fedtype", "felo", "um-pfssl"}
+    assert {each["verdict"] for each in found} <= VERDICTS
+    for each in found:
+        content = json.loads((MEASURED / f"{each['table']}-{each['size']}.json").read_text())
+        places = [c["outcome"] for c in content["comparisons"] if c["claim"] == each["claim"]]
+        counts = [places.count(word) for word in ("does not hold", "holds", "not measured")]
+        failed, held, missing = counts
+        alike = ("not-measured" if missing == len(places) else "not-told-apart", "holds")
+        expected = "does-not-hold" if failed else alike[0 < held == len(places)]
+        assert each["verdict"] == expected, each
+    assert len(found) == len({(e["table"], e["size"], e["claim"]) for e in found})
+    assert "the tables that come with fedhet" in call("claims").output
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{", "felo-2-tiny.json: truncated or not valid JSON"),
+        ('{"table": "felo-2"}', "felo-2-tiny.json: size: Field required"),
+    ],
+)
+def test_a_damaged_file_is_named(text, fault, folder):
+    (folder / "felo-2-tiny.json").write_text(text)
+    with pytest.raises(StateError, match=fault):
+        call("claims", "--out", folder)
+
+
+def test_a_file_of_another_table_and_an_odd_outcome_are_refused(folder):
+    write(folder, "tiny", table="felo-3")
+    with pytest.raises(StateError, match=r"felo-2-tiny\.json is of the table 'felo-3'"):
+        call("claims", "--out", folder)
+    write(folder, "tiny", (0, "perhaps"))
+    with pytest.raises(StateError, match=r"comparisons\.0\.outcome: Input should be 'holds'"):
+        call("claims", "--out", folder)
+
+
+def test_a_folder_without_tables_and_json_of_a_table_are_refused(tmp_path):
+    with pytest.raises(StateError, match="has no finished table"):
+        call("claims", "--out", tmp_path)
+    with pytest.raises(SettingsError, match="'--json' is of the claims"):
+        call("felo-2", "--json")
+
+
+# What comes with fedhet
+
+
+def cells(line):
+    parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return [html.unescape(re.sub(r"\\(.)", r"\1", part)) for part in parts]
+
+
+def shown(table, size):
+    """The comparisons that a table's page shows: claim, where, difference and outcome."""
+    page = (DOCS / "tables" / f"{paper_of(table)}.md").read_text()
+    section = page[page.index(f"fedhet table {table} --size {size} ") :]
+    rest = re.search(r"^##|^```bash", section, re.MULTILINE)
+    part = (section[: rest.start()] if rest else section).partition("| claim | where |")[2]
+    return [cells(line) for line in part.splitlines() if line.startswith("|")][1:]
+
+
+@pytest.mark.parametrize("found", read_finished(MEASURED), ids=lambda each: each.file_name)
+def test_a_tables_page_shows_the_comparisons_that_are_counted(found):
+    written = [
+        [
+            each.claim,
+            f"{each.where}: {each.above} against {each.below}",
+            "" if each.difference is None else f"{each.difference:+.2f} ± {each.se:.2f}",
+            each.outcome,
+        ]
+        for each in found.comparisons
+    ]
+    assert shown(found.table, found.size) == written
+
+
+@pytest.mark.parametrize("found", read_finished(MEASURED), ids=lambda each: each.file_name)
+def test_what_is_shipped_is_of_the_tables_claims(found, tmp_path):
+    table = read_table(found.table)
+    assert {each.claim for each in found.comparisons} <= set(claims_of(found.table))
+    planned = plan(found.table, table, found.size, found.seeds, tmp_path, found.settings)
+    assert found.runs == len(planned.runs)
+    rows = {line.name for line in (*table.rows_in(found.size), *table.columns_in(found.size))}
+    for each in found.comparisons:
+        assert {each.where, each.above, each.below} <= rows
+        if each.difference is None or abs(abs(each.difference) - 2 * each.se) <= 0.02:
+            continue  # rounded
+        clear = abs(each.difference) > 2 * each.se
+        sign = "holds" if each.difference > 0 else "does not hold"
+        assert each.outcome == (sign if clear else "within noise")
+
+
+def test_every_page_of_a_table_is_counted():
+    made = {(each.table, each.size) for each in read_finished(MEASURED)}
+    pages_of = sorted((DOCS / "tables").glob("*.md"))
+    commands = [re.findall(r"fedhet table (\S+) --size (\S+)", p.read_text()) for p in pages_of]
+    assert {each for found in commands for each in found if each[0] in table_names()} == made
+
+
+def test_the_pages_follow_the_data(tmp_path, folder):
+    (tmp_path / "docs").mkdir()
+    for name in ("results.md", "tables.md"):
+        (tmp_path / "docs" / name).write_text((DOCS / name).read_text())
+    first = claims_of("felo-2")[0]
+    results, tables = pages(tmp_path, folder).values()
+    assert f"| {first} |" in results
+    assert "| does not hold | holds 1, does not hold 1 | +1.00 ± 0.10 to +1.00 ± 0.10 |" in results
+    write(folder, "small", (0, "holds"), settings={"rounds": 3})
+    after, tables = pages(tmp_path, folder).values()
+    assert "| does not hold | holds 1" not in after != results
+    assert "`--set rounds=3`" in tables
+    assert after.startswith((DOCS / "results.md").read_text()[:300]), "what people wrote stays"
+
+
+def test_what_a_made_table_leaves_is_what_was_measured(tmp_path):
+    words = ["--seeds", "0,1", "--out", tmp_path, "--set", "rounds=2", "--set", "clients=2"]
+    made = call("felo-2", *words, "--set", "training.local-epochs=1")
+    assert made.exit_code == 0
+    (found,) = read_finished(tmp_path)
+    assert (found.seeds, found.runs, found.finished) == ([0, 1], 12, 12)
+    assert found.settings == {"rounds": 2, "clients": 2, "training.local-epochs": 1}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", found.made)
+    assert found.hours is not None
+    rows = list(csv.DictReader((tmp_path / "felo-2-tiny.csv").open()))
+    known = {(r["row"], r["column"], r["seed"]): float(r["measured"]) for r in rows}
+    assert any(each.difference for each in found.comparisons)
+    for place in found.comparisons:
+        ends = [(name, place.where) for name in (place.above, place.below)]
+        each = np.subtract(*([known[*end, seed] for seed in "01"] for end in ends))
+        assert place.difference == pytest.approx(each.mean(), abs=1e-4)
+        assert place.se == pytest.approx(each.std(ddof=1) / np.sqrt(2), abs=1e-4)
+    assert "--set rounds=2 --set clients=2" in (tmp_path / "felo-2-tiny.md").read_text()
+    claims = json.loads(call("claims", "--out", tmp_path, "--json").output)
+    assert [each["claim"] for each in claims] == claims_of("felo-2")
