@@ -484,6 +484,22 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("clocks", "labels"),
+    [
+        (["/a/slow.csv", "/a/fast.csv", "none"], {"slow.csv", "fast.csv", "none"}),
+        (["/a/slow.csv", "/b/slow.csv"], {"/a/slow.csv", "/b/slow.csv"}),
+    ],
+)
+def test_a_label_names_a_file_without_its_folder_if_that_tells_it_apart(
+    tmp_path: Path, clocks: list[str], labels: set[str]
+) -> None:
+    for k, clock in enumerate(clocks):
+        make(tmp_path / f"r{k}", settings={"pace.clock": clock})
+    found = {group.label for group in compare([tmp_path]).groups}
+    assert found == {f"felo clock={label}" for label in labels}
+
+
 def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) -> None:
     for seed in range(2):
         where = {
