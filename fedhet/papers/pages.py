@@ -20,6 +20,8 @@ from fedhet.papers.source import paper_of, read_table
 from fedhet.report.tables import markdown, plain
 
 CLAIM_COLUMNS = ("claim", "table and size", "verdict", "places", "differences")
+SEEDS = 3
+"""A table of fewer seeds says so."""
 TABLE_COLUMNS = ("table and size", "what it is", "made", "runs", "Kendall's τ")
 
 
@@ -81,7 +83,8 @@ def _difference(found: Comparison) -> str:
 
 def _link(finished: Finished) -> str:
     page, anchor = paper_of(finished.table), slug(read_table(finished.table).title)
-    return f"[{finished.table}](tables/{page}.md#{anchor}), {finished.size}"
+    few = f", {len(finished.seeds)} seeds alone" if len(finished.seeds) < SEEDS else ""
+    return f"[{finished.table}](tables/{page}.md#{anchor}), {finished.size}{few}"
 
 
 def slug(title: str) -> str:
