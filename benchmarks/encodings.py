@@ -2,6 +2,7 @@
 
     python -m benchmarks.encodings --data DIR --out DIR [--datasets digits,fashion-mnist]
         [--methods a,b] [--seeds 3,4,5] [--encodings float32,float16,int8,top-k,top-k:0.1]
+        [--rounds 15,10]
 
 Digits (all 1,797) and 2,000 images of Fashion-MNIST in DIR/FashionMNIST/raw; four clients,
 Dirichlet 0.5, one epoch a round. `top-k:0.1` is with 'wire.keep' = 0.1. A run that exists in --out
@@ -72,15 +73,16 @@ def settings(method: str, dataset: str, encoding: str, data: str) -> dict[str, A
     return chosen
 
 
-def made(out: Path, data: str, method: str, dataset: str, encoding: str, seed: int) -> Found:
+def made(given: argparse.Namespace, method: str, dataset: str, encoding: str, seed: int) -> Found:
     """Return what a run gives, which is made unless it is there."""
-    folder = out / f"{method}-{dataset}-{encoding.replace(':', '-')}-s{seed}"
+    rounds = dict(zip(given.datasets.split(","), given.rounds.split(","), strict=False))[dataset]
+    folder = given.out / f"{method}-{dataset}-{encoding.replace(':', '-')}-{rounds}-s{seed}"
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
         fedhet.run(
-            method, dataset=dataset, clients=CLIENTS, rounds=15 if dataset == "digits" else 10,
-            seed=seed, backend="inline", out=folder, progress=False,
-            settings=settings(method, dataset, encoding, data),
+            method, dataset=dataset, clients=CLIENTS, rounds=int(rounds), seed=seed,
+            backend="inline", out=folder, progress=False,
+            settings=settings(method, dataset, encoding, given.data),
         )  # fmt: skip
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kind = JUDGED[method]
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(JUDGED))
     parser.add_argument("--seeds", default="3,4,5")
     parser.add_argument("--encodings", default="float32,float16,int8,top-k")
+    parser.add_argument("--rounds", default="15,10", help="for each data set")
     given = parser.parse_args()
     for name in ("write_figures", "write_page"):  # they take longer than such a small run
         assert hasattr(report, name), name
@@ -130,11 +133,9 @@ def main() -> None:
         print("| method | encoding | accuracy | difference | bytes | of replies | seconds |")
         print("|---|---|---|---|---|---|---|", flush=True)
         for method in given.methods.split(","):
-            plain = [made(given.out, given.data, method, dataset, PLAIN, seed) for seed in seeds]
+            plain = [made(given, method, dataset, PLAIN, seed) for seed in seeds]
             for encoding in given.encodings.split(","):
-                found = [
-                    made(given.out, given.data, method, dataset, encoding, seed) for seed in seeds
-                ]
+                found = [made(given, method, dataset, encoding, seed) for seed in seeds]
                 print(f"| {method} | {row(encoding, plain, found)} |", flush=True)
 
 
