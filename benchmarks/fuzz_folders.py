@@ -327,7 +327,7 @@ _watching: list[Callable[[str, tuple[Any, ...]], None]] = []
 def _watched(place: Path) -> Iterator[list[str]]:
     """Yield a list of the files that are opened to write elsewhere than in `place`."""
     written: list[str] = []
-    allowed = (str(place), "/proc/self/fd", "/dev/null")
+    allowed = (str(place), "/proc/self/", "/dev/null")
 
     def watch(event: str, given: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(given[0], str) or not (given[2] or 0) & 3:

@@ -134,8 +134,9 @@ def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, 
     assert (caught.value.sender, caught.value.field) == ("a", "answer")
     assert type(error).__name__ in caught.value.fault
     if step == "read_measures":
+        answered = EvaluateRes(Status(Code.OK, ""), 0.0, 1, {})
         with pytest.raises(KnowledgeError):
-            exchange.decode_evaluation(CLIENT, EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
+            exchange.decode_evaluation(CLIENT, answered, ["private"])
 
 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"

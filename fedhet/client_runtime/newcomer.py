@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+from flwr.common import Scalar
 from torch import nn
 
 from fedhet.client_runtime.recipe import Recipe
@@ -15,6 +19,10 @@ from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import RunSettings
 from fedhet.training import cross_entropy_of
+from fedhet.wire.knowledge import Knowledge
+
+if TYPE_CHECKING:
+    from fedhet.clients.base import HetClient
 
 
 @dataclass(frozen=True)
@@ -44,3 +52,17 @@ class Newcomer:
             self.recipe.train_epochs(
                 training, own.x, own.y, loss_of, optimizing, generator, True, {"epochs": 1}
             )
+
+
+def judging(
+    client: HetClient, round: int, told: Mapping[str, Scalar]
+) -> Callable[[Knowledge], Evaluations]:
+    """Return what judges a client's models, or the one offered if it is told to be `unseen`."""
+    return partial(_judge_offered, client, round) if told.get("unseen") else client.evaluation
+
+
+def _judge_offered(client: HetClient, round: int, instruction: Knowledge) -> Evaluations:
+    """Return what the model scores that the method offers; nothing if it has sent none."""
+    model = client.eval_models(instruction).get(client.config.method.spec.offers)
+    newcomer = Newcomer(client.run, client.samples, client.recipe, client.compute)
+    return Evaluations() if model is None else newcomer.judge(model, round)

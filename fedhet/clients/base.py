@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedhet.client_runtime.fault_injection import injected_faults
 from fedhet.client_runtime.link import Link, lacking
 from fedhet.client_runtime.messages import best_round, measures, own_loss
-from fedhet.client_runtime.newcomer import Newcomer
+from fedhet.client_runtime.newcomer import judging
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
 from fedhet.client_runtime.recipe import Recipe
@@ -284,13 +284,11 @@ class HetClient(NumPyClient):
                 envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
                 self.promise.begin(envelope.run, envelope.round + 1)
                 self.state.restore(envelope.run, before=envelope.round + 1)
-                learns = self.config.method.spec.learns_last and self.state.participations > 0
-                if learns and instruction.tensors:
+                learns = self.config.method.spec.learns_last and instruction.tensors
+                if learns and self.state.participations > 0:
                     self._train(envelope.round + 1, instruction)
                     self.state.save(envelope.round + 1)
-                unseen = partial(self._judge_offered, envelope.round)
-                judge = unseen if config.get("unseen") else self.evaluation
-                scores, seconds = timed(judge, instruction)
+                scores, seconds = timed(judging(self, envelope.round, config), instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except OwnModelError:
             raise
@@ -298,12 +296,6 @@ class HetClient(NumPyClient):
             return 0.0, 0, self.promise.fault(error) | lacking(error)
         loss = 0.0 if self.promise.is_on else own_loss(scores)
         return loss, self.info.samples, dict(write_measures(measured))
-
-    def _judge_offered(self, round: int, instruction: Knowledge) -> Evaluations:
-        """Return what the model scores that the method offers; nothing if it has sent none."""
-        model = self.eval_models(instruction).get(self.config.method.spec.offers)
-        newcomer = Newcomer(self.run, self.samples, self.recipe, self.compute)
-        return Evaluations() if model is None else newcomer.judge(model, round)
 
     def _answer_of(
         self, envelope: Envelope, instruction: Knowledge, best: int

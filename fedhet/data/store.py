@@ -26,7 +26,8 @@ from fedhet.data.public import (
 from fedhet.data.sources import find_source
 from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_test
 from fedhet.data.superclass import Assignment, assign
-from fedhet.errors import SettingsError
+from fedhet.errors import DataError, SettingsError
+from fedhet.kinds import Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
 
@@ -74,6 +75,14 @@ class RunData:
     def common_test(self) -> Split | None:
         """The common test set, or None if there is none."""
         return self.dataset.test
+
+    def common_test_of(self, shape: Shape) -> Split | None:
+        """Return the common test set, or None if there is none of samples of that shape."""
+        try:
+            common = self.common_test
+        except DataError:  # the sites' own data; the server lacks 'dataset'
+            return None
+        return common if common is not None and tuple(common.x.shape[1:]) == shape else None
 
     def label_space(self, index: int) -> tuple[int, ...]:
         """Return the label space of client `index`, ascending: all classes, or those it drew."""

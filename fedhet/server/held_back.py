@@ -5,7 +5,7 @@ They are members that no hook of a method sees, except for the instruction to ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
@@ -32,6 +32,19 @@ class HeldBack:
         self.members = {name: each for name, each in members.items() if name in self.names}
         return {name: each for name, each in members.items() if name not in self.names}
 
+    def beside(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return all that may be asked to evaluate: the members, and those held back."""
+        return {**members, **self.members}
+
+    def kinds_of(self, name: str, spec: MethodSpec) -> Sequence[str]:
+        """Return the kinds of model that a client evaluates."""
+        return KINDS if name in self.names else spec.kinds
+
+    def tell(self, notice: Callable[[str], None]) -> None:
+        """Say what the user must know before the first round, if clients are held back."""
+        if self.names:
+            notice(self._notice)
+
     def instructions(
         self, instruction: Callable[[ClientInfo], Knowledge | None]
     ) -> dict[str, Knowledge]:
@@ -42,10 +55,7 @@ class HeldBack:
         return {name: knowledge for name, knowledge in made.items() if knowledge is not None}
 
     @property
-    def notice(self) -> str:
-        """What the user must know before the first round; "" if nobody is held back."""
-        if not self.names:
-            return ""
+    def _notice(self) -> str:
         names = ", ".join(sorted(self.names))
         fate = (
             "they judge the global model after the last round"

@@ -11,10 +11,20 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.config.resolve import Config
+from fedhet.data import RunData
 from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
-from fedhet.server.admission import Admission, Task, commonest, commonest_task, task_of
+from fedhet.server.admission import (
+    Admission,
+    Task,
+    admission_of,
+    commonest,
+    commonest_task,
+    task_of,
+)
 from fedhet.server.client_health import pause_after
 from fedhet.server.nodes import asked_again, called, registered_name
+from fedhet.server.own_code import CodeFaults
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, read_properties
 
@@ -73,6 +83,17 @@ class Members:
         """The classes' names and order, as `ClientInfo.order`; empty until a client names them."""
         self._model = ""
         """The model that all members must have, once it is known; empty: any."""
+
+    @classmethod
+    def of(
+        cls, config: Config, data: RunData, notice: Callable[[str], None], faults: CodeFaults
+    ) -> Members:
+        """Return the members that a run demands, of which there are none yet."""
+        engine, spec = config.run.engine, config.method.spec
+        carry_weights = spec.instructions.weights or spec.replies.weights
+        pool = config.run.models.pool if carry_weights else None
+        rules = admission_of(config, data)
+        return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.enter)
 
     def first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings

@@ -20,16 +20,15 @@ from torch import nn
 from fedhet.arrays import Array, refuse_other_types
 from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
-from fedhet.errors import DataError, StateError
+from fedhet.errors import StateError
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures
-from fedhet.server.admission import admission_of
 from fedhet.server.client_health import ClientHealth
 from fedhet.server.collector import Collected
 from fedhet.server.dispatch import NOTHING
 from fedhet.server.evaluation import measured_on
-from fedhet.server.held_back import KINDS, HeldBack
+from fedhet.server.held_back import HeldBack
 from fedhet.server.members import Member, Members
 from fedhet.server.messaging import Messaging
 from fedhet.server.own_code import CodeFaults
@@ -59,17 +58,9 @@ class HetStrategy(Strategy):
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         self._held_back = HeldBack(self.run, self.spec)
-        engine, spec = self.run.engine, self.spec
-        carry_weights = spec.instructions.weights or spec.replies.weights
-        self._code_faults = CodeFaults(log.notice, strict=engine.strict)
-        self._members = Members(
-            engine.join_timeout,
-            self.run.models.pool if carry_weights else None,
-            log.notice,
-            admission_of(config, self.data),
-            engine.samples_cap,
-            self._code_faults.enter,
-        )
+        self._code_faults = CodeFaults(log.notice, strict=self.run.engine.strict)
+        self._members = Members.of(config, self.data, log.notice, self._code_faults)
+        engine = self.run.engine
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
         self._messages = Messaging.of(config, self.spec, log, self.state)
@@ -159,12 +150,7 @@ class HetStrategy(Strategy):
 
     def common_test(self) -> Split | None:
         """Return the common test set, scaled, or None if there is none for the clients' task."""
-        try:
-            common = self.data.common_test
-        except DataError:  # the sites' own data; the server lacks 'dataset'
-            return None
-        fits = common is not None and tuple(common.x.shape[1:]) == self.task.shape
-        return common if fits else None
+        return self.data.common_test_of(self.task.shape)
 
     # Flower's interface, in the order of a round.
 
@@ -175,8 +161,7 @@ class HetStrategy(Strategy):
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.members = self._held_back.taken_from(every)
         self.log.begin(member.info for member in every.values())
-        if notice := self._held_back.notice:
-            self.log.notice(notice)
+        self._held_back.tell(self.log.notice)
         self.state.scores.outdate(self.members)
         self.init()
         if self.log.resumed:
@@ -192,8 +177,7 @@ class HetStrategy(Strategy):
         present = self._held_back.taken_from(self._members.present(client_manager))
         self.members = present or self.members
         self.log.joined(member.info for member in self.members.values())
-        away = self.log.models.keys() - self.members.keys() - self._held_back.names
-        self.state.missing(away)
+        self.state.missing(self.log.models.keys() - self.members.keys() - self._held_back.names)
         self.state.scores.outdate(self._held_back.names)
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
@@ -265,7 +249,7 @@ class HetStrategy(Strategy):
             self._close_round()
             return []
         asked = self._messages.dispatch.to_evaluate(
-            server_round, self._asked_to_evaluate, instructions, self._held_back.names
+            server_round, self._held_back.beside(self.members), instructions, self._held_back.names
         )
         self.state.clock.wait()
         return list(asked)
@@ -281,8 +265,8 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                info = self._asked_to_evaluate[name].info
-                kinds = KINDS if name in self._held_back.names else self.spec.kinds
+                info = self._held_back.beside(self.members)[name].info
+                kinds = self._held_back.kinds_of(name, self.spec)
                 decode = self._messages.exchange.decode_evaluation
                 self.state.measured(name, decode(info, result, kinds))
         self._close_round()
@@ -326,11 +310,6 @@ class HetStrategy(Strategy):
         last = round == self.run.rounds
         offer = partial(self.eval_instruction, round)
         return found | (self._held_back.instructions(offer) if last else {})
-
-    @property
-    def _asked_to_evaluate(self) -> Mapping[str, Member]:
-        """The members that may be asked to evaluate: also those with which nobody trains."""
-        return {**self.members, **self._held_back.members}
 
     def _close_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)
