@@ -36,6 +36,10 @@ class HeldBack:
         """Return all that may be asked to evaluate: the members, and those held back."""
         return {**members, **self.members}
 
+    def member(self, name: str, members: Mapping[str, Member]) -> Member:
+        """Return one of those that may be asked to evaluate."""
+        return self.members[name] if name in self.members else members[name]
+
     def kinds_of(self, name: str, spec: MethodSpec) -> Sequence[str]:
         """Return the kinds of model that a client evaluates."""
         return KINDS if name in self.names else spec.kinds

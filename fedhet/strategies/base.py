@@ -265,7 +265,7 @@ class HetStrategy(Strategy):
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                info = self._held_back.beside(self.members)[name].info
+                info = self._held_back.member(name, self.members).info
                 kinds = self._held_back.kinds_of(name, self.spec)
                 decode = self._messages.exchange.decode_evaluation
                 self.state.measured(name, decode(info, result, kinds))
