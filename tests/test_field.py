@@ -21,6 +21,7 @@ from fedhet.field import collect, plan_field, read_field
 from fedhet.field.ranks import critical, ranked
 from fedhet.field.write import costs, every, matrix, ranks, write_latex
 from fedhet.methods.registry import all_methods
+from fedhet.models import build
 from fedhet.papers import SIZES
 from fedhet.report.tables import Cells
 
@@ -65,12 +66,16 @@ def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
     assert [(each.method, each.cell) for each in plan.every] == [*itertools.product(methods, CELLS)]
     for each in plan.every:
         alike = each.cell[0] == "homogeneous"
-        assert bool(each.refused) == (methods[each.method].spec.one_model and not alike)
+        spec = methods[each.method].spec
+        assert bool(each.refused) == ((spec.one_model or spec.pool_of_one) and not alike)
         assert bool(each.runs) != bool(each.refused)
         assert not each.refused or re.match(r"setting 'models.pool' = .*one model", each.refused)
-    pools = {run.config.run.models.pool for run in plan.runs}
+    pools = {run.config.run.models.pool for run in plan.runs if run.values["method"] == "local"}
     assert sorted(map(len, map(set, pools))) == [1, 3, 9]
     assert len({run.directory for run in plan.runs}) == len(plan.runs)
+    (own,) = {run.config.run.models.pool for run in plan.runs if run.values["method"] == "um-pfssl"}
+    layers = build(*own, (1, 28, 28), 10, seed=0).modules()
+    assert any(getattr(layer, "p", 0) > 0 for layer in layers), "a network with dropout"
 
 
 def test_the_tiny_table_fits_its_data(tmp_path):

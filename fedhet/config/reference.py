@@ -79,6 +79,7 @@ def _needs(spec: MethodSpec) -> str:
         "public data": spec.needs_public,
         "unlabelled samples of the clients": spec.needs_unlabelled,
         "one architecture": spec.one_model,
+        "a pool of one model": spec.pool_of_one,
         "a simulation": spec.simulation_only,
     }
     return ", ".join(name for name, holds in needed.items() if holds)

@@ -158,8 +158,9 @@ def _check_names(config: Config) -> None:
     if run.training.semi != "none":
         _check_semi(run, method)
     several = len(set(run.models.pool)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.pool)
-    if method.spec.one_model and several:
-        rule = f"one model for all clients with {method.name}, which averages their weights"
+    if several and (method.spec.one_model or method.spec.pool_of_one):
+        how = "averages their weights" if method.spec.one_model else "cuts theirs from it"
+        rule = f"one model for all clients with {method.name}, which {how}"
         raise refused("models.pool", run.models.pool, rule)
     for name in run.models.pool:
         if name in models.WITHOUT_GRADIENTS and not method.spec.any_model:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
-from fedhet.field.declaration import NAME, FieldTable
+from fedhet.field.declaration import NAME, Architectures, FieldTable
 from fedhet.papers.plan import PlannedRun, Values, layered, seeded
 from fedhet.papers.source import Line, Size
 
@@ -87,13 +87,13 @@ def _cell(
     method: str,
     table: FieldTable,
     size: Size,
-    lines: tuple[Line, Line],
+    lines: tuple[Architectures, Line],
     seeds: Sequence[int],
     out: Path,
     over: Mapping[str, object],
 ) -> FieldCell:
     architectures, split = lines
-    changes = [table.sizes[size], *architectures.changes(size), *split.changes(size)]
+    changes = [table.sizes[size], *architectures.of(method, size), *split.changes(size)]
     values, refused = _fitted(layered(changes, over, method))
     label = f"{method}, {architectures.name}, {split.name}"
     runs = {} if refused else seeded(label, values, seeds, out)

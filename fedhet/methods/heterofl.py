@@ -73,6 +73,7 @@ SPEC = MethodSpec(
     settings=HeteroFlSettings,
     sizes=part_sizes,
     kinds=("private", "global", "server"),
+    pool_of_one=True,
     semi=False,  # its batch norms have no statistics to predict with until training is over
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     defences=ROBUST,

@@ -110,6 +110,8 @@ class MethodSpec:
     """Whether its clients may learn from unlabelled samples as `training.semi` says."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
+    pool_of_one: bool = False
+    """Whether the method makes the clients' models from one, which alone is in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The default models of the clients by kind of data; of other kinds, the kind's own."""
     own_models: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)

@@ -31,12 +31,12 @@ class HeteroFlStrategy(HetStrategy):
     settings: HeteroFlSettings
 
     def init(self) -> None:
-        """Start from a new model. Raises SettingsError unless there is one, of any width."""
-        (name, *others), task = self.run.models.pool, self.task
+        """Start from a new model. Raises SettingsError unless it comes in any width."""
+        (name,), task = self.run.models.pool, self.task
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
-        if others or not is_registered(narrow_name(name, WIDTHS["e"])):
-            rule = "one model that comes in several widths, such as mlp, cnn2 or text-cnn"
+        if not is_registered(narrow_name(name, WIDTHS["e"])):
+            rule = "a model that comes in several widths, such as mlp, cnn2 or text-cnn"
             raise refused("models.pool", self.run.models.pool, rule)
         model = build(self.model, task.shape, task.classes, seed=self.run.seed)
         self._keep(arrays_of(model, self.settings.part))
