@@ -16,7 +16,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from queue import Queue
@@ -31,9 +31,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedhet
-from benchmarks import conformal_step
+from benchmarks import conformal_step, together
 from benchmarks.pretended_gpu import PRETENDED
 from benchmarks.timing import ratios, show
+from fedhet.client_runtime import stacking
+from fedhet.client_runtime.stacking import Work
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
 from fedhet.devices import compute_for, find_device
@@ -259,6 +261,44 @@ def batched(where: Where) -> None:
             show(f"vmap / one by one, {clients} x {name}", ratios(many, one, where.choose(9, 1)))
 
 
+def stacked(where: Where) -> None:
+    """Clients of one architecture that train as one (`engine.together`), against one by one."""
+    compute = compute_for(ComputeSettings(device=where.device, precision="float32"))
+    for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
+        works = [together.work_of(name, 28, 32, k, compute) for k in range(where.choose(20, 2))]
+        as_one = waited(where, stacking.together, works)
+        apart = waited(where, together.one_by_one, works)
+        found = ratios(as_one, apart, where.choose(5, 1))
+        show(f"together / one by one, {len(works)} x {name}", found)
+
+
+def compiled(where: Where) -> None:
+    """An epoch whose steps `torch.compile` makes (`engine.compile`), against one without."""
+    for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
+        epochs = {}
+        for compiles in (True, False):
+            settings = ComputeSettings(device=where.device, precision="float32", compile=compiles)
+            compute = compute_for(settings)
+            work = together.work_of(name, 28, 32, 0, compute)
+            work = replace(work, objective=compute.compiled(work.objective))
+            epochs[compiles] = waited(where, together.one_by_one, [work])
+        show(
+            f"compiled / as it is, {name}", ratios(epochs[True], epochs[False], where.choose(9, 1))
+        )
+
+
+def waited(
+    where: Where, train: Callable[[list[Work]], object], works: list[Work]
+) -> Callable[[], None]:
+    """Return a function that trains works, and waits until the accelerator has."""
+
+    def work() -> None:
+        train(works)
+        where.wait()
+
+    return work
+
+
 def steps_of(name: str, clients: int, where: Where) -> tuple[Callable[[], None], ...]:
     """Return ten steps of SGD of all clients, one by one, and all at once by `vmap`."""
     device, lr = torch.device(where.device), 0.01
@@ -401,6 +441,8 @@ PIECES = {
     "shared": shared,
     "conformal": conformal,
     "vmap": batched,
+    "together": stacked,
+    "compile": compiled,
     "memory": memory,
     "fedtype": fedtype,
     "felo": felo,

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 SETTINGS = {
@@ -32,7 +33,7 @@ SETTINGS = {
     "engine.device": "cuda",
     "engine.precision": "float32",
 }
-OWN = {
+OWN: dict[str, dict[str, object]] = {
     "cofed": {"cofed.search": "none"},
     "fedgems": {"fedgems.server-model": "cnn2"},
     "fedtype": {"fedtype.proxy": "cnn2"},
@@ -99,7 +100,7 @@ def methods(only: str) -> dict[str, dict[str, object]]:
     return {name: SETTINGS | OWN.get(name, {}) for name in names}
 
 
-def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
     """Make the runs in a checkout; return what was counted, by method."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(HERE / "benchmarks")],
@@ -113,7 +114,7 @@ def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dic
     return {row["method"]: row for row in rows}
 
 
-def per_step(found: dict) -> dict[str, float]:
+def per_step(found: dict[str, Any]) -> dict[str, float]:
     """Return how often each thing happened, by optimiser step."""
     kinds = [kind for kind, _, _, times in found["counts"] for _ in range(times)]
     return {
@@ -130,7 +131,7 @@ def shown(values: list[float], column: str) -> str:
     return " → ".join(f"{value:.{digits}f}" for value in values)
 
 
-def worst(found: dict, most: int) -> list[str]:
+def worst(found: dict[str, Any], most: int) -> list[str]:
     """Return the lines of the project with the most copies and waits."""
     slow = sorted((row for row in found["counts"] if row[0] != "launch"), key=lambda row: -row[3])
     return [f"    {row[3]:6} {row[0]:14} {row[1]:22} {row[2]}" for row in slow[:most]]

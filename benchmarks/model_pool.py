@@ -70,7 +70,7 @@ class Stub(ClientProxy):
 
     def get_properties(self, ins: GetPropertiesIns, timeout: Any, group_id: Any) -> Any:
         """Say who this is."""
-        return GetPropertiesRes(OK, self.info.properties())
+        return GetPropertiesRes(OK, {**self.info.properties()})
 
     def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> FitRes:
         """Take in the models, keep the list, and answer."""
@@ -82,7 +82,7 @@ class Stub(ClientProxy):
         answer = self._search(own, train, message, asked.round if changes else 0)
         envelope = Envelope(asked.run, asked.method, asked.round, self.info.name)
         measures = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 0.0}
-        return FitRes(OK, ndarrays_to_parameters(encode(envelope, answer)), 1, measures)
+        return FitRes(OK, ndarrays_to_parameters(encode(envelope, answer)), 1, {**measures})
 
     def _search(self, own: int, train: bool, message: Knowledge, changed: int) -> Knowledge:
         sent: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}

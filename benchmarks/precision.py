@@ -78,7 +78,7 @@ def round_seconds(
     with tempfile.TemporaryDirectory() as folder:
         run, data = Path(folder) / "run", RunData.of(config.run)
         parts = components(config, run, workers=1, watchers=[times], data=data)
-        run_inline(config, data, Path(folder) / "state", parts)
+        run_inline(config, data, Path(folder) / "state", parts, print)
     return float(median(np.diff(times.at)))
 
 

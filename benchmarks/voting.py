@@ -68,9 +68,9 @@ def main() -> None:
     print(f"{_row(*base)} {first:7.3f} s  {most:6.1f} MB   bound 1 s, 500 MB {verdict}")
     for axis in range(3):
         for factor in (2, 4):
-            sizes = [size * factor if axis == n else size for n, size in enumerate(base)]
-            took, held = measure(*sizes, chosen.runs)
-            print(f"{_row(*sizes)} {took:7.3f} s  {held:6.1f} MB   x {took / first:.2f}")
+            a, b, c = (size * factor if axis == n else size for n, size in enumerate(base))
+            took, held = measure(a, b, c, chosen.runs)
+            print(f"{_row(a, b, c)} {took:7.3f} s  {held:6.1f} MB   x {took / first:.2f}")
 
 
 def _row(clients: int, instances: int, classes: int) -> str:

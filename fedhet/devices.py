@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from fedhet.settings.engine import ComputeSettings, EngineSettings
 from fedhet.tensors.transfer import all_to_device, to_device
 
 Module = TypeVar("Module", bound=nn.Module)
+Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
 PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """What a layer's output of a whole batch may take. On a processor twice as much takes more than
@@ -36,6 +40,8 @@ class Compute:
     """Samples in a batch of evaluation; None: see `evaluation_batch`."""
     sample_bytes: int = 0
     """What the samples of a process's clients may take of an accelerator's memory."""
+    compiles: bool = False
+    """Whether `torch.compile` makes the steps of local training."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -59,6 +65,16 @@ class Compute:
         if self.channels_last and x.ndim == 4:
             return there.contiguous(memory_format=torch.channels_last)
         return there
+
+    def compiled(self, loss_of: Loss) -> Loss:
+        """Return the loss of a batch compiled, if this compiles and it is a module, or as it is.
+
+        On CUDA the operations of a step are recorded once, and launched as one (CUDA graphs).
+        """
+        if not (self.compiles and isinstance(loss_of, nn.Module)):
+            return loss_of
+        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+        return cast(Loss, torch.compile(loss_of, mode=mode))
 
     def held(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
@@ -154,9 +170,27 @@ def compute_for(settings: ComputeSettings) -> Compute:
     dtype = _autocast_dtype(settings.precision, device)
     if device.type == "cuda" and settings.deterministic:
         compute_alike()
+    if settings.compile:
+        _check_compiler(device)
     return Compute(
-        device, dtype, last, settings.eval_batch_size or None, settings.sample_mb * 2**20
+        device,
+        dtype,
+        last,
+        settings.eval_batch_size or None,
+        settings.sample_mb * 2**20,
+        settings.compile,
     )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise SettingsError if what `torch.compile` needs for a device is not here."""
+    compiler = os.environ.get("CXX", "g++")
+    there = importlib.util.find_spec("triton") if device.type == "cuda" else shutil.which(compiler)
+    if not there:
+        needed = "the package triton" if device.type == "cuda" else f"a C++ compiler ({compiler})"
+        raise SettingsError(
+            f"setting 'engine.compile' = true is not allowed: on {device} it needs {needed}"
+        )
 
 
 def compute_alike() -> None:

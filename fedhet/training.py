@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Optimization:
     scaler: torch.amp.GradScaler
     clip: float = 0.0
     """Greatest L2 norm of the gradient of all parameters; 0: any."""
+    compiles: ClassVar[bool] = True
+    """Whether the loss may be compiled."""
     alike: Callable[[Iterable[Tensor]], Optimization] | None = None
     """Returns another one of the same kind, with the same settings, over other parameters."""
 

@@ -1,6 +1,7 @@
 """The one training loop against plain PyTorch, evaluation against numpy; devices and seeds."""
 
 import copy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from federation import run, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,9 +24,11 @@ from fedhet.devices import (
     settled,
 )
 from fedhet.errors import DataError, SettingsError
+from fedhet.models import build
 from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
 from fedhet.settings.engine import ComputeSettings, EngineSettings
 from fedhet.settings.run import TrainingSettings
+from fedhet.tensors.objective import Objective
 from fedhet.training import (
     batches,
     cross_entropy_of,
@@ -567,3 +571,44 @@ def test_generators_do_not_touch_global_state():
     numpy_rng(0, "a").normal(size=3)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
+
+
+# --- compiled steps -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs a C++ compiler")
+def test_compiled_steps_train_as_plain_ones_do():
+    x, y = torch.rand(50, 1, 8, 8, generator=generator()), torch.arange(50) % 3
+    trained = []
+    for compute in (CPU, compute_for(ComputeSettings(device="cpu", compile=True))):
+        model = build("mlp", (1, 8, 8), 3, seed=0).train()
+        loss_of = compute.compiled(cross_entropy_of(model))
+        optimizing = optimization(model.parameters(), TrainingSettings(), compute)
+        options = {"epochs": 2, "batch_size": 16, "generator": generator(), "compute": compute}
+        loss = train_epochs(x, y, loss_of, optimizing, **options)
+        trained.append((loss, model.state_dict()))
+    (loss, plain), (again, compiled) = trained
+    assert again == pytest.approx(loss, rel=1e-4)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [({}, False), ({"compile": True}, True), ({"compile": True, "epsilon": 8.0}, False)],
+)
+def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, settings, compiles):
+    """Not with DP-SGD, whose hooks a compiled network does not call."""
+    found = []
+    monkeypatch.setattr(torch, "compile", lambda module, mode: found.append(module) or module)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    run(small("fedavg", models=["mlp"], rounds=1, **settings), tmp_path)
+    assert bool(found) == compiles
+    assert all(isinstance(module, Objective) for module in found)
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SettingsError, match=r"'engine\.compile'.*needs a C\+\+ compiler \(g\+\+\)"):
+        compute_for(ComputeSettings(device="cpu", compile=True))

@@ -138,6 +138,7 @@ class Recipe:
             )
             if (loss := self._met(guest, work)) is not None:
                 return loss
+        loss_of = self._compute.compiled(loss_of) if optimizing.compiles else loss_of
         train = partial(train_epochs, generator=generator, compute=self._compute, augment=change)
         return train(x, y, loss_of, optimizing, **options)
 

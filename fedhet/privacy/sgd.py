@@ -30,6 +30,8 @@ def fresh_generator(device: torch.device | None = None) -> torch.Generator:
 class PrivateOptimization(Optimization):
     """An optimiser whose steps are DP-SGD's; `privately` makes one."""
 
+    compiles = False  # the gradients of samples come from hooks, which compiling leaves out
+
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
         """Take over `plain`; `noise` is in units of `norm`, the bound of a sample's gradient."""
         super().__init__(plain.optimizer, plain.scaler)

@@ -41,6 +41,12 @@ class ComputeSettings(Schema):
         "on a GPU, only algorithms that give the same bits each time, as processors do; false lets "
         "CUDA choose faster ones, and a repeated or resumed run is then equal within noise",
     )
+    compile: bool = machine(
+        False,
+        "torch.compile makes the steps of local training, on a GPU as CUDA graphs, for networks so "
+        "small that launching takes longer than computing; it takes up to a minute for each "
+        "architecture, does not pay on a processor, and is equal but for rounding",
+    )
     sample_mb: CountOrNone = machine(
         4096,
         "on a GPU, MB of samples that a worker keeps there, as far as half of the free memory "
