@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.arrays import Array
+from fedhet.tensors.transfer import to_device
 
 
 class Generator(nn.Module):
@@ -37,7 +38,7 @@ class Generator(nn.Module):
     def drawn(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Return features [N, D] for noise ~ N(0, I); the authors' code draws from [0, 1)."""
         noise = torch.randn(len(labels), self.noise, generator=generator)  # on every device alike
-        features: Tensor = self(labels, noise.to(labels.device, non_blocking=True))
+        features: Tensor = self(labels, to_device(noise, labels.device))
         return features
 
 

@@ -18,9 +18,11 @@ from fedhet.algorithms.generator import Generator
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
+from fedhet.devices import move
 from fedhet.errors import ModelError
 from fedhet.methods.fedgen import FedGenSettings
 from fedhet.models import load_weights
+from fedhet.tensors.transfer import rows_of
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -65,13 +67,12 @@ class FedGenClient(FedAvgClient):
 
     def _taught_by(self, round: int, knowledge: Knowledge) -> Teacher | None:
         """Return the generator that came, or None: in the first round there is none."""
-        weights, own, device = knowledge.group("generator"), self.settings, self.compute.device
+        weights, own = knowledge.group("generator"), self.settings
         if not weights:
             return None
-        generator = Generator(self.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim).to(
-            device
-        )
+        generator = Generator(self.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
         load_weights(generator, weights).eval().requires_grad_(requires_grad=False)
+        move(generator, self.compute.device)
         prior = torch.tensor(knowledge.tensors["prior"])[self.space.cpu()]
         draws = self.generator(round, "generated")
         return Teacher(generator, prior, own.decay ** (round - 1), draws)
@@ -113,7 +114,7 @@ class FedGenClient(FedAvgClient):
             return 0.0
         size = self.training.batch_size
         drawn = torch.multinomial(teacher.prior, size, replacement=True, generator=teacher.draws)
-        labels = self.space[drawn.to(self.space.device)]
+        labels = rows_of(self.space, drawn)
         features = teacher.generator.drawn(labels, teacher.draws)
         logits, target = self.own_classes(self._answer(features), labels)
         weight = self.settings.alpha * teacher.share

@@ -22,7 +22,9 @@ from fedhet.clients.base import HetClient
 from fedhet.errors import KnowledgeError
 from fedhet.methods.fedkd import FedKdSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models.weights import on_host
 from fedhet.seeding import seeded
+from fedhet.tensors.transfer import all_to_device
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge
@@ -90,7 +92,7 @@ class FedKdClient(HetClient):
         """
         if weights := knowledge.group("weights"):
             return dict(weights)
-        last = {k: v.cpu().numpy() for k, v in group(self.state.tensors, MENTEE).items()}
+        last = on_host(group(self.state.tensors, MENTEE))
         if self._begun is not None and self._begun() is knowledge:
             return last
         held, base = self.state.facts.get(MENTEE), knowledge.scalars.get("base")
@@ -103,8 +105,8 @@ class FedKdClient(HetClient):
     def _remember(self, round: int, knowledge: Knowledge, start: Arrays) -> None:
         """Keep the mentee with which a round began, to which the next change will be added."""
         self._begun = weakref.ref(knowledge)
-        device = self.compute.device
-        kept = {name: torch.tensor(value, device=device) for name, value in start.items()}
+        copies = {name: torch.tensor(value) for name, value in start.items()}
+        kept = all_to_device(copies, self.compute.device)
         self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
         self.state.facts[MENTEE] = round
 
