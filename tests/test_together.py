@@ -351,6 +351,7 @@ def test_a_trial_takes_no_numbers_of_those_that_are_drawn(monkeypatch):
 
 def test_on_a_processor_it_pays_for_linear_layers():
     assert pays_on(CPU.device, CrossEntropy(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    assert not pays_on(CPU.device, CrossEntropy(nn.Sequential(nn.Linear(300, 300))))
     assert not pays_on(CPU.device, CrossEntropy(nn.Sequential(nn.Conv2d(1, 1, 1))))
     assert pays_on(torch.device("cuda"), CrossEntropy(nn.Sequential(nn.Conv2d(1, 1, 1))))
 

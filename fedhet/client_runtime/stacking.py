@@ -38,6 +38,8 @@ from fedhet.training import Augment, Optimization
 Tensors = Mapping[str, Tensor]
 TRIED = 2
 """Samples of each client with which it is tried whether its objective can be computed stacked."""
+SMALL = 2**16
+"""The most weights of a network whose training is stacked on a processor."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,16 @@ def alike(work: Work) -> Hashable:
 
 
 def pays_on(device: torch.device, objective: nn.Module) -> bool:
-    """Return whether training stacked saves time: on a processor, with linear layers alone.
+    """Return whether training stacked saves time: on a processor, with small linear layers alone.
 
-    There the convolutions of many clients take longer as one of many groups (docs/performance.md).
+    There the convolutions of many clients take longer as one of many groups, and the weights of
+    large networks leave its cache (docs/performance.md).
     """
+    if device.type != "cpu":
+        return True
     with_weights = (m for m in objective.modules() if next(m.parameters(False), None) is not None)
-    return device.type != "cpu" or all(isinstance(module, nn.Linear) for module in with_weights)
+    size = sum(parameter.numel() for parameter in objective.parameters())
+    return size <= SMALL and all(isinstance(module, nn.Linear) for module in with_weights)
 
 
 def can_be_stacked(works: Sequence[Work]) -> bool:

@@ -1,0 +1,127 @@
+"""How well UM-pFSSL's two terms rank helpers: the entropy of Eq. 12, the accuracy on own labels.
+
+    python -m benchmarks.helper_ranking [--seeds 0,1,2] [--least 2,10,30] [--warm-up 1,5,20]
+        [--rounds 1] [--preset semi-digits] [--data-dir DIR]
+
+After so many rounds of UM-pFSSL (the first is the warm-up on labels alone), every client rates the
+models of all others on its own samples, as it would when it searches for helpers. What a rating is
+worth is measured by what the client cannot know: the models' accuracy on its own test split.
+Printed are, over clients, the mean of Spearman's correlation of rating and accuracy, and the mean
+accuracy of the three models that are rated highest; by the least number of labels that a client has
+(`data.labelled-least`) and by the epochs of the warm-up (`um-pfssl.warm-up`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import cast
+
+import numpy as np
+from flwr.server.client_manager import SimpleClientManager
+from scipy import stats
+
+from fedhet.algorithms.choices import RelationKind
+from fedhet.algorithms.uncertainty import certainty, entropy, predictive, relation
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.base import HetClient
+from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import read_preset
+from fedhet.engines.inline import InlineProxy
+from fedhet.runs.log import RunLog
+from fedhet.seeding import seeded
+from fedhet.training import evaluate
+
+KINDS: tuple[RelationKind, ...] = ("en", "ta", "en+ta")
+BEST = 3
+"""Helpers that a client would take."""
+
+
+def clients_after(config: Config, folder: Path) -> list[HetClient]:
+    """Return the clients of a federation after its rounds."""
+    strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
+    manager, nodes = SimpleClientManager(), []
+    for k in range(config.run.clients):
+        place = {"partition-id": k, "num-partitions": config.run.clients}
+        nodes.append(read_node(place, config.run, str(folder / "state"), strategy.data))
+        manager.register(InlineProxy(config, nodes[-1]))
+    strategy.initialize_parameters(manager)
+    for number in range(1, config.run.rounds + 1):
+        asked = strategy.configure_fit(number, None, manager)
+        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
+        strategy.aggregate_fit(number, answers, [])
+    return [cast(HetClient, open_client(config, node)) for node in nodes]
+
+
+def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[float]]:
+    """Return what a client makes of other clients' models by each term, and what they are worth."""
+    found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "worth")}
+    x, test = client.unlabelled.x, client.samples.tests["personal"]
+    share = len(client.y) / (len(client.y) + len(x))
+    for number, other in enumerate(others):
+        model = other.network
+        with seeded(client.run.seed, client.info.name, "masks", number):
+            answers = predictive(model, x, client.config.own.flat()["passes"])
+        sure = certainty(entropy(answers), client.info.classes)
+        right = evaluate(model, client.x, client.y, client.compute).accuracy
+        for kind in KINDS:
+            found[kind].append(relation(sure, right, share, kind))
+        found["worth"].append(evaluate(model, test.x, test.y, client.compute).accuracy)
+    return found
+
+
+def judged(config: Config) -> dict[str, tuple[float, float]]:
+    """Return, by term, the mean correlation with the worth, and the worth of the best rated."""
+    with tempfile.TemporaryDirectory() as folder:
+        every = clients_after(config, Path(folder))
+        rated = [ratings(c, [other for other in every if other is not c]) for c in every]
+    found = {}
+    for kind in (*KINDS, "worth"):
+        rows = [(row[kind], row["worth"]) for row in rated]
+        ranks = [stats.spearmanr(*row).statistic for row in rows if min(map(np.ptp, row)) > 0]
+        tops = [fmean(np.array(row[1])[np.argsort(row[0])[-BEST:]]) for row in rows]
+        found[kind] = fmean(ranks), fmean(tops)
+    return found
+
+
+def shown(values: list[float]) -> str:
+    """Return mean and standard deviation over seeds."""
+    return f"{fmean(values):.2f} ± {stdev(values) if len(values) > 1 else math.nan:.2f}"
+
+
+def main() -> None:
+    """Print a row for each number of labels and each warm-up."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--least", default="2,10,30")
+    parser.add_argument("--warm-up", default="1,5,20")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--preset", default="semi-digits")
+    parser.add_argument("--data-dir", default="data")
+    chosen = parser.parse_args()
+    logging.disable(logging.INFO)
+    heads = [f"{kind}: {what}" for what in ("correlation", "best three") for kind in KINDS]
+    print("| least labels | warm-up | " + " | ".join([*heads, "truly best three"]) + " |")
+    print("|---:|---:|" + "---|" * (len(heads) + 1))
+    for least, warm in product(chosen.least.split(","), chosen.warm_up.split(",")):
+        settings = {
+            **read_preset(chosen.preset), "method": "um-pfssl", "rounds": chosen.rounds,
+            "data.data-dir": chosen.data_dir, "data.labelled-least": int(least),
+            "um-pfssl.warm-up": int(warm), "engine.backend": "inline", "engine.device": "cpu",
+        }  # fmt: skip
+        seeds = [int(seed) for seed in chosen.seeds.split(",")]
+        found = [judged(resolve({**settings, "seed": seed})) for seed in seeds]
+        cells = [shown([each[kind][n] for each in found]) for n in (0, 1) for kind in KINDS]
+        cells.append(shown([each["worth"][1] for each in found]))
+        print(f"| {least} | {warm} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
