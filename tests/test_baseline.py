@@ -21,7 +21,7 @@ def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["felo", "fedmd"])
+@pytest.mark.parametrize("method", ["felo", pytest.param("fedmd", marks=pytest.mark.slow)])
 def test_the_baseline_is_that_method_on_the_same_data(method, tmp_path, call):
     status, said, fault = call(
         "run", method, *SMALL, "--against", "local", "--out", tmp_path / "run"

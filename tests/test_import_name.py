@@ -51,7 +51,7 @@ def test_all_methods_are_listed(tmp_path, words, own, before):
     assert "own clients" not in said
 
 
-@pytest.mark.parametrize("how", ["command", "script"])
+@pytest.mark.parametrize("how", [pytest.param("command", marks=pytest.mark.slow), "script"])
 def test_a_run_among_folders_of_ones_own(tmp_path, how):
     """A script imports both, its own `clients` and fedhet."""
     write(tmp_path, {**PACKAGES, "clients.py": OWN, "train.py": SCRIPT})

@@ -110,6 +110,7 @@ def test_a_run_with_late_clients_resumes_as_if_it_had_not_been_cut(tmp_path, dev
         same_but_for_the_name(tmp_path / "whole", place)
 
 
+@pytest.mark.slow
 def test_ray_gives_the_numbers_of_inline(tmp_path, devices):
     config = late_run("fedavg", devices, models=["mlp"])
     other = late_run("fedavg", devices, models=["mlp"], backend="ray")

@@ -150,7 +150,7 @@ def greedy(tmp_path, monkeypatch, own):
     return "my_greedy_nets:greedy"
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_who_finds_too_little_memory_on_a_gpu_is_asked_again_alone(greedy, tmp_path, call, backend):
     status, said, fault = call(*words(greedy, tmp_path, backend))
     assert status == 0, fault

@@ -308,7 +308,7 @@ def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
     return command("felo", *arguments, "--out", str(directory))
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds):
     killed = begin(tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
