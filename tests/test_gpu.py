@@ -178,7 +178,8 @@ def test_no_batch_waits(tmp_path, gpu, method):
     waits = []
     for batch in (40, 8):
         gpu.counts.clear()
-        finished(on_gpu(method, clients=2, batch_size=batch), tmp_path / str(batch), gpu)
+        config = on_gpu(method, clients=2, **{"training.batch-size": batch})
+        finished(config, tmp_path / str(batch), gpu)
         waits.append(gpu.total("wait", "up, waiting", "down, waiting"))
     assert waits[0] == waits[1]
 

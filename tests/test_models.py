@@ -16,6 +16,7 @@ from fedhet import models
 from fedhet.config.resolve import resolve
 from fedhet.errors import ModelError, SettingsError
 from fedhet.models import HetModel
+from fedhet.models.signals import means_of_pieces
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 NAMES = [name for name in models.names() if models.registry.MODELS[name].takes is None]
@@ -525,3 +526,13 @@ def test_an_own_module_that_fails_to_import_gives_the_real_reason(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named 'no_such_thing'$"):
         models.build("fedhet_test_own_broken:f", (5,), 3, seed=0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 16, 29])
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_means_of_pieces_are_pytorchs(length, pieces):
+    x = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    pooled = means_of_pieces(x, pieces), nn.functional.adaptive_avg_pool1d(x, pieces)
+    torch.testing.assert_close(*pooled)
+    grads = [torch.autograd.grad(each.square().sum(), x)[0] for each in pooled]
+    torch.testing.assert_close(*grads)

@@ -19,6 +19,7 @@ from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.errors import FedhetError, StateError
+from fedhet.models.weights import on_host
 from fedhet.runs.measures import LACKS
 from fedhet.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.coder import Coder, rules_of
@@ -68,7 +69,7 @@ class Link:
             return PLAIN
         base = self._down.weights_of(instruction.tensors)
         place = (self._node.name, envelope.round)
-        before = {n: t.cpu().numpy() for n, t in group(self._state.tensors, UNSENT).items()}
+        before = on_host(group(self._state.tensors, UNSENT))
         encoded, unsent = self._up.reply(place, reply.tensors, base, before)
         others = {n: t for n, t in self._state.tensors.items() if not n.startswith(f"{UNSENT}/")}
         left = {name: torch.from_numpy(value) for name, value in unsent.items()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +18,25 @@ SIGNAL_DROPOUT = 0.25
 PIECES = 4
 """The stretches of time over each of which the CNNs' last layer is averaged."""
 HIDDEN = 64
+
+
+class PiecesPool(nn.AdaptiveAvgPool1d):
+    """The mean of each of as many pieces of time: [N, C, T] -> [N, C, P].
+
+    On CUDA PyTorch's own has a gradient that is not the same each time; means of slices have.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
+        """Return the means."""
+        pieces = cast(int, self.output_size)
+        return means_of_pieces(input, pieces) if input.is_cuda else super().forward(input)
+
+
+def means_of_pieces(x: Tensor, pieces: int) -> Tensor:
+    """Return the means of P pieces of x [..., T], from floor(p T / P) to ceil((p + 1) T / P)."""
+    length = x.shape[-1]
+    bounds = [(p * length // pieces, -(-(p + 1) * length // pieces)) for p in range(pieces)]
+    return torch.stack([x[..., start:end].mean(-1) for start, end in bounds], -1)
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -35,7 +56,7 @@ def cnn(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float 
     layers: list[nn.Module] = []
     for inputs, outputs in zip((shape[0], *widths[:-1]), widths, strict=True):
         layers += [conv_bn(inputs, outputs, 5), nn.ReLU(), nn.MaxPool1d(2), *drop]
-    flat = [nn.AdaptiveAvgPool1d(PIECES), nn.Flatten()]
+    flat = [PiecesPool(PIECES), nn.Flatten()]
     head = [nn.Linear(PIECES * widths[-1], features), nn.ReLU(), *drop]
     return nn.Sequential(*layers, *flat, *head)
 
@@ -62,7 +83,7 @@ def resnet(shape: Shape, width: float = 1.0) -> nn.Module:
     stem, *widths = (share_of(channels, width) for channels in (16, 32, HIDDEN, HIDDEN))
     blocks = [Block(i, o) for i, o in zip((stem, *widths[:-1]), widths, strict=True)]
     first = conv_bn(shape[0], stem, 7, 2)
-    return nn.Sequential(first, nn.ReLU(), *blocks, nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    return nn.Sequential(first, nn.ReLU(), *blocks, PiecesPool(1), nn.Flatten())
 
 
 class SignalGru(nn.Module):

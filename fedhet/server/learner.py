@@ -15,8 +15,10 @@ from fedhet.arrays import Array, Arrays, group, grouped
 from fedhet.devices import compute_for
 from fedhet.errors import DivergedError
 from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.models.weights import on_host
 from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import RunSettings
+from fedhet.tensors.transfer import all_to_device
 from fedhet.training import (
     LossOfBatch,
     Optimization,
@@ -90,18 +92,17 @@ class Learner:
         """Return the model, and what the next round's optimiser needs."""
         # Before the first round that trains the least error is infinite, which no checkpoint holds.
         plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
-        known = {name: tensor.cpu().numpy() for name, tensor in self._known.items()}
         return {
             **grouped("model", to_arrays(self.model)),
-            **grouped("optimizer", known),
+            **grouped("optimizer", on_host(self._known)),
             **grouped("plateau", plateau),
         }
 
     def load_state_dict(self, state: Arrays) -> None:
         """Restore what `state_dict` returned."""
         load_weights(self.model, group(state, "model"))
-        kept = group(state, "optimizer")
-        self._known = {k: torch.tensor(v).to(self.compute.device) for k, v in kept.items()}
+        kept = {k: torch.tensor(v) for k, v in group(state, "optimizer").items()}
+        self._known = all_to_device(kept, self.compute.device)
         self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
 
     def _learned(self, optimizing: Optimization, error: float) -> None:
