@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+
+SHARE = 0.02
+"""The most of the time that calls may take: what is shown of many clients takes long."""
 
 
 class Repeated:
-    """Calls a function after changes, at most once in so many seconds, in a thread of its own."""
+    """Calls a function after changes, at most once in so many seconds, in a thread of its own.
+
+    A call that takes long is followed by a rest in proportion, so that all calls together take no
+    more than `SHARE` of the time.
+    """
 
     def __init__(self, function: Callable[[], None], seconds: float) -> None:
         self._function, self._seconds = function, seconds
@@ -31,7 +39,9 @@ class Repeated:
     def _repeat(self) -> None:
         while self._changed.wait() and not self._ended.is_set():
             self._changed.clear()
+            started = time.thread_time()
             with self._calling:
                 if not self._ended.is_set():
                     self._function()
-            self._ended.wait(self._seconds)
+            taken = time.thread_time() - started
+            self._ended.wait(max(self._seconds, taken / SHARE))
