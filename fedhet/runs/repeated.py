@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 
-SHARE = 0.02
-"""The most of the time that calls may take: what is shown of many clients takes long."""
+LONG, SHARE = 0.05, 0.02
+"""Seconds from which a call takes long, as what is shown of thousands of clients does, and the most
+of the time that such calls may take."""
 
 
 class Repeated:
     """Calls a function after changes, at most once in so many seconds, in a thread of its own.
 
-    A call that takes long is followed by a rest in proportion, so that all calls together take no
-    more than `SHARE` of the time.
+    A call that takes long is followed by a rest in proportion.
     """
 
     def __init__(self, function: Callable[[], None], seconds: float) -> None:
@@ -37,11 +37,13 @@ class Repeated:
             self._function()
 
     def _repeat(self) -> None:
+        rest = self._seconds
         while self._changed.wait() and not self._ended.is_set():
             self._changed.clear()
             started = time.thread_time()
             with self._calling:
                 if not self._ended.is_set():
                     self._function()
-            taken = time.thread_time() - started
-            self._ended.wait(max(self._seconds, taken / SHARE))
+            self._ended.wait(rest)
+            taken = time.thread_time() - started  # of the next rest: a first call also imports
+            rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
