@@ -44,6 +44,7 @@ class Repeated:
             with self._calling:
                 if not self._ended.is_set():
                     self._function()
+            taken = time.thread_time() - started
             self._ended.wait(rest)
-            taken = time.thread_time() - started  # of the next rest: a first call also imports
+            # From the second call on, as the first also imports.
             rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
