@@ -1,7 +1,7 @@
 """What an accelerator alone can show, in pieces of a few minutes that need nothing from outside.
 
     make gpu                                      # all of them, one after another
-    python -m benchmarks.gpu precision vmap       # some
+    python -m benchmarks.gpu precision together   # some
     python -m benchmarks.gpu --device cpu --quick # small, on a processor: do they run?
 
 All runs are in this process (`inline`), on images that are made here: ten classes, each a pattern
@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,6 +39,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
 from fedhet.devices import compute_for, find_device
 from fedhet.engines.simulate import simulate
+from fedhet.errors import SettingsError
 from fedhet.models import build
 from fedhet.objects import dataset_name
 from fedhet.runs.log import Watcher
@@ -253,14 +253,6 @@ def conformal(where: Where) -> None:
     conformal_step.measure(where.choose(2800, 24), where.choose(5, 1), where.device, batches)
 
 
-def batched(where: Where) -> None:
-    """Clients of one architecture as one model (`torch.func.vmap`), against one after another."""
-    for name in ("mlp", "lenet5"):
-        for clients in where.choose((8, 32), (4,)):
-            one, many = steps_of(name, clients, where)
-            show(f"vmap / one by one, {clients} x {name}", ratios(many, one, where.choose(9, 1)))
-
-
 def stacked(where: Where) -> None:
     """Clients of one architecture that train as one (`engine.together`), against one by one."""
     compute = compute_for(ComputeSettings(device=where.device, precision="float32"))
@@ -278,7 +270,11 @@ def compiled(where: Where) -> None:
         epochs = {}
         for compiles in (True, False):
             settings = ComputeSettings(device=where.device, precision="float32", compile=compiles)
-            compute = compute_for(settings)
+            try:
+                compute = compute_for(settings)
+            except SettingsError as error:  # without a compiler
+                print(error)
+                return
             work = together.work_of(name, 28, 32, 0, compute)
             work = replace(work, objective=compute.compiled(work.objective))
             epochs[compiles] = waited(where, together.one_by_one, [work])
@@ -297,35 +293,6 @@ def waited(
         where.wait()
 
     return work
-
-
-def steps_of(name: str, clients: int, where: Where) -> tuple[Callable[[], None], ...]:
-    """Return ten steps of SGD of all clients, one by one, and all at once by `vmap`."""
-    device, lr = torch.device(where.device), 0.01
-    models = [build(name, SHAPE, CLASSES, seed=k).to(device) for k in range(clients)]
-    x = torch.randn(clients, 32, *SHAPE, device=device)
-    y = torch.randint(0, CLASSES, (clients, 32), device=device)
-    weights, buffers = stack_module_state(models)
-
-    def loss(weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
-        return F.cross_entropy(functional_call(models[0], (weights, buffers), (x,)), y)
-
-    gradients = vmap(grad(loss))
-
-    def all_at_once() -> None:
-        for _ in range(10):
-            for name, slope in gradients(weights, buffers, x, y).items():
-                weights[name].data.sub_(slope, alpha=lr)
-        where.wait()
-
-    def one_by_one() -> None:
-        for model, images, labels in zip(models, x, y, strict=True):
-            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-            for _ in range(10):
-                descend(model, optimizer, images, labels)
-        where.wait()
-
-    return one_by_one, all_at_once
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
@@ -440,7 +407,6 @@ PIECES = {
     "waits": waits,
     "shared": shared,
     "conformal": conformal,
-    "vmap": batched,
     "together": stacked,
     "compile": compiled,
     "memory": memory,

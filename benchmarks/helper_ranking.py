@@ -24,18 +24,15 @@ from statistics import fmean, stdev
 from typing import cast
 
 import numpy as np
-from flwr.server.client_manager import SimpleClientManager
 from scipy import stats
 
+from benchmarks.over_local import federation
 from fedhet.algorithms.choices import RelationKind
 from fedhet.algorithms.uncertainty import certainty, entropy, predictive, relation
 from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
-from fedhet.engines.inline import InlineProxy
-from fedhet.runs.log import RunLog
 from fedhet.seeding import seeded
 from fedhet.training import evaluate
 
@@ -46,17 +43,9 @@ BEST = 3
 
 def clients_after(config: Config, folder: Path) -> list[HetClient]:
     """Return the clients of a federation after its rounds."""
-    strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
-    manager, nodes = SimpleClientManager(), []
-    for k in range(config.run.clients):
-        place = {"partition-id": k, "num-partitions": config.run.clients}
-        nodes.append(read_node(place, config.run, str(folder / "state"), strategy.data))
-        manager.register(InlineProxy(config, nodes[-1]))
-    strategy.initialize_parameters(manager)
-    for number in range(1, config.run.rounds + 1):
-        asked = strategy.configure_fit(number, None, manager)
-        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
-        strategy.aggregate_fit(number, answers, [])
+    play, nodes = federation(config, folder)
+    for _ in range(config.run.rounds):
+        play()
     return [cast(HetClient, open_client(config, node)) for node in nodes]
 
 

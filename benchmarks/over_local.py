@@ -19,8 +19,8 @@ from pathlib import Path
 from flwr.server.client_manager import SimpleClientManager
 
 from benchmarks.timing import ratios, show
-from fedhet.client_runtime.node import read_node
-from fedhet.config.resolve import resolve
+from fedhet.client_runtime.node import Node, read_node
+from fedhet.config.resolve import Config, resolve
 from fedhet.engines.inline import InlineProxy
 from fedhet.runs.log import RunLog
 
@@ -34,15 +34,14 @@ SETTINGS = {
 METHODS = "fml,lg-fedavg,fedmrl,fedkd,fedgen"
 
 
-def rounds_of(method: str, folder: Path) -> Callable[[], None]:
-    """Return a function that runs the next round of a federation, without its evaluation."""
-    config = resolve({**SETTINGS, "method": method})
+def federation(config: Config, folder: Path) -> tuple[Callable[[], None], list[Node]]:
+    """Return a function that plays a federation's next round, without evaluation, and its nodes."""
     strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
-    manager = SimpleClientManager()
+    manager, nodes = SimpleClientManager(), []
     for k in range(config.run.clients):
         place = {"partition-id": k, "num-partitions": config.run.clients}
-        node = read_node(place, config.run, str(folder / "state"), strategy.data)
-        manager.register(InlineProxy(config, node))
+        nodes.append(read_node(place, config.run, str(folder / "state"), strategy.data))
+        manager.register(InlineProxy(config, nodes[-1]))
     strategy.initialize_parameters(manager)
     numbers = iter(range(1, 1000))
 
@@ -52,6 +51,12 @@ def rounds_of(method: str, folder: Path) -> Callable[[], None]:
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
         strategy.aggregate_fit(number, answers, [])
 
+    return play, nodes
+
+
+def rounds_of(method: str, folder: Path) -> Callable[[], None]:
+    """Return a function that plays the next round of a method's federation."""
+    play, _ = federation(resolve({**SETTINGS, "method": method}), folder)
     return play
 
 
