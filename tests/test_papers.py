@@ -515,6 +515,17 @@ def test_what_is_to_do_is_shown_without_training(mine):
     assert not mine.exists()
 
 
+def test_some_rows_of_a_table_are_made_and_the_table_stays_whole(mine):
+    some = ("mine", "--seeds", "0", "--out", mine, "--rows")
+    said = call(*some, "tog, together", "--dry-run").output
+    assert said.count("to do  together") == said.count("to do  ") == 2
+    call(*some, "together")
+    assert [path.name[:6] for path in (mine / "runs").iterdir()] == ["fedavg", "fedavg"]
+    text = (mine / "mine-tiny.md").read_text()
+    assert "2 of 4 runs are finished" in text
+    assert "| alone | –" in text
+
+
 def test_all_tables_are_listed():
     said = call().output
     assert all(name in said for name in table_names())
@@ -526,6 +537,8 @@ def test_all_tables_are_listed():
         (["felo-2", "--size", "huge"], "'--size huge': table 'felo-2' has tiny, small, paper"),
         (["felo-2", "--seeds", "0,0"], "'--seeds 0,0' is not allowed"),
         (["felo-2", "--set", "lr=-1"], "'training.lr' = -1"),
+        (["felo-2", "--rows", "Felo,alone"], "'--rows alone': felo-2 has the rows FedAvg"),
+        (["field", "--rows", "felo"], "'--rows' is of a paper's tables"),
     ],
 )
 def test_bad_options_are_refused_in_a_line(words, fault):

@@ -173,6 +173,15 @@ TableMethods = Annotated[
         help="Of the table field: its methods, also your own.",
     ),
 ]
+TableRows = Annotated[
+    str,
+    typer.Option(
+        "--rows",
+        metavar="WORDS[,WORDS]",
+        show_default="all",
+        help="Of a paper's tables: make only the rows whose names begin so, such as FedAvg.",
+    ),
+]
 Latex = Annotated[
     bool, typer.Option("--latex", help="Write each table in LaTeX too, with booktabs' rules.")
 ]
@@ -193,6 +202,7 @@ def table_command(
     dry_run: DryRun = False,
     latex: Latex = False,
     methods: TableMethods = "",
+    rows: TableRows = "",
     as_json: TableJson = False,
 ) -> None:
     """Make tables: those of papers next to their printed numbers, or "field", of all methods.
@@ -209,12 +219,18 @@ def table_command(
     how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
     if methods and name != "field":
         raise SettingsError("'--methods' is of the table field: `fedhet table field`")
+    if rows and name in (None, "claims", "field"):
+        raise SettingsError("'--rows' is of a paper's tables: `fedhet table NAME --rows FedAvg`")
     if name is None:
         table.list_tables()
     elif name == "claims":
         claims.show_claims(out, TABLES, as_json=as_json)
     elif name == "field":
-        wanted = [each.strip() for each in methods.split(",") if each.strip()]
-        field.make_field(size, wanted, several, out or TABLES, jobs, over, **how)
+        field.make_field(size, _words(methods), several, out or TABLES, jobs, over, **how)
     else:
-        table.make_tables(name, size, several, out or TABLES, jobs, over, **how)
+        wanted = _words(rows)
+        table.make_tables(name, size, several, out or TABLES, jobs, over, rows=wanted, **how)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -48,16 +49,19 @@ def make_tables(
     jobs: int,
     over: Values,
     *,
+    rows: Sequence[str] = (),
     keep_models: bool,
     dry_run: bool,
     latex: bool = False,
 ) -> None:
     """Make the missing runs of tables, and show the tables; if `dry_run`, list the runs.
 
-    Unless `keep_models`, the models of finished runs are deleted; their measurements are kept.
+    `rows`: only those whose names begin with one of these are made; none means all. Unless
+    `keep_models`, the models of finished runs are deleted; their measurements are kept.
     """
     plans = [_planned(name, size, seeds, out / "runs", over) for name in tables_of(word)]
-    runs = each_once(run for found in plans for run in found.runs)
+    runs = each_once(run for found in plans for run in found.runs_of(rows))
+    _check_rows(rows, word, plans)
     for run in runs:
         resolve(run.values)  # all are checked before the first one starts
     if dry_run:
@@ -83,6 +87,13 @@ def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -
     if size not in SIZES or size not in table.sizes:
         raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
     return plan(name, table, size, seeds, runs, over)
+
+
+def _check_rows(rows: Sequence[str], word: str, plans: Sequence[Plan]) -> None:
+    names = list(dict.fromkeys(cell.row.name for found in plans for cell in found.cells))
+    for start in rows:
+        if not any(name.startswith(start) for name in names):
+            raise SettingsError(f"'--rows {start}': {word} has the rows {'; '.join(names)}")
 
 
 def _listed() -> Table:

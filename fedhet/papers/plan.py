@@ -80,7 +80,12 @@ class Plan:
     @property
     def runs(self) -> list[PlannedRun]:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
-        return each_once(run for cell in self.cells for run in cell.runs.values())
+        return self.runs_of(())
+
+    def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
+        """Return the `runs` of the rows whose names begin with one of these; of all, if none."""
+        wanted = [cell for cell in self.cells if not rows or cell.row.name.startswith((*rows,))]
+        return each_once(run for cell in wanted for run in cell.runs.values())
 
 
 def shows_its_end(config: Config) -> bool:
