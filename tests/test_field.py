@@ -297,6 +297,9 @@ def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
     assert all(path.stat().st_mtime_ns == before for path, before in runs.items())
     text = (tmp_path / "field-tiny.md").read_text()
     assert "54 of 54 runs are finished" in text
+    made = "fedhet table field --size tiny --seeds 0,1 --methods local,central,fedavg --set data."
+    assert f"\n{made}" in text
+    assert made in page
 
 
 def test_what_is_to_do_is_shown_without_training(tmp_path):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.field.declaration import NAME, Architectures, FieldTable
-from fedhet.papers.plan import PlannedRun, Values, layered, seeded
+from fedhet.methods.registry import all_methods
+from fedhet.papers.plan import PlannedRun, Values, as_options, layered, seeded
 from fedhet.papers.source import Line, Size
 
 Cell = tuple[str, str]
@@ -38,6 +39,8 @@ class FieldPlan:
     methods: tuple[str, ...]
     every: tuple[FieldCell, ...]
     """A method's cells, one method after the other."""
+    over: Mapping[str, object] = field(default_factory=dict)
+    """The settings that all runs have instead of the table's."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -51,8 +54,12 @@ class FieldPlan:
 
     @property
     def command(self) -> str:
-        """The command that makes the table, of all methods."""
-        return f"fedhet table {NAME} --size {self.size} --seeds {','.join(map(str, self.seeds))}"
+        """The command that makes the table."""
+        seeds = ",".join(map(str, self.seeds))
+        words = [f"fedhet table {NAME} --size {self.size} --seeds {seeds}"]
+        if set(self.methods) != set(all_methods()[0]):
+            words.append(f"--methods {','.join(self.methods)}")
+        return " ".join([*words, *as_options(self.over)])
 
 
 def plan_field(
@@ -75,7 +82,7 @@ def plan_field(
     ]
     if all(each.refused for each in every):
         raise SettingsError(every[0].refused)
-    return FieldPlan(table, size, tuple(seeds), tuple(methods), tuple(every))
+    return FieldPlan(table, size, tuple(seeds), tuple(methods), tuple(every), over or {})
 
 
 def _crossed(table: FieldTable) -> Iterator[Cell]:
