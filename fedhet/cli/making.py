@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +22,38 @@ from fedhet.cli.jobs import counted, fault_of, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config
 from fedhet.errors import FedhetError
-from fedhet.papers.plan import PlannedRun
+from fedhet.papers.plan import PlannedRun, Values
 from fedhet.runs.directory import forget_models
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
 
 GOES_ON = "the same command continues the table"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to make of a table, and how."""
+
+    size: str
+    seeds: Sequence[int]
+    out: Path
+    """The directory of the table; its runs are in `runs`."""
+    over: Values
+    """The settings that all runs have instead of the table's."""
+    jobs: int = 1
+    """The runs at once."""
+    keep_models: bool = False
+    """Whether finished runs keep their models; else, only their measurements."""
+    dry_run: bool = False
+    """Whether the runs are only listed."""
+    latex: bool = False
+    """Whether the table is written in LaTeX too."""
+
+    @property
+    def runs(self) -> Path:
+        """The directory of the runs."""
+        return self.out / "runs"
 
 
 def show_plan(runs: Sequence[PlannedRun]) -> None:
@@ -43,15 +69,12 @@ def raise_faults(faults: Mapping[str, str]) -> None:
         raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
 
 
-def make_runs(
-    label: str, runs: Sequence[PlannedRun], jobs: int, *, keep_models: bool
-) -> dict[str, str]:
-    """Make the unfinished runs, `jobs` at once; return the errors of those that failed.
+def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[str, str]:
+    """Make the unfinished runs, `wanted.jobs` at once; return the errors of those that failed.
 
     They have no page of their own: it takes longer than a small run, and `fedhet report` writes it.
-    Unless `keep_models`, the models of finished runs are deleted; their measurements are kept.
     """
-    make = partial(_made, keep_models=keep_models)
+    make, jobs = partial(_made, keep_models=wanted.keep_models), wanted.jobs
     todo = [run for run in runs if not run.finished]
     count, faults = len(runs), dict[str, str]()
     with _progress() as progress, ending_at_once(lambda: GOES_ON):

@@ -212,24 +212,24 @@ def table_command(
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     with loading():
-        from fedhet.cli import claims, field, table
+        from fedhet.cli import claims, field, making, table
 
     if as_json and name != "claims":
         raise SettingsError("'--json' is of the claims: `fedhet table claims --json`")
-    how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
     if methods and name != "field":
         raise SettingsError("'--methods' is of the table field: `fedhet table field`")
     if rows and name in (None, "claims", "field"):
         raise SettingsError("'--rows' is of a paper's tables: `fedhet table NAME --rows FedAvg`")
+    how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
+    wanted = making.Wanted(size, several, out or TABLES, over, jobs, **how)
     if name is None:
         table.list_tables()
     elif name == "claims":
         claims.show_claims(out, TABLES, as_json=as_json)
     elif name == "field":
-        field.make_field(size, _words(methods), several, out or TABLES, jobs, over, **how)
+        field.make_field(_words(methods), wanted)
     else:
-        wanted = _words(rows)
-        table.make_tables(name, size, several, out or TABLES, jobs, over, rows=wanted, **how)
+        table.make_tables(name, _words(rows), wanted)
 
 
 def _words(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fedhet.cli.listing import listing
-from fedhet.cli.making import make_runs, raise_faults, show_plan
+from fedhet.cli.making import Wanted, make_runs, raise_faults, show_plan
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
@@ -30,7 +30,6 @@ from fedhet.papers import (
     write_overview,
     write_results,
 )
-from fedhet.papers.plan import Values
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
 from fedhet.runs.directory import make_parent
@@ -41,52 +40,40 @@ def list_tables() -> None:
     console.print(_listed())
 
 
-def make_tables(
-    word: str,
-    size: str,
-    seeds: list[int],
-    out: Path,
-    jobs: int,
-    over: Values,
-    *,
-    rows: Sequence[str] = (),
-    keep_models: bool,
-    dry_run: bool,
-    latex: bool = False,
-) -> None:
-    """Make the missing runs of tables, and show the tables; if `dry_run`, list the runs.
+def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
+    """Make the missing runs of tables, and show the tables.
 
-    `rows`: only those whose names begin with one of these are made; none means all. Unless
-    `keep_models`, the models of finished runs are deleted; their measurements are kept.
+    `rows`: only those whose names begin with one of these are made; none means all.
     """
-    plans = [_planned(name, size, seeds, out / "runs", over) for name in tables_of(word)]
-    runs = each_once(run for found in plans for run in found.runs_of(rows))
+    plans = [_planned(name, wanted) for name in tables_of(word)]
     _check_rows(rows, word, plans)
+    runs = each_once(run for found in plans for run in found.runs_of(rows))
     for run in runs:
         resolve(run.values)  # all are checked before the first one starts
-    if dry_run:
+    if wanted.dry_run:
         show_plan(runs)
         return
+    out = wanted.out
     make_parent(out)
-    faults = make_runs(f"{word}, {size}", runs, jobs, keep_models=keep_models)
+    faults = make_runs(f"{word}, {wanted.size}", runs, wanted)
     made = [collect(found) for found in plans]
     for results in made:
         _show(results)
         say(f"table: {write_results(results, out)}")
-        if latex:
+        if wanted.latex:
             say(f"for a paper: {write_latex(results, out)}")
     if len(made) > 1:
         console.print(printed(overview(made)))
-        write_overview(made, out / f"{word}-{size}.md")
-        say(f"all of them: {out / f'{word}-{size}.md'}")
+        write_overview(made, out / f"{word}-{wanted.size}.md")
+        say(f"all of them: {out / f'{word}-{wanted.size}.md'}")
     raise_faults(faults)
 
 
-def _planned(name: str, size: str, seeds: list[int], runs: Path, over: Values) -> Plan:
-    table = read_table(name)
+def _planned(name: str, wanted: Wanted) -> Plan:
+    table, size = read_table(name), wanted.size
     if size not in SIZES or size not in table.sizes:
         raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
-    return plan(name, table, size, seeds, runs, over)
+    return plan(name, table, size, wanted.seeds, wanted.runs, wanted.over)
 
 
 def _check_rows(rows: Sequence[str], word: str, plans: Sequence[Plan]) -> None:
