@@ -220,8 +220,16 @@ def table_command(
         raise SettingsError("'--methods' is of the table field: `fedhet table field`")
     if rows and name in (None, "claims", "field"):
         raise SettingsError("'--rows' is of a paper's tables: `fedhet table NAME --rows FedAvg`")
-    how = {"keep_models": keep_models, "dry_run": dry_run, "latex": latex}
-    wanted = making.Wanted(size, several, out or TABLES, over, jobs, **how)
+    wanted = making.Wanted(
+        size=size,
+        seeds=several,
+        out=out or TABLES,
+        over=over,
+        jobs=jobs,
+        keep_models=keep_models,
+        dry_run=dry_run,
+        latex=latex,
+    )
     if name is None:
         table.list_tables()
     elif name == "claims":
