@@ -164,7 +164,11 @@ def test_a_fault_names_its_line_and_column(tmp_path, rows, changes, fault):
 
 @pytest.mark.parametrize(
     ("name", "place", "value", "noun"),
-    [("age", 0, "4O", "number"), ("admitted", 2, "2024-02-30", "date such as 2026-01-31")],
+    [
+        ("age", 0, "4O", "number"),
+        ("age", 0, "inf", "number up to 1e+15 either way"),
+        ("admitted", 2, "2024-02-30", "date such as 2026-01-31"),
+    ],
 )
 def test_a_column_with_one_odd_value_is_not_taken_for_words(tmp_path, name, place, value, noun):
     rows = many(30)
@@ -180,8 +184,17 @@ def test_a_column_with_one_odd_value_is_not_taken_for_words(tmp_path, name, plac
     assert {column.name: column.kind for column in words}[name] == "category"
 
 
-def test_a_header_with_one_name_twice_is_refused(tmp_path):
-    path = write(tmp_path / "all.csv", head=["age", "age", "admitted", "ward", "died"])
+def test_times_in_different_zones_are_compared_as_moments(tmp_path):
+    times = ["2024-01-01T12:00+00:00", "2024-01-01T12:00+05:00", "2024-01-02T12:00", "2024-01-02"]
+    rows = [[*row[:2], time, *row[3:]] for row, time in zip(ROWS, times, strict=True)]
+    found = load(spec(write(tmp_path / "all.csv", rows), columns=["admitted"])).train.x[:, 0]
+    hours = np.array([12, 7, 36, 24])
+    np.testing.assert_allclose(found, (hours - hours.mean()) / hours.std(), atol=1e-5)
+
+
+@pytest.mark.parametrize("second", ["age", " age"])
+def test_a_header_with_one_name_twice_is_refused(tmp_path, second):
+    path = write(tmp_path / "all.csv", head=["age", second, "admitted", "ward", "died"])
     with pytest.raises(DataError, match="has two columns 'age'"):
         load(spec(path))
 

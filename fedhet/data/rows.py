@@ -176,7 +176,7 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
         if not header:
             header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
             _refuse_absent(path, header, wanted)
-            _refuse_doubled(path, header)
+            refuse_doubled(path, header)
             if not numbered:
                 continue
         if len(row) != len(header):
@@ -186,7 +186,8 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
         yield begins, dict(zip(header, row, strict=True))
 
 
-def _refuse_doubled(path: Path, header: Sequence[str]) -> None:
+def refuse_doubled(path: Path, header: Sequence[str]) -> None:
+    """Raise DataError if two columns have one name."""
     for place, name in enumerate(header):
         if name and name in header[:place]:
             raise DataError(f"{path}: has two columns {name!r}")

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedhet.data.rows import bytes_of, read_cells
+from fedhet.data.rows import bytes_of, read_cells, refuse_doubled
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
 from fedhet.disk.bounded import read_tables
@@ -186,8 +186,10 @@ def read_table(path: Path, spec: DataSpec, taken: int = 0) -> Cells:
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
     for line, row in _parquet_rows(path, spec) if parquet else read_cells(path, spec):
-        for name, value in row.items():
-            columns.setdefault(name.strip(), []).append(str(value).strip())
+        if not lines:
+            refuse_doubled(path, [name.strip() for name in row])
+        for name, value in {name.strip(): value for name, value in row.items()}.items():
+            columns.setdefault(name, []).append(str(value).strip())
         taken += bytes_of(map(str, row.values()))
         refuse_more(taken, spec, path)
         lines.append(line)
@@ -242,9 +244,8 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
                 raise cells.fault_in(name)(values.index(odd[0]), _odd_fault(parse, odd[0]))
             continue
         numbers = np.array([parse(value) for value in there])
-        if np.abs(numbers).max() <= MOST_NUMBER:
-            mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
-            return Column(name=name, kind=kind, mean=mean, deviation=deviation, missing=missing)
+        mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
+        return Column(name=name, kind=kind, mean=mean, deviation=deviation, missing=missing)
     categories = tuple(sorted(set(there)))
     if len(categories) > MOST_CATEGORIES:
         raise DataError(
@@ -255,12 +256,16 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
 
 
 def _odd(parse: Callable[[str], float], values: Sequence[str]) -> Iterator[str]:
-    """Yield the values that cannot be parsed."""
-    for value in values:
-        try:
-            parse(value)
-        except ValueError:
-            yield value
+    """Return the values that cannot be parsed, or that are too large to compute with."""
+    return (value for value in values if not abs(_tried(parse, value)) <= MOST_NUMBER)
+
+
+def _tried(parse: Callable[[str], float], value: str) -> float:
+    """Return a value as a number, NaN if it is none."""
+    try:
+        return parse(value)
+    except ValueError:
+        return math.nan
 
 
 def _odd_fault(parse: Callable[[str], float], value: str) -> str:
@@ -295,12 +300,9 @@ def read_schema(path: Path) -> TableSchema:
 def _parsed(
     parse: Callable[[str], float], value: str, row: int, fault: Callable[[int, str], DataError]
 ) -> float:
-    try:
-        found = parse(value)
-    except ValueError:
-        raise fault(row, f"{value!r} is not a {_NOUNS[parse]}") from None
+    found = _tried(parse, value)
     if not abs(found) <= MOST_NUMBER:
-        raise fault(row, f"{value!r} must be finite and at most {MOST_NUMBER:g} either way")
+        raise fault(row, f"{value!r} is not a {_NOUNS[parse]}")
     return found
 
 
@@ -311,14 +313,22 @@ def _number(text: str) -> float:
 
 
 def _days(text: str) -> float:
-    """Return the days since 1970 of a date, or of a date with a time, as ISO 8601 has it."""
+    """Return the days since 1970 of a date, or of a date with a time, as ISO 8601 has it.
+
+    A time without a zone is taken as UTC.
+    """
     found = datetime.fromisoformat(text)
-    return (found.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds() / DAY
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    return (found - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / DAY
 
 
 PARSERS: dict[Any, Callable[[str], float]] = {"number": _number, "date": _days}
 """How the text of a value becomes a number, by the kind of column, in the order of trying."""
-_NOUNS: dict[Any, str] = {_number: "number", _days: "date such as 2026-01-31"}
+_NOUNS: dict[Any, str] = {
+    _number: f"number up to {MOST_NUMBER:g} either way",
+    _days: "date such as 2026-01-31",
+}
 
 
 def _parquet_rows(path: Path, spec: DataSpec) -> Iterator[tuple[int, Mapping[str, object]]]:
