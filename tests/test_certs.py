@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedhet.cli import app
 from fedhet.deployment import certs
-from fedhet.errors import FedhetError
+from fedhet.errors import FedhetError, SettingsError
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +164,10 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0
     names = {path.name for path in (tmp_path / certs.NODES).iterdir()}
     assert names == {"site-0", "site-0.pub", "site-1", "site-1.pub", "lab", "lab.pub"}
+    for words in (
+        ["--renew", "--nodes", "3"],
+        ["--key", "x", "--node", "y"],
+        ["--key", "x", "--renew"],
+    ):
+        done = CliRunner().invoke(app, ["certs", str(tmp_path), *words])
+        assert isinstance(done.exception, SettingsError), words

@@ -1,6 +1,7 @@
 """The environment of processes that train."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedhet.cli.jobs import side_by_side
+from fedhet.cli.jobs import fault_of, side_by_side
 from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
 from fedhet.engines.ray.connection import environment
 
@@ -48,6 +49,28 @@ def test_processes_that_train_get_it_and_a_users_own_stays(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
     assert for_training() == {}
     assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=0"
+
+
+def ends_itself(item):
+    if item == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def test_a_process_that_is_killed_does_not_end_the_others_command():
+    found = dict(side_by_side([0, 1, 2], 1, ends_itself))
+    assert found.keys() == {0, 1, 2}
+    assert found[0] == ""
+    assert "a process has ended" in found[1]
+
+
+def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr("fedhet.cli.jobs.train", broken)
+    assert fault_of(None, None, report=False) == "RuntimeError: CUDA out of memory"
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_the_compose_file_and_the_docs_say_the_same():

@@ -539,6 +539,8 @@ def test_all_tables_are_listed():
         (["felo-2", "--set", "lr=-1"], "'training.lr' = -1"),
         (["felo-2", "--rows", "Felo,alone"], "'--rows alone': felo-2 has the rows FedAvg"),
         (["field", "--rows", "felo"], "'--rows' is of a paper's tables"),
+        (["felo-2", "--set", "seed=7"], "give its seeds by --seeds"),
+        (["felo-2", "--set", "out=here"], "give its directory by --out"),
     ],
 )
 def test_bad_options_are_refused_in_a_line(words, fault):

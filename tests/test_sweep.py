@@ -50,7 +50,12 @@ def test_a_setting_may_be_named_by_its_last_part():
         ("rounds=3:1:1", "must ascend, by 1 to 1000 values"),
         ("data.alpha=0:1:0", "must ascend, by 1 to 1000 values"),
         ("data.alpha=0:1:0.0001", "must ascend, by 1 to 1000 values"),
+        ("data.alpha=nan:1:1", "three numbers"),
+        ("data.alpha=0:inf:1", "three numbers"),
         ("rounds=2,2", "gives a value twice"),
+        ("seed=0,1", "give its seeds by --seeds"),
+        ("out=a,b", "give its directory by --out"),
+        ("resume=true,false", "interrupted ones continue"),
     ],
 )
 def test_what_is_no_sweep_is_said(text, fault):

@@ -134,6 +134,10 @@ def certs_command(
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
+    if key is not None and (renew or host or node or nodes):
+        raise SettingsError("'--key' makes a site's key alone: leave out the server's options")
+    if renew and (node or nodes):
+        raise SettingsError("'--renew' replaces the server's certificate alone, and makes no keys")
     if key is not None:
         for path in certs.make_node_key(directory / key):
             say(f"wrote {path}")

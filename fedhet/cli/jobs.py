@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +27,8 @@ RUNS_A_PROCESS = 20
 def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iterator[tuple[T, str]]:
     """Yield each item with what `make` returns for it, in the order in which they end.
 
-    `make` is called in processes that are started again: torch's threads do not survive a fork.
+    `make` is called in processes that are started again: torch's threads do not survive a fork. If
+    one of them is ended from outside, those that are not done have this as their outcome.
     """
     new = get_context("spawn")
     with (
@@ -34,7 +37,15 @@ def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iter
     ):
         started = {pool.submit(make, item): item for item in todo}
         for future in as_completed(started):
-            yield started[future], future.result()
+            yield started[future], _outcome(future)
+
+
+def _outcome(future: Future[str]) -> str:
+    """Return what a call has returned, or why its process has ended without."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return "a process has ended, perhaps for want of memory: start again, with fewer --jobs"
 
 
 def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
@@ -48,11 +59,17 @@ def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
 def fault_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Make a run, with its `report` or without; return why it failed, or ""."""
+    """Make a run, with its `report` or without; return why it failed, or "".
+
+    An error of another kind is shown in full, and the runs after this one are made all the same.
+    """
     try:
         (simulate if report else train)(config, directory, watchers)
     except FedhetError as error:
         return str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

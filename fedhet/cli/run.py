@@ -11,7 +11,7 @@ import typer
 
 from fedhet.cli import completion
 from fedhet.cli.options import NONE, loading, read_seeds, with_settings
-from fedhet.cli.sweep import check_names, read_grid
+from fedhet.cli.sweep import check_names, read_grid, refuse_of_each_run
 from fedhet.config.sources import of_method, parse_pairs
 from fedhet.config.values import validated
 from fedhet.engines.ray.connection import starting
@@ -211,6 +211,7 @@ def table_command(
     claims hold in the finished tables.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
+    refuse_of_each_run(over)
     with loading():
         from fedhet.cli import claims, field, making, table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from itertools import product
 from math import prod
@@ -14,6 +14,19 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text, read_text
 
 MOST_VALUES = 1000
+OF_EACH_RUN = {
+    "seed": "give its seeds by --seeds",
+    "out": "give its directory by --out",
+    "resume": "finished runs are kept, and interrupted ones continue",
+}
+"""The settings that a command of many runs gives to each of them itself."""
+
+
+def refuse_of_each_run(names: Iterable[str]) -> None:
+    """Raise SettingsError for a setting that a command of many runs gives to each itself."""
+    for name in names:
+        if name in OF_EACH_RUN:
+            raise SettingsError(f"the setting '{name}' is each run's own: {OF_EACH_RUN[name]}")
 
 
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
@@ -28,6 +41,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     name = full_name(name.strip(), known)
     if name not in known:
         raise SettingsError(f"setting '{name}' is not one of {method}, the run's method")
+    refuse_of_each_run([name])
     parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
     values = [_one(read_text(name, known[name], part.strip())) for part in parts]
     if len(set(map(str, values))) != len(values):
@@ -80,6 +94,8 @@ def _steps(text: str, ends: list[str]) -> list[str]:
     """Return START, START + STEP, ... up to STOP, in decimal arithmetic: 0.3 is exactly 0.3."""
     try:
         start, stop, step = (Decimal(end.strip()) for end in ends)
+        if not all(each.is_finite() for each in (start, stop, step)):
+            raise ValueError(text)
     except (ValueError, InvalidOperation):
         raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
     if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
