@@ -18,8 +18,9 @@ from fedhet.cli import app
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import load_run
+from fedhet.server.collector import Collected
 from fedhet.server.late_replies import LateReplies
-from fedhet.storage import ClientStore
+from fedhet.storage import Checkpoints, ClientStore
 
 DEVICES = "client,sample-ms,mbit\n" + "".join(
     f"client-{k},{ms},{mbit}\n"
@@ -99,7 +100,26 @@ def late_run(method, devices, **changes):
 
 @pytest.mark.parametrize("method", ["felo", "fedhe", "fedtype", "heterofl", "fedmd", "um-pfssl"])
 def test_a_run_with_late_clients_resumes_as_if_it_had_not_been_cut(tmp_path, devices, method):
-    config = late_run(method, devices)
+    resumes_as_if_it_had_not_been_cut(late_run(method, devices), tmp_path)
+
+
+def test_who_is_preferred_hangs_on_the_simulated_clock_after_resuming_too(tmp_path, devices):
+    choice = {"pace.select": "oort", "fraction": 0.75}
+    config = small("fedavg", clock=devices, enough=2.0, rounds=8, models=["mlp"], **choice)
+    resumes_as_if_it_had_not_been_cut(config, tmp_path)
+    whole, cut = (known_of_clients(tmp_path / name) for name in ("whole", "after"))
+    assert whole == cut
+    assert whole["client-3"]["seconds"] > 0.3  # it trains for 8 ms a sample
+
+
+def known_of_clients(directory):
+    """Return what the last checkpoint of a run says of each client's last answer."""
+    identity = {"run": load_run(directory).origin.run, "method": "fedavg"}
+    facts = Checkpoints(directory, identity).read(8).facts
+    return json.loads(facts["pace"])["selection"]["clients"]
+
+
+def resumes_as_if_it_had_not_been_cut(config, tmp_path):
     run(config, tmp_path / "whole")
     assert any("late" in each for each in records(tmp_path / "whole"))
     for moment, number in (("before", 3), ("after", 4)):
@@ -285,11 +305,38 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
     monkeypatch.setattr(FedAvgClient, "train", slowly)
     config = small("fedavg", clients=4, rounds=2, models=["mlp"], enough=2.0)
     run(config, tmp_path / "run")
+    run(small("fedavg", clients=4, rounds=1, models=["mlp"]), tmp_path / "all" / "run")
+    (whole,) = records(tmp_path / "all" / "run")
     for each in records(tmp_path / "run"):
+        assert each["bytes_down"] / len(each["asked"]) == whole["bytes_down"] / 4
         assert 2 <= len(each["answered"]) <= 3
         assert each["asked"] == each["answered"]
         assert "late" not in each
         assert not each["failed"]
+
+
+def test_what_was_not_sent_is_not_remembered(tmp_path):
+    config = small("fedavg", clients=4, models=["mlp"], enough=1.0)
+    server = Server(config, tmp_path / "run")
+    exchange = server.strategy._messages.exchange
+    exchange._remember = True
+    server.ask(1)
+    server.strategy.close_round(Collected(withdrawn={"client-1", "client-3"}))
+    there = [name for name in sorted(server.strategy.members) if exchange.sent_to(name, 1)]
+    assert there == ["client-0", "client-2"]
+    assert server.strategy.state.record.asked == there
+
+
+def test_a_round_without_an_answer_says_nothing_of_the_usual_one(tmp_path, devices):
+    """Else the timeout, three times the usual duration, would be no time at all, for ever."""
+    pace = {"pace.timeout": "3x", "pace.drop-outs": 0.5}
+    config = small("fedavg", clock=devices, rounds=4, models=["mlp"], fraction=0.25, seed=3, **pace)
+    run(config, tmp_path / "run")
+    first, *others = records(tmp_path / "run")
+    assert first["asked"]
+    assert not first["answered"]
+    assert any(each["answered"] for each in others)
+    assert others[-1]["clock"] > 0
 
 
 def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, devices):

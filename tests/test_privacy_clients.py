@@ -500,6 +500,7 @@ def test_a_method_that_cannot_be_private_says_why(method):
         ("felo", {"clip": 1.0}, "'training.clip' = 1.0 is not allowed: it takes 0"),
         ("felo", {"schedule": "plateau"}, "it takes constant or cosine or step"),
         ("felo", {"engine.precision": "bfloat16"}, "it takes float32"),
+        ("felo", {"pace.select": "oort"}, "'pace.select' = 'oort' .* it takes random"),
         ("fedmd", {"models": ["sk-tree"]}, "a network"),
     ],
 )

@@ -33,6 +33,8 @@ def test_power_of_choice_takes_the_highest_losses_of_those_that_are_drawn():
     assert power_of_choice(NAMES, samples, history, 3, 20, rng()) == ["c19", "c18", "c17"]
     del history.clients["c05"]  # its loss is not known: it comes first
     assert power_of_choice(NAMES, samples, history, 2, 20, rng()) == ["c05", "c19"]
+    history.clients["c05"] = Past(2, math.nan, 1.0, 10)  # it has answered, without a loss
+    assert power_of_choice(NAMES, samples, history, 2, 20, rng()) == ["c05", "c19"]
     picked = power_of_choice(NAMES, samples, history, 4, 0, rng(3))
     assert len(set(picked)) == 4
     assert min(history.clients[name].loss for name in picked if name != "c05") > 0

@@ -20,6 +20,8 @@ TRAINING = {
 """The settings of training that a private run restricts, and what it allows: each other value uses
 samples in a way that is neither bounded nor noised."""
 PRECISION = ("float32",)
+SELECT = ("random",)
+"""The others choose by the clients' losses, which a private client does not send."""
 
 
 def check_private(run: RunSettings, method: Method, own: MethodSettings) -> None:
@@ -32,6 +34,7 @@ def check_private(run: RunSettings, method: Method, own: MethodSettings) -> None
     for name, allowed in TRAINING.items():
         _check(run, f"training.{name}", getattr(run.training, name), allowed)
     _check(run, "engine.precision", run.engine.precision, PRECISION)
+    _check(run, "pace.select", run.pace.select, SELECT)
     for setting, model in _of_clients(run, method, own):
         fit = models.without_batch_norms(model)
         if fit != model:

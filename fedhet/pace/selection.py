@@ -71,7 +71,7 @@ def power_of_choice(
 
     def loss_of(index: int) -> float:
         known = history.clients.get(names[index])
-        return math.inf if known is None else known.loss
+        return math.inf if known is None or math.isnan(known.loss) else known.loss
 
     order = sorted(map(int, drawn), key=lambda index: (-loss_of(index), names[index]))
     return [names[index] for index in order[:count]]

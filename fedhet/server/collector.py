@@ -134,7 +134,8 @@ class Collector:
             jobs = [self._jobs[name] for name in awaited]
             ends = rule.closes_at([job.due for job in jobs if job.is_usable], began)
             self._simulated = found.clock = ends
-        self._durations = [*self._durations, ends - began][-RECENT:]
+        if ends > began:  # a simulated round without an answer takes no time
+            self._durations = [*self._durations, ends - began][-RECENT:]
         for name in sorted(self._jobs):
             self._take(name, round, ends, found)
         found.late = set(self._jobs)
@@ -248,7 +249,7 @@ class Collector:
         del self._jobs[name]
         if job.round != round:
             found.arrived[name] = job.round
-        if job.call is not None:
+        if job.call is not None or self._clock is not None:
             found.seconds[name] = job.due - job.began
         proxy = FormerProxy(name) if job.call is None else job.call.proxy
         if job.answer is not None and not job.answer.is_kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
@@ -59,6 +59,8 @@ class Exchange:
         self._remember, self._publisher = remember, publisher or Publisher(None)
         self._sent = SentInstructions(last_alone=not remember)
         self._last = LastMessages()
+        self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
+        """The round and the bytes of each client's last message to train (True) or to evaluate."""
 
     def sent_to(self, client: str, round: int) -> Knowledge | None:
         """Return what a client was sent to train on in a round, as it decodes it.
@@ -130,6 +132,7 @@ class Exchange:
         found: dict[str, Parameters] = {}
         for client, instruction in instructions.items():
             found[client] = self._publisher.payload(client, instruction)
+            self._sizes[client, training] = round, payload_bytes(found[client])
             digest = instruction.version.digest
             if digest:
                 self._last.keep(client, round, instruction.anew(), training=training)
@@ -138,6 +141,15 @@ class Exchange:
         self._publisher.tidy()
         self._state.sent(sum(map(payload_bytes, found.values())), training=training)
         return found
+
+    def withdraw(self, round: int, clients: Iterable[str], *, training: bool = True) -> None:
+        """Neither count nor remember messages of a round which were not sent after all."""
+        for name in clients:
+            of, size = self._sizes.get((name, training), (round, 0))
+            if of == round:
+                self._state.sent(-size, training=training)
+            if training:
+                self.forget_sent(name, round)
 
     def bases_of(self, client: str) -> Bases:
         """Return what finds the weights that a client was sent, on which its reply builds."""
