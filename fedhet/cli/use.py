@@ -39,7 +39,9 @@ def predict_command(
     client: Client,
     inputs: Annotated[
         list[Path],
-        typer.Argument(help="Images or texts, folders of them, or one .npz file with an array x."),
+        typer.Argument(
+            help="Images or texts, folders of them, one table, or one .npz file with an array x."
+        ),
     ],
     kind: Kind = "private",
     best: Best = False,

@@ -125,8 +125,8 @@ class DataSettings(Schema):
     )
     public_dataset: Annotated[str, A_DATASET] = Field(
         "",
-        description="data that no client owns, named as 'dataset' is, or generated (tables), or "
-        "unused (training samples that max-samples leaves out); empty = public-fraction",
+        description="data that no client owns, named as 'dataset' is, generated (tables, texts), "
+        "or unused (training samples that max-samples leaves out); empty = public-fraction",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
