@@ -10,7 +10,7 @@ import tomllib
 
 import numpy as np
 import pytest
-from interruption import CutError, CutOff
+from interruption import CutOff
 from synthetic import make
 from typer.testing import CliRunner
 
@@ -381,7 +381,7 @@ def test_a_run_that_was_cut_short_is_continued(mine, monkeypatch):
     train = command.train
     cutting = lambda config, directory, _: train(config, directory, [CutOff(2, "before")])  # noqa: E731
     monkeypatch.setattr(command, "train", cutting)
-    with pytest.raises(CutError):
+    with pytest.raises(FedhetError, match="4 runs failed: alone, own, seed 0: CutError"):
         call("mine", "--seeds", "0", "--out", mine)
     monkeypatch.setattr(command, "train", train)
     cut = next((mine / "runs").glob("*/seed-0/metrics.jsonl"))
