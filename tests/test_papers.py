@@ -415,6 +415,13 @@ def test_models_are_kept_where_that_is_asked(mine):
         assert len(list((mine / "runs").glob(f"*/seed-0/{name}"))) == 2
 
 
+def test_what_a_given_setting_changes_of_a_row_or_column_is_said(mine):
+    given = ["--set", "rounds=5", "--set", "lr=0.01", "--set", "clients=3", "--dry-run"]
+    said = call("mine", "--seeds", "0", "--out", mine, *given).output
+    assert "mine: 'all, longer' has rounds = 5 instead of its own 3, by --set" in said
+    assert said.count("by --set") == 1  # the row's rate is the same, clients are the size's
+
+
 def test_side_by_side_gives_the_same_numbers(mine):
     call("mine", "--seeds", "0", "--out", mine / "one")
     call("mine", "--seeds", "0", "--out", mine / "two", "--jobs", "2")

@@ -47,6 +47,9 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     """
     plans = [_planned(name, wanted) for name in tables_of(word)]
     _check_rows(rows, word, plans)
+    for found in plans:
+        for notice in found.replaced:
+            say(f"{found.name}: {notice}, by --set")
     runs = each_once(run for found in plans for run in found.runs_of(rows))
     for run in runs:
         resolve(run.values)  # all are checked before the first one starts

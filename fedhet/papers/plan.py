@@ -82,6 +82,18 @@ class Plan:
         """The runs of all cells, each once, in the order of rows, columns and seeds."""
         return self.runs_of(())
 
+    @property
+    def replaced(self) -> list[str]:
+        """What `over` changes of the rows' and columns' own settings, one of each in words."""
+        lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
+        return [
+            f"'{line.name}' has {name} = {as_text(self.over[name])} instead of its own {own}"
+            for line in lines
+            for change in line.changes(self.size)
+            for name in sorted(change.settings.keys() & self.over.keys())
+            if (own := as_text(change.settings[name])) != as_text(self.over[name])
+        ]
+
     def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
         """Return the `runs` of the rows whose names begin with one of these; of all, if none."""
         wanted = [cell for cell in self.cells if not rows or cell.row.name.startswith((*rows,))]
