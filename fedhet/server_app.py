@@ -89,7 +89,6 @@ class FederationServer(Server):
         if not asked:
             return None
         found = method.collector.evaluate(number, asked, timeout)
-        method.close_evaluation(found)
         loss, metrics = method.aggregate_evaluate(number, found.results, found.failures)
         return loss, metrics, (found.results, found.failures)
 

@@ -128,6 +128,7 @@ class Collector:
         found = Collected()
         if self._clock is None:
             found.withdrawn = self._wait(calls, awaited, rule)
+            self._exchange.withdraw(round, found.withdrawn)
             ends = self._now()
         else:
             self._wait(calls, names_of(calls), Closing(len(calls)))
@@ -151,6 +152,7 @@ class Collector:
             rule = closing_of_evaluation(self._pace, len(calls), self._durations)
         self._evaluating |= {call.name: call for call in calls}
         found = Collected(withdrawn=self._wait(calls, names_of(calls), rule))
+        self._exchange.withdraw(round, found.withdrawn, training=False)
         for answer in self._evaluated:
             found.add(answer.call.proxy, answer)
         self._evaluated = []

@@ -200,14 +200,9 @@ class HetStrategy(Strategy):
     def close_round(self, found: Collected) -> None:
         """Take over which clients a round has got when it closed, and tell who is late."""
         self.state.closed(found.late, found.arrived, found.withdrawn, found.clock)
-        self._messages.exchange.withdraw(self.state.record.round, found.withdrawn)
         self._messages.selecting.seconds = found.seconds
         if not self.run.pace.is_simulated:
             self.state.tell_who_is_late()
-
-    def close_evaluation(self, found: Collected) -> None:
-        """Take over which clients need not evaluate any more."""
-        self._messages.exchange.withdraw(self.state.record.round, found.withdrawn, training=False)
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
