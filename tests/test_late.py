@@ -325,6 +325,19 @@ def test_what_was_not_sent_is_not_remembered(tmp_path):
     assert there == ["client-0", "client-2"]
 
 
+def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
+    server = Server(small("fedavg", clients=4, models=["mlp"]), tmp_path / "run")
+    exchange = server.strategy._messages.exchange
+    server.ask(1)
+    sent = server.strategy.instruct(1, server.strategy.members["client-0"].info)
+    exchange.encode_all(1, dict.fromkeys(server.strategy.members, sent), training=False)
+    record = server.strategy.state.record
+    whole, down = record.bytes_evaluation, record.bytes_down
+    exchange.withdraw(1, {"client-3"}, training=False)
+    assert record.bytes_evaluation == pytest.approx(whole * 3 / 4)
+    assert record.bytes_down == down
+
+
 def test_a_round_without_an_answer_says_nothing_of_the_usual_one(tmp_path, devices):
     """Else the timeout, three times the usual duration, would be no time at all, for ever."""
     pace = {"pace.timeout": "3x", "pace.drop-outs": 0.5}

@@ -132,14 +132,15 @@ class Exchange:
         found: dict[str, Parameters] = {}
         for client, instruction in instructions.items():
             found[client] = self._publisher.payload(client, instruction)
-            self._sizes[client, training] = round, payload_bytes(found[client])
+            size = payload_bytes(found[client])
+            self._sizes[client, training] = round, size
+            self._state.sent(size, training=training)
             digest = instruction.version.digest
             if digest:
                 self._last.keep(client, round, instruction.anew(), training=training)
             if training and (self._remember or digest):
                 self._sent.keep(client, round, instruction.knowledge, digest)
         self._publisher.tidy()
-        self._state.sent(sum(map(payload_bytes, found.values())), training=training)
         return found
 
     def withdraw(self, round: int, clients: Iterable[str], *, training: bool = True) -> None:
