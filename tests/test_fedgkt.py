@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.arrays import grouped
-from fedhet.errors import KnowledgeError
+from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import build
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
@@ -380,3 +380,15 @@ def test_a_run_learns(tmp_path):
 
 def test_the_server_model_is_of_feature_vectors():
     assert build("mlp2", (WIDTH,), 10, seed=0)(torch.zeros(2, WIDTH)).shape == (2, 10)
+
+
+def test_a_server_model_of_images_is_refused_before_anything_is_written(tmp_path):
+    config, refusal = (
+        gkt(**{"fedgkt.server-model": "cnn2"}),
+        "'fedgkt.server-model' = 'cnn2' is not",
+    )
+    with pytest.raises(SettingsError, match=refusal):
+        run(config, tmp_path / "simulated")
+    assert not (tmp_path / "simulated").exists()
+    with pytest.raises(SettingsError, match=refusal):
+        Server(config, tmp_path / "deployed")

@@ -504,6 +504,9 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
         Server(um(models=["cnn2-dropout", "mlp"]), tmp_path / "a")
     with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2' is not allowed: .*with dropout"):
         Server(um(models="cnn2"), tmp_path / "b")
+    with pytest.raises(FedhetError, match=r"'models.pool' = 'cnn2' is not allowed: .*with dropout"):
+        run(um(models="cnn2"), tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 # A run.

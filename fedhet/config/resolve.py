@@ -159,7 +159,7 @@ def _check_names(config: Config) -> None:
         _check_semi(run, method)
     several = len(set(run.models.pool)) > 1 or not models.DRAWN.keys().isdisjoint(run.models.pool)
     if several and (method.spec.one_model or method.spec.pool_of_one):
-        how = "averages their weights" if method.spec.one_model else "cuts theirs from it"
+        how = "exchanges their weights" if method.spec.one_model else "cuts theirs from it"
         rule = f"one model for all clients with {method.name}, which {how}"
         raise refused("models.pool", run.models.pool, rule)
     for name in run.models.pool:
@@ -230,6 +230,7 @@ def check(config: Config, store: data.RunData | None = None) -> None:
     for name in dict.fromkeys(run.models.pool):
         any_model = config.method.spec.any_model
         models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
+        config.method.spec.suits(config.own, name, dataset.shape, len(dataset.classes))
     for field in config.method.spec.own_models:
         _check_fits(config, field, dataset.shape, len(dataset.classes))
     if run.privacy.is_on:

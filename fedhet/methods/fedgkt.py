@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from fedhet.errors import ModelError
+from fedhet.kinds import Shape
 from fedhet.methods.sizes import model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
-from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
+from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive, refused
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 
@@ -37,6 +39,15 @@ def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
     return Sizes({"C": client.classes, "D": width}, {"server": model})
 
 
+def check_server_model(settings: FedGktSettings, model: str, shape: Shape, classes: int) -> None:
+    """Raise SettingsError for a server model that does not take vectors of the features' width."""
+    try:
+        model_shapes(settings.server_model, (settings.feature_dim,), classes)
+    except ModelError as error:
+        rule = f"a model of feature vectors: {error}"
+        raise refused("fedgkt.server-model", settings.server_model, rule) from None
+
+
 INSTRUCTIONS = Contract(
     (
         TensorField(
@@ -62,6 +73,7 @@ SPEC = MethodSpec(
     headline="common",
     settings=FedGktSettings,
     sizes=gkt_sizes,
+    suits=check_server_model,
     kinds=("private", "server"),
     large_messages=True,
     semi=False,

@@ -24,6 +24,14 @@ def model_shapes(
     return shapes_of(part, model, shape, classes, feature_dim)
 
 
+def has_dropout(model: str, shape: Shape, classes: int) -> bool:
+    """Return whether a model has any dropout layer."""
+    from fedhet import models
+    from fedhet.algorithms import uncertainty
+
+    return uncertainty.has_dropout(models.build(model, shape, classes, seed=0))
+
+
 def first_model(run: RunSettings) -> str:
     """Return the name of the first client's model."""
     from fedhet.models import assign

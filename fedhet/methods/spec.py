@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fedhet.kinds import Kind
+from fedhet.kinds import Kind, Shape
 from fedhet.settings.defence import Average
 from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings
@@ -37,6 +37,10 @@ def title_of(figure: str, declared: Mapping[str, str]) -> str:
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
     """Return the sizes of messages without features or weights: C, the number of classes."""
     return Sizes({"C": client.classes})
+
+
+def every_model(settings: Any, model: str, shape: Shape, classes: int) -> None:
+    """Ask nothing of a model."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,9 @@ class MethodSpec:
     """Whether the method makes the clients' models from one, which alone is in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The default models of the clients by kind of data; of other kinds, the kind's own."""
+    suits: Callable[[Any, str, Shape, int], None] = every_model
+    """(own settings, a client's model, the shape of a sample, classes): raises SettingsError where
+    the method needs more of the models than that they take such samples."""
     own_models: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
     """The method's own settings that name a model, with the default of the kind that each takes."""
     any_model: bool = False

@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import Divergence, RelationKind
-from fedhet.methods.sizes import model_shapes
+from fedhet.kinds import Shape
+from fedhet.methods.sizes import has_dropout, model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
-from fedhet.settings.schema import Count, CountOrNone, MethodSettings
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 
@@ -94,6 +95,15 @@ REPLIES = Contract(
         ),
     )
 )
+
+
+def check_dropout(settings: UmPfsslSettings, model: str, shape: Shape, classes: int) -> None:
+    """Raise SettingsError for a model without dropout, whose predictions would not vary."""
+    if not has_dropout(model, shape, classes):
+        rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
+        raise refused("models.pool", model, rule)
+
+
 SPEC = MethodSpec(
     title="personalised semi-supervised learning with helpers chosen by their uncertainty",
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
@@ -104,6 +114,7 @@ SPEC = MethodSpec(
     needs_unlabelled=True,
     semi=False,
     one_model=True,
+    suits=check_dropout,
     models={
         "image": "cnn2-dropout",
         "table": "mlp-dropout",

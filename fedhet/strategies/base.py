@@ -163,6 +163,7 @@ class HetStrategy(Strategy):
         self.log.begin(member.info for member in every.values())
         self._held_back.tell(self.log.notice)
         self.state.scores.outdate(self.members)
+        self.spec.suits(self.settings, self.task.model, self.task.shape, self.task.classes)
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)

@@ -20,14 +20,11 @@ from fedhet.algorithms.helpers import (
     replaceable,
     to_arrays,
 )
-from fedhet.algorithms.uncertainty import has_dropout
 from fedhet.arrays import Array, group, grouped, groups
 from fedhet.errors import KnowledgeError
 from fedhet.methods.um_pfssl import SPEC, UmPfsslSettings
-from fedhet.models import build
 from fedhet.runs.measures import mean_figures
 from fedhet.seeding import numpy_rng
-from fedhet.settings.schema import refused
 from fedhet.storage import ModelStore
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes
@@ -49,11 +46,7 @@ class UmPfsslStrategy(HetStrategy):
     settings: UmPfsslSettings
 
     def init(self) -> None:
-        """Start with an empty pool. Raises SettingsError for models without dropout."""
-        task = self.task
-        if not has_dropout(build(task.model, task.shape, task.classes, seed=self.run.seed)):
-            rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
-            raise refused("models.pool", task.model, rule)
+        """Start with an empty pool."""
         self.pool = ModelStore(self.log.directory / "pool", self.log.directory)
         self.numbers: dict[str, int] = {}
         """The number of each client's model, by client name."""
