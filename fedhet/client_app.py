@@ -11,6 +11,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.limits import SiteClient, told_without_paths, within_limits
 from fedhet.client_runtime.node import NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.privacy import told_the_type_alone
 from fedhet.config.resolve import resolve_items
 from fedhet.data import DataSpec, RunData
 from fedhet.runs.logs import configure
@@ -24,6 +25,8 @@ def client_fn(context: Context) -> Client:
         configure()
         settings = permitted(context.node_config, context.run_config)
         config = within_limits(resolve_items(tuple(settings.items())), site)
+    private = site.budget() is not None or config.run.privacy.is_on
+    with told_the_type_alone() if private else told_without_paths(site):
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
         return SiteClient(open_client(config, node), site).to_client()

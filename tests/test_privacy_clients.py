@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from federation import SMALL, Server, client_of, records, run, settings, without_times
+from flwr.common import Context, RecordDict
 from rounds import opened, replied
 from torch import nn
 
+from fedhet.client_app import client_fn
 from fedhet.client_runtime import privacy as promises
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings
@@ -23,8 +26,9 @@ from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import PrivacyError, SettingsError, StateError
 from fedhet.methods.registry import find_method, shipped_names
+from fedhet.methods.spec import Passes
 from fedhet.privacy import sgd
-from fedhet.privacy.accounting import Release, epsilon_of
+from fedhet.privacy.accounting import Plan, Release, epsilon_of, solved
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -72,6 +76,12 @@ SENT = {
     "counts": "noised",
 }
 """Why each tensor, by the first part of its name, may be sent."""
+
+
+def weights_for(client):
+    """Return what FedAvg sends in the first round."""
+    state = client.build_model().state_dict()
+    return Knowledge({f"weights/{name}": value.numpy() for name, value in state.items()})
 
 
 def private(method, **changes):
@@ -310,6 +320,60 @@ def test_a_sites_budget_lasts_for_all_runs(tmp_path):
     assert "error" in said
 
 
+@pytest.mark.parametrize("method", ["felo", "fedavg"])
+def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
+    """In the words of a budget, which the server takes for no failure."""
+    config = private(method)
+    earlier = opened(config, tmp_path)
+    earlier.promise.begin("earlier", 1)
+    steps = [Release(1.0, 1.0, 20)]
+    about = {"run": "earlier", "round": 1, "method": method, "client": earlier.info.name}
+    earlier.promise._ledger.charge(steps, lambda past: None, data="d", **about)
+    client = opened(config, tmp_path, privacy="epsilon=8 delta=1e-5")
+    told = weights_for(client) if method == "fedavg" else Knowledge()
+    _, _, said = client.fit(encode(Envelope("run", method, 1, "server"), told), {})
+    assert said["spent"] is True
+    assert "this site's 'privacy' is 8" in said["error"]
+
+
+def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
+    """Most is spent: sums get their share of what is left, not of the whole."""
+    settings, plan = private("felo").run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
+    spent = (Release(2.0, 1.0, 5),)
+    budget = epsilon_of(spent, settings.delta) + 0.3
+    noise = solved(settings, plan, budget, spent)
+    total = [*spent, *plan.steps(noise.gradients), *plan.sums(noise.sums, noise.counts)]
+    assert epsilon_of(total, settings.delta) <= budget
+
+
+def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
+    lines = ["text,label", *(f"some words,{k % 2}" for k in range(60)), "a letter,John Smith"]
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    (tmp_path / "classes.txt").write_text("0\n1\n")
+    node = {"data": str(tmp_path), "name": "site-a", "privacy": "epsilon=8 delta=1e-5"}
+    run = {"method": "fedavg", "privacy.epsilon": 8.0, "models.pool": "text-cnn"}
+    run["models.num-classes"] = 2
+    context = Context(0, 0, node, RecordDict(), run)
+    with pytest.raises(StateError) as told:
+        client_fn(context)
+    assert str(told.value) == "DataError at a private client, whose own log says more"
+    assert "John Smith" in caplog.text
+
+
+def test_a_private_client_trains_for_no_newcomers_scores(tmp_path):
+    client = opened(private("fedavg"), tmp_path)
+    message = encode(Envelope("run", "fedavg", 1, "server"), weights_for(client))
+    _, _, said = client.evaluate(message, {"unseen": True})
+    assert not any("unseen" in name for name in said)
+
+
+def test_a_loss_that_is_not_finite_is_no_answer_of_one_sample(tmp_path):
+    client = opened(private("fedavg"), tmp_path)
+    client.samples.own.x[0] = 3e38
+    replied(client, 1, weights_for(client))
+
+
 def test_a_site_that_asks_for_privacy_refuses_a_run_without():
     site = build(NodeSettings, {"privacy": "epsilon=8"}, prefix="node-config ")
     assert site.budget() == Budget(8.0, 1e-5)
@@ -341,6 +405,17 @@ def test_a_second_answer_is_the_first_one(tmp_path):
     for again in (client, opened(private("felo"), tmp_path)):
         second = replied(again, 1, Knowledge())
         assert all(np.array_equal(second.tensors[k], v) for k, v in first.tensors.items())
+    assert entries(tmp_path) == paid
+
+
+def test_after_the_server_went_back_a_second_answer_is_the_first_one_too(tmp_path):
+    client = opened(private("felo", rounds=10), tmp_path)
+    for number in range(1, 8):
+        replied(client, number, Knowledge())
+    first = replied(client, 2, Knowledge())
+    paid = entries(tmp_path)
+    second = replied(client, 2, Knowledge())
+    assert all(np.array_equal(second.tensors[k], v) for k, v in first.tensors.items())
     assert entries(tmp_path) == paid
 
 
@@ -427,6 +502,31 @@ def test_a_line_that_was_not_finished_paid_for_nothing_and_is_cut_off(tmp_path):
     assert len(ledger.entries()) == 1
     ledger.charge([Release(2.0, 0.5, 3)], lambda past: None, **entry(round=2))
     assert [e.release for e in ledger.entries()] == [Release(1.0), Release(2.0, 0.5, 3)]
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_not_begun(tmp_path):
+    ledger = Ledger(tmp_path, "a")
+    ledger.charge([Release(1.0)], lambda past: None, **entry())
+    whole = ledger.path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, before[1]))
+    try:
+        with pytest.raises(StateError, match=r"a.jsonl: cannot be written \(the disk is full\)"):
+            ledger.charge([Release(2.0)], lambda past: None, **entry(round=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ledger.path.read_bytes() == whole
+
+
+def test_a_ledger_that_is_too_large_to_be_read_whole_releases_nothing_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedhet.privacy.ledger.MOST_BYTES", 1000)
+    ledger = Ledger(tmp_path, "a")
+    while not ledger.path.exists() or ledger.path.stat().st_size <= 1000:
+        ledger.charge([Release(1.0)], lambda past: None, **entry())
+    with pytest.raises(StateError, match="is larger than 1000 bytes"):
+        ledger.charge([Release(1.0)], lambda past: None, **entry())
+    with pytest.raises(StateError, match="is larger than 1000 bytes"):
+        ledger.entries()
 
 
 @pytest.mark.parametrize("line", ["", "nothing", '{"at": "x"}', '{"noise": -1}'])

@@ -57,8 +57,12 @@ class Newcomer:
 def judging(
     client: HetClient, round: int, told: Mapping[str, Scalar]
 ) -> Callable[[Knowledge], Evaluations]:
-    """Return what judges a client's models, or the one offered if it is told to be `unseen`."""
-    return partial(_judge_offered, client, round) if told.get("unseen") else client.evaluation
+    """Return what judges a client's models, or the one offered if it is told to be `unseen`.
+
+    It is not where the run has no such clients, whatever it is told: nothing noises that training.
+    """
+    unseen = told.get("unseen") and client.run.data.unseen and not client.promise.is_on
+    return partial(_judge_offered, client, round) if unseen else client.evaluation
 
 
 def _judge_offered(client: HetClient, round: int, instruction: Knowledge) -> Evaluations:

@@ -25,7 +25,7 @@ from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config
 from fedhet.devices import Compute, evaluation_batch
 from fedhet.disk.folder import Folder
-from fedhet.errors import FedhetError, OwnModelError, PrivacyError, StateError
+from fedhet.errors import FedhetError, OwnModelError, PrivacyError, SettingsError, StateError
 from fedhet.models import HetModel
 from fedhet.privacy.accounting import (
     Noise,
@@ -159,7 +159,15 @@ class Private(Open):
             return noise
         past = tuple(each.release for each in self._ledger.entries() if each.run != self._run)
         within = self._settings.model_copy(update={"delta": self._node.budget.delta})
-        own = solved(within, self.plan, self._node.budget.epsilon, past)
+        spent = epsilon_of(past, within.delta)
+        try:
+            own = solved(within, self.plan, self._node.budget.epsilon, past)
+        except SettingsError:
+            raise PrivacyError(
+                f"nothing is released: this site's 'privacy' is {self._node.budget.epsilon:g} at "
+                f"delta {within.delta:g}, and after earlier runs, which spent {spent:.3g}, too "
+                "little is left for the rounds of this one"
+            ) from None
         return own if own.gradients > noise.gradients else noise
 
     @property
@@ -243,12 +251,16 @@ class Private(Open):
             return [found[name] for name in found.files]
 
     def keep(self, arrays: NDArrays) -> NDArrays:
-        """Return the round's answer after it was stored, with those of a few rounds before."""
-        folder = self._folder
-        with folder.replacing(ANSWER.format(self._round), private=True) as path:
+        """Return the round's answer after it was stored, with those of a few rounds before.
+
+        Those of later rounds are of a server that has resumed from an earlier one.
+        """
+        folder, name = self._folder, ANSWER.format(self._round)
+        with folder.replacing(name, private=True) as path:
             path.write_bytes(_packed(arrays))
         stored = sorted(path.name for path in folder.path.glob(ANSWERS))
-        folder.remove(stored[:-KEPT_STATES])
+        kept = [each for each in stored if each <= name][-KEPT_STATES:]
+        folder.remove([each for each in stored if each not in kept])
         return arrays
 
     def fault(self, error: FedhetError) -> dict[str, Scalar]:
@@ -302,6 +314,16 @@ class Private(Open):
                     f"round {self._round} would raise what is spent from "
                     f"{epsilon_of(spent, delta):.3g} to {cost:.3g}"
                 )
+
+
+@contextlib.contextmanager
+def told_the_type_alone() -> Iterator[None]:
+    """Replace an error of the block, which reads private samples; the site's log has it whole."""
+    try:
+        yield
+    except Exception as error:
+        LOG.warning("%s: %s", type(error).__name__, error)
+        raise StateError(FAULT.format(type(error).__name__)) from None
 
 
 def _packed(arrays: NDArrays) -> bytes:

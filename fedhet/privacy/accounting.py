@@ -125,7 +125,8 @@ def solved(
     given = settings.class_noise, settings.count_noise
     sums, counts = given[0] or USUAL_CLASS_NOISE, given[1]
     if plan.vectors and epsilon and not given[0]:
-        share = CLASS_SHARE * epsilon
+        left = max(epsilon - epsilon_of(spent, settings.delta), 0.0) if spent else epsilon
+        share = CLASS_SHARE * left
         sums = _least(
             lambda z: plan.sums(z, counts or 2 * z), share, settings.delta, "privacy.epsilon"
         )

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
+from fedhet.errors import StateError, words_of
 from fedhet.privacy.accounting import Release
 
 FOLDER = "_privacy"
@@ -75,16 +75,27 @@ class Ledger:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
         entries = [Entry(at=at, **about, **asdict(each)) for each in releases]
         with self._locked() as file:
-            check(_parsed(self.path, _complete(file)))
+            check(_parsed(self.path, _complete(file, self.path)))
             text = "".join(f"{each.model_dump_json()}\n" for each in entries)
-            os.write(file, text.encode())
-            os.fsync(file)
+            self._append(file, text.encode())
         with self._folder.opened() as folder:
             os.fsync(folder)
 
     def entries(self) -> list[Entry]:
         """Return all entries; none if nothing was ever spent. Raises StateError."""
         return read_ledger(self.path) if self.path.exists() else []
+
+    def _append(self, file: int, lines: bytes) -> None:
+        """Write lines to the disk, or none of them. Raises StateError."""
+        before = os.fstat(file).st_size
+        try:
+            fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
+            os.fsync(file)
+        except OSError as error:
+            fault = words_of(error)
+        if fault:
+            os.ftruncate(file, before)
+            raise StateError(f"{self.path}: cannot be written ({fault})")
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -106,8 +117,7 @@ def read_ledger(path: Path) -> list[Entry]:
             found = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise StateError(f"{path}: cannot be read ({error.strerror})") from None
-    whole, _, _ = found.rpartition(b"\n")
-    return _parsed(path, whole)
+    return _parsed(path, _whole_lines(found, path))
 
 
 def digest_of(x: Tensor, y: Tensor) -> str:
@@ -120,21 +130,26 @@ def digest_of(x: Tensor, y: Tensor) -> str:
     return hashlib.blake2b(b"".join(each), digest_size=16).hexdigest()
 
 
-def _complete(file: int) -> bytes:
+def _complete(file: int, path: Path) -> bytes:
     """Return the file's whole lines, and cut off the end of a line that was never finished.
 
     What it was to pay for has not begun.
     """
     found = os.pread(file, MOST_BYTES + 1, 0)
-    whole = found.rfind(b"\n") + 1
-    if whole < len(found) <= MOST_BYTES:
-        os.ftruncate(file, whole)
-    return found[:whole]
+    whole = _whole_lines(found, path)
+    if len(whole) < len(found):
+        os.ftruncate(file, len(whole))
+    return whole
+
+
+def _whole_lines(found: bytes, path: Path) -> bytes:
+    """Return the lines that end. Raises StateError if there may be more than what was `found`."""
+    if len(found) > MOST_BYTES:
+        raise StateError(f"{path}: is larger than {MOST_BYTES} bytes")
+    return found[: found.rfind(b"\n") + 1]
 
 
 def _parsed(path: Path, lines: bytes) -> list[Entry]:
-    if len(lines) >= MOST_BYTES:
-        raise StateError(f"{path}: is larger than {MOST_BYTES} bytes")
     entries = []
     for number, line in enumerate(lines.splitlines(), 1):
         try:
