@@ -67,6 +67,15 @@ class KnowledgeError(FedhetError):
         return self.fault if self.field == "answer" else f"{self.field}: {self.fault}"
 
 
+class ToldError(KnowledgeError):
+    """What a client says in place of an answer: an error of its own."""
+
+    def __init__(self, sender: str, fault: str, *, spent: bool = False) -> None:
+        """`spent`: it has no privacy left to spend, which is no fault."""
+        super().__init__(sender, "answer", fault)
+        self.spent = spent
+
+
 def one_line(text: str) -> str:
     """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
     cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"

@@ -64,9 +64,9 @@ class FederationServer(Server):
                 result = super().fit(num_rounds - self._log.done, timeout)
         finally:
             self._method.collector.close()
-        self._log.finish()
         if fault := self._log.unanswered():
             raise FedhetError(fault)
+        self._log.finish()
         return result
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:

@@ -153,6 +153,11 @@ class Checkpoints:
                 f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds, the last checkpoint "
                 f"is of round {round_of(every[-1])}: the run cannot be resumed"
             )
+        if not every and recorded > 1:
+            raise StateError(
+                f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds, and there is no "
+                "checkpoint: the models of the run were not kept, so it cannot be resumed"
+            )
         for path in reversed(files):
             try:
                 return self.read(round_of(path))

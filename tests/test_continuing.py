@@ -147,6 +147,10 @@ def test_the_best_round_is_the_first_of_the_highest():
     assert best_round(found, "common") == 2
     assert best_round(found[:1], "personal") == 1  # only the other protocol was evaluated
     assert best_round([record(1)], "common") == 0
+    central = [record(1, 0.1), record(2, 0.4), record(3, 0.3)]  # without private models
+    for each in central:
+        each.accuracy = {"common": {"global": each.accuracy["common"]["private"]}}
+    assert best_round(central, "common") == 2
 
 
 def test_the_state_of_the_best_round_is_kept(tmp_path):

@@ -28,6 +28,7 @@ def amiss(found):
 
 
 def test_sound_keys_have_nothing_amiss(keys):
+    (keys / "notes.txt").write_text("for all to read")
     assert amiss(doctor.of_keys(keys)) == []
 
 

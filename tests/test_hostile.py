@@ -328,6 +328,7 @@ def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path
     with pytest.raises(FedhetError, match=f"no client has answered {since}: client-0: no answer"):
         run(five("local", rounds=rounds), tmp_path / "run")
     assert len(records(tmp_path / "run")) == rounds, "what there is can be reported"
+    assert not (tmp_path / "run" / "summary.json").exists(), "it is not complete"
 
 
 @pytest.mark.slow

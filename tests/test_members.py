@@ -17,7 +17,7 @@ from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.admission import Admission, commonest_task
-from fedhet.server.members import Members
+from fedhet.server.members import Member, Members, first_of_pool
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
@@ -423,9 +423,20 @@ def test_too_few_clients_do_not_start(tmp_path):
         _start(config, tmp_path / "run", clients=0)
 
 
+MODELS = ["resnet18-pretrained", "cnn2", "mlp"]
+
+
 def test_a_run_may_start_with_fewer(tmp_path):
     config = small(join_timeout=0.5, min_clients=2)
     assert len(_start(config, tmp_path / "run", clients=2)) == 2
+
+
+def test_a_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
+    """What a client names decides nothing where others have a model of the run's pool."""
+    infos = [ClientInfo(n, m, 9, 3, (1, 8, 8)) for n, m in zip("abc", MODELS, strict=True)]
+    every = [Member(info, None) for info in infos]
+    assert first_of_pool(every, ["mlp", "cnn2"]) is infos[1]
+    assert first_of_pool(every, ["lenet5"]) is infos[0]
 
 
 def _start(config, directory, clients):

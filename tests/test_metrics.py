@@ -15,7 +15,7 @@ from fedhet import api, report
 from fedhet.cli import app
 from fedhet.data import Split
 from fedhet.devices import CPU
-from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.errors import KnowledgeError, SettingsError, ToldError
 from fedhet.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
 from fedhet.models import build_any
 from fedhet.models.evaluation import judge
@@ -236,6 +236,20 @@ def test_without_the_setting_no_metric_is_taken():
 def beside(accuracy=0.5, **values):
     both = {"accuracy": accuracy, **values}
     return Measured({(name.replace("_", "-"), "common", "private"): v for name, v in both.items()})
+
+
+@pytest.mark.parametrize("name", ["spent", "answer"])
+def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
+    """Its name must not pass for what a client says of an error of its own."""
+    state = RoundState(1, print)
+    state.start(1)
+    state.ask(Selection(("a",)))
+    with state.dropping("a"):
+        read_measures("a", {name: 1.0}, ["private"], ["accuracy"])
+    assert state._outcomes == {"a": "refused"}
+    with state.dropping("a"):
+        raise ToldError("a", "nothing is left", spent=True)
+    assert state.record.failed["a"].endswith("nothing is left")
 
 
 def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():

@@ -29,6 +29,7 @@ from fedhet.config.sources import read_toml
 from fedhet.errors import StateError
 from fedhet.methods.registry import method_names
 from fedhet.report import load_run
+from fedhet.runs.directory import forget_models
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 from fedhet.storage import Checkpoints, save
@@ -228,6 +229,19 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
     checkpoints_of(config, tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
     with pytest.raises(StateError, match=f"does not fit the method {config.method.name}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+
+
+def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
+    """Its numbers are all that is left of it."""
+    whole = tmp_path / "whole"
+    run(small("local", rounds=2, clients=2), whole)
+    forget_models(whole)
+    numbers = (whole / "metrics.jsonl").read_bytes()
+    longer = resumed(small("local", rounds=3, clients=2), whole)
+    with pytest.raises(StateError, match="holds 2 whole rounds, and there is no checkpoint"):
+        run(longer, whole)
+    assert (whole / "metrics.jsonl").read_bytes() == numbers
+    assert (whole / "summary.json").is_file()
 
 
 def test_a_checkpoint_of_integers_is_one_line(tmp_path):

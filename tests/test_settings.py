@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
+from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve, resolve_items
 from fedhet.config.sources import (
     all_settings,
@@ -244,6 +245,15 @@ def _comes_back(config, path):
     assert resolve(read_toml(path)) == config
     again = resolve(read_toml(path)).flat()
     assert {k: type(v) for k, v in again.items()} == {k: type(v) for k, v in config.flat().items()}
+
+
+def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[trainnig]\nlr = 0.5\n")
+    with pytest.raises(SettingsError, match=r"unknown setting 'trainnig.lr'; did you"):
+        Layers(config=path).values("felo")
+    path.write_text("clients = 3\n[fedprox]\nmu = 3.0\n")
+    assert Layers(config=path).values("felo") == {"clients": 3, "method": "felo"}
 
 
 def test_other_values_of_a_config_leave_the_rest():

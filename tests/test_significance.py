@@ -53,6 +53,7 @@ def test_nothing_is_said_of_too_few_or_equal_ones(differences, test):
     assert math.isnan(p_value(differences, test))
     assert math.isnan(p_value([0.1, 0.2, 0.4], "none"))
     assert math.isnan(p_value([0.1, 0.1, 0.1], "t"))
+    assert math.isnan(p_value([0.85 - 0.80, 0.75 - 0.70], "t")), "equal but for rounding"
 
 
 def rejected_by_steps(values, level):

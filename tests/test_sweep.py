@@ -222,6 +222,16 @@ def test_every_value_is_checked_before_the_first_runs(tmp_path):
     assert not out.exists()
 
 
+def test_a_sweep_has_the_seed_that_is_set_and_a_place_of_its_own(tmp_path):
+    words = ["sweep", "local", "lr=0.001", "--out", str(tmp_path / "sweep"), *SMALL]
+    words += ["--models", "mlp", "--set", "rounds=1"]
+    result = CliRunner().invoke(app, [*words, "--set", "seed=7"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "sweep" / "0.001" / "seed-7").is_dir()
+    result = CliRunner().invoke(app, [*words, "--set", f"out={tmp_path / 'other'}"])
+    assert "'out' is each run's own: give its directory by --out" in str(result.exception)
+
+
 def test_an_unknown_figure_is_said(tmp_path):
     command = ["sweep", "cofed", "cofed.threshold=0.5", "--out", str(tmp_path / "s"), *SMALL]
     result = CliRunner().invoke(app, [*command, "--figures", "pseudolabel"])

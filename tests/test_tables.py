@@ -87,6 +87,17 @@ def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
     assert test.x[0, -2:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("value", ["0.1", "36.6", "1.7"])
+def test_a_column_of_equal_numbers_leaves_others_of_their_size(value, tmp_path):
+    """Rounding gives 60 times 0.1 a mean that is not 0.1, and a deviation of 1e-17."""
+    rows = [[value, *row[1:]] for row in many(60)]
+    write(tmp_path / "train.csv", rows)
+    write(tmp_path / "test.csv", [[str(float(value) + 2), *rows[0][1:]]])
+    data = load(spec(tmp_path))
+    assert data.train.x[:, 0].eq(0).all()
+    assert data.test.x[0, 0].item() == pytest.approx(2, abs=1e-5)
+
+
 def test_columns_and_owners_are_chosen(tmp_path):
     path = write(tmp_path / "all.csv", many(60))
     data = load(spec(path, by="ward"))

@@ -64,8 +64,10 @@ def register_command(
         connection.require_answer()
         for key in keys:
             known = name or key.name.removesuffix(".pub")
-            new = connection.register(key, known)
-            say(f"{known} is {'now' if new else 'already'} registered")
+            if connection.register(key, known):
+                say(f"{known} is now registered")
+            else:
+                say(f"{key}: the key is already registered, under the name given first")
 
 
 @with_settings(*TRAINING)

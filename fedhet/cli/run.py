@@ -87,8 +87,9 @@ def sweep_command(
         ),
     ],
     seeds: Annotated[
-        str, typer.Option(metavar="INT,INT…", help="Seeds of each value's runs.")
-    ] = "0",
+        str | None,
+        typer.Option(metavar="INT,INT…", show_default="0", help="Seeds of each value's runs."),
+    ] = None,
     figures: Annotated[
         str,
         typer.Option(
@@ -110,11 +111,12 @@ def sweep_command(
     ] = 1,
 ) -> None:
     """Run all combinations of several values of settings; end with a table and a page."""
+    refuse_of_each_run(values.keys() & {"out", "resume"})
     swept = read_grid(over, str(values["method"]))
     for point in product(*swept.values()):
         validated({**values, **dict(zip(swept, point, strict=True))})
     check_names(swept)
-    several = read_seeds(seeds)
+    several = read_seeds(seeds) if seeds is not None else [validated(values).run.seed]
     with loading():
         from fedhet.cli import training
 

@@ -51,7 +51,8 @@ def status_command(
 
 
 def _newest(folder: Path) -> Path:
-    found = [path.parent for path in folder.glob("*/config.toml")]
+    files = (*folder.glob("*/config.toml"), *folder.glob("*/*/config.toml"))
+    found = [path.parent for path in files]
     if not found:
         raise SettingsError(f"no run in {folder}/: give the directory of one, or HOST:PORT")
     return max(found, key=lambda path: (path / "config.toml").stat().st_mtime)

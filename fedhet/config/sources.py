@@ -117,8 +117,16 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
-    """Return the settings that a run of `method` has, with that method: none of another's own."""
+    """Return the settings that a run of `method` has, with that method: none of another's own.
+
+    Raises SettingsError for the table of none.
+    """
     tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
+    first = find_method(str(values.get("method", method)))
+    known = all_settings().keys() | _with_settings_of([first.name]).keys()
+    for name in values:
+        if table_of(name) not in tables and name not in known:
+            raise unknown(name, known)
     return {k: v for k, v in values.items() if table_of(k) in tables} | {"method": method}
 
 

@@ -244,7 +244,7 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
                 raise cells.fault_in(name)(values.index(odd[0]), _odd_fault(parse, odd[0]))
             continue
         numbers = np.array([parse(value) for value in there])
-        mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
+        mean, deviation = _moments(numbers)
         return Column(name=name, kind=kind, mean=mean, deviation=deviation, missing=missing)
     categories = tuple(sorted(set(there)))
     if len(categories) > MOST_CATEGORIES:
@@ -253,6 +253,16 @@ def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
             f"{MOST_CATEGORIES} are allowed; name the columns that are features in data.columns"
         )
     return Column(name=name, kind="category", categories=categories, missing=missing)
+
+
+def _moments(numbers: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean and the deviation of a column [N]; of equal numbers, their value and 1.
+
+    Rounding would give those a mean beside the value, and a deviation that makes others huge.
+    """
+    if numbers.min() == numbers.max():
+        return float(numbers[0]), 1.0
+    return float(numbers.mean()), float(numbers.std())
 
 
 def _odd(parse: Callable[[str], float], values: Sequence[str]) -> Iterator[str]:

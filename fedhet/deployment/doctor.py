@@ -66,13 +66,18 @@ def of_keys(folder: Path) -> Iterator[Finding]:
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".crt", ".pem"):
             yield from _guarded(lambda path=path: _certificate(path))  # type: ignore[misc]
-        elif path.is_file() and path.with_name(f"{path.name}.pub").exists():
+        elif path.is_file() and _public(path).exists():
             yield from _guarded(lambda path=path: _pair(path))  # type: ignore[misc]
-        if path.is_file() and path.suffix not in (".crt", ".pem", ".pub"):
+        if path.is_file() and (path.suffix == ".key" or _public(path).exists()):
             yield from _mode(path)
     if not (folder / certs.SERVER_CERTIFICATE).exists():
         return
     yield from _guarded(lambda: _signature(folder))
+
+
+def _public(key: Path) -> Path:
+    """Return where the public key of a node's private one is."""
+    return key.with_name(f"{key.name}.pub")
 
 
 def of_server(address: str, authority: Path) -> Iterator[Finding]:

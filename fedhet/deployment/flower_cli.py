@@ -54,6 +54,9 @@ class Connection:
 
     def prepare(self) -> None:
         """Write the connection to the configuration of Flower's command line."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise FedhetError(f"the server '{self.address}' is not HOST:PORT")
         if not self.authority.is_file():
             raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
         connection = {"address": self.address, "root-certificates": str(self.authority.resolve())}

@@ -23,6 +23,8 @@ CLEAR = 2.0
 """A difference is marked if it is more than this many standard errors from zero."""
 Test = Literal["none", "t", "wilcoxon"]
 """The test of the differences; see `fedhet.report.significance`."""
+DIGITS = 12
+"""Of a difference of accuracies; what is beyond them is of floating point."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Difference:
     @classmethod
     def of(cls, ours: pd.Series, theirs: pd.Series) -> Difference:
         """Return ours - theirs, both indexed by seed."""
-        each = (ours - theirs).dropna().sort_index()
+        each = (ours - theirs).dropna().sort_index().round(DIGITS)
         per_seed = {int(seed): float(value) for seed, value in each.items()}
         if len(each) < 2:
             return cls(per_seed)

@@ -150,8 +150,9 @@ class Run:
     @property
     def scores(self) -> Mapping[str, Mapping[str, Score]]:
         """The metric's scores in the last round, or in the last one evaluated if unfinished."""
-        found = self.summary.scores.get(self.metric) if self.summary else None
-        return found or (self.last_evaluated.scores[self.metric] if self.last_evaluated else {})
+        if self.summary:
+            return self.summary.scores.get(self.metric, {})
+        return self.last_evaluated.scores[self.metric] if self.last_evaluated else {}
 
     @property
     def metrics(self) -> tuple[str, ...]:

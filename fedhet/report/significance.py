@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from fedhet.errors import SettingsError
-from fedhet.report.paired import Pair, Test
+from fedhet.report.paired import DIGITS, Pair, Test
 from fedhet.runs.records import NAN
 
 
@@ -37,6 +37,7 @@ def p_value(differences: Sequence[float], test: Test) -> float:
     """
     from scipy import stats
 
+    differences = [round(each, DIGITS) for each in differences]
     if test == "none" or len(differences) < 2 or not any(differences):
         return NAN
     if test == "wilcoxon":

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedhet.metrics import ACCURACY, LEAST_ACCURACY
 from fedhet.runs.records import (
+    KINDS,
     NAN,
     PROTOCOLS,
     ByPlace,
@@ -80,10 +81,12 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
 def headline_scores(record: RoundRecord, protocol: str) -> tuple[str, Score] | None:
     """Return the private models' accuracies, and their protocol; None if they were not evaluated.
 
-    They are those under `protocol`, or under the other if only that was evaluated.
+    They are those under `protocol`, or under the other if only that was evaluated; of a method
+    without private models, those of the first kind that it has.
     """
     shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
-    scores = record.score(ACCURACY, shown, "private")
+    kind = next((k for k in KINDS if k in record.accuracy.get(shown, {})), "private")
+    scores = record.score(ACCURACY, shown, kind)
     return None if scores is None else (shown, scores)
 
 

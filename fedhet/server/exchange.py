@@ -8,7 +8,7 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.arrays import Arrays
-from fedhet.errors import KnowledgeError
+from fedhet.errors import ToldError
 from fedhet.methods.registry import Method
 from fedhet.metrics import ACCURACY, measured_names
 from fedhet.runs.measures import SPENT, Measured, read_measures
@@ -232,7 +232,7 @@ class Exchange:
         return read_measures(name, metrics, kinds, measured_names(self._metrics, classes))
 
 
-def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> KnowledgeError:
-    """Return a client's own error; of the field SPENT if it has no privacy left to spend."""
+def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> ToldError:
+    """Return a client's own error."""
     fault = str(metrics.get("error", message))[:300]
-    return KnowledgeError(name, SPENT if metrics.get(SPENT) is True else "answer", fault)
+    return ToldError(name, fault, spent=metrics.get(SPENT) is True)

@@ -37,6 +37,15 @@ class Member:
     proxy: ClientProxy
 
 
+def first_of_pool(members: Iterable[Member], pool: Collection[str]) -> ClientInfo:
+    """Return the first client with a model of the pool, or the first one if there is none.
+
+    A server that builds this model may be unable to build others that clients name.
+    """
+    infos = [member.info for member in members]
+    return next((info for info in infos if info.model in pool), infos[0])
+
+
 class Members:
     """The members of a federation, kept up to date as nodes come and go."""
 

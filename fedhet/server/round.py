@@ -18,10 +18,11 @@ from fedhet.errors import (
     FedhetError,
     KnowledgeError,
     StateError,
+    ToldError,
     one_line,
     words_of,
 )
-from fedhet.runs.measures import SPENT, Measured
+from fedhet.runs.measures import Measured
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.statistics import spread
 from fedhet.server.client_health import ClientHealth, Outcome
@@ -353,6 +354,6 @@ def _outcome_of(error: KnowledgeError) -> Outcome | None:
 
     None: it has no privacy left to spend, which is no fault.
     """
-    if error.field == SPENT:
-        return None
-    return "error" if error.field == "answer" else "refused"
+    if not isinstance(error, ToldError):
+        return "refused"
+    return None if error.spent else "error"

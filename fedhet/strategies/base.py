@@ -29,7 +29,7 @@ from fedhet.server.collector import Collected
 from fedhet.server.dispatch import NOTHING
 from fedhet.server.evaluation import measured_on
 from fedhet.server.held_back import HeldBack
-from fedhet.server.members import Member, Members
+from fedhet.server.members import Member, Members, first_of_pool
 from fedhet.server.messaging import Messaging
 from fedhet.server.own_code import CodeFaults
 from fedhet.server.proxy import Failures, name_of, reasons
@@ -140,8 +140,8 @@ class HetStrategy(Strategy):
 
     @property
     def task(self) -> ClientInfo:
-        """Return the client that defines the task (shape and classes): the first by name."""
-        return next(iter(self.members.values())).info
+        """Return the client that defines the task (shape and classes)."""
+        return first_of_pool(self.members.values(), self.run.models.pool)
 
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels."""
