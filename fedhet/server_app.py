@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.data import RunData
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.errors import FedhetError, SettingsError, typed
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.logs import console_for
@@ -129,21 +129,23 @@ def run_directory(config: Config) -> Path:
 
 
 class Reported(Watcher):
-    """Writes a run's page when the run has ended, and prints its table."""
+    """Writes the report of a finished run and prints its table."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._directory, self._console = directory, console
 
     def run_finished(self, summary: Summary) -> None:
-        """Report; what goes wrong with that costs the page, and not the run."""
-        from fedhet import report  # matplotlib and pandas: seconds
-
+        """Write the report. If that fails, print one line: the run itself is complete."""
         try:
+            # Import lazily: matplotlib and pandas take seconds. An import can fail, too.
+            from fedhet import report
+
             run = report.write(self._directory)
+            self._console.print(report.final_table(run))
         except Exception as error:
-            self._say(f"no report: {error}; `fedhet report {self._directory}` writes it")
+            command = f"`fedhet report {self._directory}` writes it"
+            self._say(f"the run is complete, but its report failed: {typed(error)}; {command}")
             return
-        self._console.print(report.final_table(run))
         self._say(f"report, at the server: {self._directory / 'report.html'}")
         self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
 

@@ -1,13 +1,25 @@
 """What is built of the project, by hatchling and by Flower, holds every module once."""
 
+import contextlib
+import io
+import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
+import tomli_w
+from flwr.cli.build import build_fab_from_disk
+
+from fedhet.deployment.flower_cli import program
+from fedhet.deployment.local import end_trees, free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,12 +78,87 @@ def test_a_wheel_can_be_built_of_the_sdist(project, tmp_path):
         assert set(names_in(wheel)) >= package_of(project)
 
 
-def test_flowers_bundle_holds_every_module(project):
-    command = [str(Path(sys.executable).parent / "flwr"), "build"]
-    subprocess.run(command, cwd=project, check=True, capture_output=True)
-    (file,) = project.glob("*.fab")
-    with zipfile.ZipFile(file) as bundle:
-        names = set(names_in(bundle))
-    modules = {name for name in package_of(project) if name.endswith((".py", ".toml"))}
-    assert names >= modules
+@pytest.fixture(scope="module")
+def bundle(project):
+    """The app bundle (FAB) that `flwr run` sends and unpacks, as an open archive."""
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(project))) as archive:
+        yield archive
+
+
+def test_flowers_bundle_holds_every_file_of_the_package_but_type_stubs(project, bundle):
+    """Flower drops files by their suffix, without a word: templates, styles, fonts, …"""
+    names = set(names_in(bundle))
+    assert names >= {name for name in package_of(project) if not name.endswith(".pyi")}
     assert not {name for name in names if name.startswith(("strategies/", "clients/"))}
+
+
+@contextlib.contextmanager
+def superlink(folder, environment):
+    """Start Flower's server for simulations on a port of its own; yield a folder to run in."""
+    port = free_port()
+    connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+    superlinks = {"superlink": {"default": "here", "here": connection}}
+    (folder / "home").mkdir()
+    (folder / "home" / "config.toml").write_text(tomli_w.dumps(superlinks))
+    (folder / "empty").mkdir()
+    words = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    command = [program("flower-superlink"), *words, "--disable-runtime-dependency-installation"]
+    with (folder / "superlink.log").open("wb") as log:
+        process = psutil.Popen(
+            command, cwd=folder / "empty", env=environment, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        end = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                break
+            time.sleep(0.2)
+        yield folder / "empty"
+    finally:
+        end_trees([process])
+
+
+@pytest.mark.timeout(600)
+def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundle, tmp_path):
+    """As a user of Flower starts it; the installed fedhet must not be what writes the page."""
+    app = tmp_path / "app"
+    bundle.extractall(app)
+    (template,) = (path for path in app.rglob("template.html*"))
+    template.write_text(template.read_text().replace("<head>", "<head><!-- of the bundle -->"))
+    hidden = {"PYTHONPATH", "FEDHET_LOG", "FEDHET_LOG_LEVEL"}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in hidden},
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1", "FEDHET_STATE_DIR": str(tmp_path / "state"),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    out = tmp_path / "a-run"
+
+    def flwr(*words):
+        done = subprocess.run(
+            [program("flwr"), *words], cwd=tmp_path / "empty", env=environment,
+            capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    with superlink(tmp_path, environment):
+        settings = f'rounds=1 clients=2 models.pool="mlp" training.local-epochs=1 out="{out}"'
+        federation = "num-supernodes=2 client-resources-num-cpus=1"
+        words = ["--run-config", settings, "--federation-config", federation, "--format", "json"]
+        run = json.loads(flwr("run", str(app), *words))["run-id"]
+        log = flwr("log", run, "--stream")
+        # `flwr run --stream` and `flwr log` exit with 0 even if the run has failed.
+        (listed,) = json.loads(flwr("list", "--run-id", run, "--format", "json"))["runs"]
+    assert listed["status"] == "finished:completed", log
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["clients"] == 2
+    assert 0 < summary["accuracy"]["personal"]["private"]["mean"] <= 1
+    assert f"report, at the server: {out / 'report.html'}" in log
+    assert "private" in log  # the table's row
+    assert "Traceback" not in log
+    page = (out / "report.html").read_text()
+    assert "<!-- of the bundle -->" in page
+    assert "<svg" in page

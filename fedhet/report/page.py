@@ -119,10 +119,13 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
 
 
 def _environment() -> Environment:
-    """Return the template environment; texts of a run are escaped, never treated as markup."""
+    """Return the template environment; texts of a run are escaped, never treated as markup.
+
+    The name of each file ends in `.md`: a Flower app bundle (FAB) carries no .html, .css or .js.
+    """
     folder = files("fedhet.report")
     environment = Environment(
-        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
+        loader=FunctionLoader(lambda name: folder.joinpath(f"{name}.md").read_text("utf-8")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -34,9 +34,26 @@ WIDTH, HEIGHT = 5.4, 3.5
 """Size of a figure with one axes, in inches."""
 PAGE_SCALE = 0.87
 """How much smaller figures are drawn for the page, so that their text is legible on a phone."""
-RC = mpl.rc_params_from_file(
-    Path(__file__).with_name("fedhet.mplstyle"), use_default_template=False
-)
+RC: Any = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.0,
+    "text.color": "#1d2329", "text.parse_math": False,
+    "axes.titlesize": 10.0, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.titlepad": 10.0, "axes.labelsize": 9.0, "axes.labelcolor": "#66707a",
+    "axes.edgecolor": "#dfe3e8", "axes.linewidth": 0.8, "axes.facecolor": "none",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False, "grid.color": "#dfe3e8", "grid.linewidth": 0.7,
+    "xtick.color": "#dfe3e8", "xtick.labelcolor": "#66707a",
+    "ytick.color": "#dfe3e8", "ytick.labelcolor": "#66707a",
+    "xtick.labelsize": 8.5, "ytick.labelsize": 8.5,
+    "xtick.major.size": 3.0, "ytick.major.size": 0.0,
+    "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
+    "legend.frameon": False, "legend.fontsize": 8.5, "legend.handlelength": 1.4,
+    "legend.columnspacing": 1.4, "legend.borderaxespad": 0.0,
+    "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
+    "svg.fonttype": "none", "pdf.fonttype": 42, "path.simplify_threshold": 0.3,
+}  # fmt: skip
+"""Style of all figures. Page variables replace the colors of text and lines; see `VARIABLES`."""
 COLUMN, PAGE = 3.25, 6.75
 """Widths of a paper's column and of its text, in inches: of a figure with one axes, and others."""
 PAPER_RC: Any = {
