@@ -90,6 +90,21 @@ def test_no_number_or_equal_ones_are_no_contest() -> None:
         assert [row["s"] for row in rows] == [cell.text for cell in cells]
 
 
+def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> None:
+    for method in ("felo", "local"):
+        kinds, both = ("private", "local", "global"), ("common", "personal")
+        make(tmp_path / method, method=method, kinds=kinds, protocols=both)
+    text = comparison_latex(compare([tmp_path]))
+    assert list(parsed(text)[0]) == [
+        "run", "common private", "common local", "worst client", "bytes up", "bytes down"
+    ]  # fmt: skip
+    omitted = next(line for line in text.splitlines() if line.startswith("% Omitted"))
+    assert "personal global" in omitted
+    assert "bytes up" not in omitted
+    make(tmp_path / "third", method="felo", dataset="wine", kinds=kinds, protocols=both)
+    assert list(parsed(comparison_latex(compare([tmp_path])))[0])[:2] == ["run", "data set"]
+
+
 def test_what_latex_reads_as_something_else_is_escaped() -> None:
     assert escaped("a_b & 5% of $x #1 {y} ~ ^ \\") == (
         r"a\_b \& 5\% of \$x \#1 \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}"

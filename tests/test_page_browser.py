@@ -229,6 +229,29 @@ def test_nothing_overflows_and_the_schemes_differ(
     assert backgrounds[0] != backgrounds[1]
 
 
+def test_a_phone_shows_every_clients_accuracy_without_scrolling(browser: Any, report: Path) -> None:
+    page = Opened(browser, report, width=390)
+    table = page.tab.locator(".table", has=page.tab.get_by_text("Every client in the last round"))
+    headers = table.locator("thead th").all_inner_texts()
+    first = next(n for n, text in enumerate(headers) if "common private" in text.lower())
+    for row in table.locator("tbody tr").all():
+        box = row.locator("td").nth(first).bounding_box()
+        assert box["x"] + box["width"] <= 390
+    page.tab.close()
+
+
+def test_a_wide_window_shows_all_columns_of_a_comparison(browser: Any, tmp_path: Path) -> None:
+    for method in ("felo", "local"):
+        both = ("common", "personal")
+        make(tmp_path / method, method=method, kinds=("private", "local", "global"), protocols=both)
+    compare([tmp_path], out=tmp_path / "out")
+    page = Opened(browser, tmp_path / "out" / "compare.html", width=1440)
+    table = page.tab.locator(".table", has=page.tab.locator(".dense"))
+    assert table.count() == 1
+    assert table.evaluate("each => each.scrollWidth - each.clientWidth") == 0
+    page.tab.close()
+
+
 def test_a_comparison_is_pointed_at_and_switched(browser: Any, tmp_path: Path) -> None:
     runs = [
         make(tmp_path / m, method=m, rounds=4, top=t) for m, t in (("felo", 0.8), ("local", 0.5))

@@ -221,7 +221,11 @@ def _traffic(figure: Figure, run: Run) -> None:
 
 
 def _time(figure: Figure, run: Run) -> None:
-    """Draw the time by stage: the whole run as one bar, and every round."""
+    """Draw the time by stage: one bar for the full run, and one bar per round.
+
+    The times of clients are added up, so their sum exceeds the wall time if clients train at the
+    same time. The axis label therefore states both.
+    """
     top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
     stages = [stage for stage in STAGES if run.totals[stage] > 0]
     _time_bar(top, run.totals[stages])
@@ -232,7 +236,9 @@ def _time(figure: Figure, run: Run) -> None:
     _wall_clock(ax, means["seconds"])
     ax.set_ylim(bottom=0)
     style.ticks(ax, "{:g} s".format)
-    note = "training, evaluation: sums over clients"
+    work, wall = run.totals[stages].sum(), run.totals["seconds"]
+    note = f"work of all clients and the server: {human_seconds(work)}"
+    note += f", wall time: {human_seconds(wall)}" if wall > 0 else ""
     note += f"; a bar: mean of {step}" if step > 1 else ""
     style.over_rounds(ax, run.costs.index, margin=0.7 * step, note=note)
     _time_head(top, ax)
@@ -275,7 +281,7 @@ def _time_bar(ax: Axes, seconds: pd.Series) -> None:
     for stage, share in shares.items():
         ax.barh(0, share, left=starts[stage], color=style.STAGE_COLOURS[str(stage)], height=1)
         if share > 0.16 * style.ROOM / style.room(ax):
-            text = f"{human_seconds(seconds[stage])} · {share:.0%}"
+            text = f"{STAGE_NAMES[str(stage)]} {share:.0%}"
             ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
             place = (starts[stage] + share / 2, 0)
             ax.text(*place, text, ha="center", va="center", color=ink, fontsize=8)

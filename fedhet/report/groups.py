@@ -308,7 +308,11 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
         )
     for name in sorted({group.headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.headline == name)
-        notes.append(f"The table is ordered by {column[0]}; the headline is {name} of {labels}.")
+        used, usual = (TEST_SETS.get(each, each) for each in (column[0], name))
+        notes.append(
+            f"Rows are ordered by the scores on the {used}. The pages of {labels} show the scores "
+            f"on the {usual} first; here, they are in the columns '{name} …'."
+        )
     return notes
 
 

@@ -21,8 +21,8 @@ SPECIAL = str.maketrans(
 DAGGER = SPECIAL[ord(MARK)]
 HEAD = "% \\usepackage{booktabs}\n"
 BEST, SECOND = r"\textbf{%s}", r"\underline{%s}"
-COSTS = ("bytes up", "bytes down")
-"""The columns of costs that a paper's table has; time depends on the machine."""
+MAX_COLUMNS = 6
+"""Number of columns that fit the width of a paper."""
 
 
 def escaped(text: str) -> str:
@@ -69,15 +69,38 @@ def _column(column: Sequence[Cell], sign: int, marked: Collection[int]) -> list[
 
 
 def comparison_latex(comparison: Comparison) -> str:
-    """Return a comparison's table, and that of the paired differences if there are any."""
-    found = comparison_cells(comparison)
-    scores = [" ".join(column) for column in comparison.columns] + ["tail", "worst client"]
-    headers = ("run", "data set", "n", *scores, "epsilon", *COSTS)
-    kept = Cells({h: found.columns[h] for h in headers if h in found.columns}, words=found.words)
+    """Return a comparison's table, and that of the paired differences if there are any.
+
+    The table has at most `MAX_COLUMNS` columns, since a paper is no wider: the label, the data set
+    if there are several, the headline score, epsilon if it is known, the worst client, the bytes,
+    and further scores as far as there is room. A comment names the columns that are omitted.
+    """
+    found = comparison_cells(comparison).columns
+    headline, *others = [" ".join(column) for column in comparison.columns]
+    about = (
+        ["run", "data set"] if len({group.dataset for group in comparison.groups}) > 1 else ["run"]
+    )
+    wanted = [
+        *about,
+        headline,
+        "epsilon",
+        "worst client",
+        "bytes up",
+        "bytes down",
+        *others,
+        "tail",
+    ]
+    chosen = [header for header in wanted if header in found][:MAX_COLUMNS]
+    kept = Cells({h: found[h] for h in found if h in chosen}, words=len(about))
+    omitted = [header for header in found if header not in (*chosen, "run", "data set")]
+    notes = f"% Omitted here, but in compare.json: {', '.join(omitted)}\n" if omitted else ""
     sign = -1 if comparison.metric.lower_is_better else 1
+    scores = [
+        header for header in (headline, *others, "tail", "worst client") if header in kept.columns
+    ]
     clear = {pair.group.label for pair in comparison.pairs if pair.last.clear}
     marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
-    parts = [HEAD, tabular(kept, dict.fromkeys(scores, sign), marked)]
+    parts = [HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
     if (paired := paired_cells(comparison)) is not None:
         parts.append(tabular(paired))
     return "\n".join(parts)

@@ -19,6 +19,7 @@ from fedhet.report.comparison import Comparison
 from fedhet.report.run import TEST_SETS, Run, load_run, lowest
 from fedhet.report.style import Drawing
 from fedhet.report.tables import (
+    Cells,
     away_lines,
     baseline_line,
     client_cells,
@@ -109,7 +110,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         groups=comparison.groups,
         datasets=sorted({group.dataset for group in comparison.groups}),
         hero=_lead(comparison),
-        table=comparison_cells(comparison),
+        table=_informative(comparison_cells(comparison)),
         paired=paired_cells(comparison),
         paired_basis=paired_legend(comparison),
         plots=[panel.chart() for panel in panels],
@@ -229,6 +230,17 @@ def _lead(comparison: Comparison) -> dict[str, str]:
     of = f"mean {comparison.metric.title} of {label}"
     what = f"{of}: {kind} models {_where(protocol)}, last round"
     return {"value": score(best.mean), "what": what, **rows}
+
+
+def _informative(cells: Cells) -> Cells:
+    """Return the table without the columns that are empty or repeat what the page's title says."""
+    kept = {
+        header: column
+        for header, column in cells.columns.items()
+        if {cell.text for cell in column} != {ABSENT}
+        and (header != "data set" or len({cell.text for cell in column}) > 1)
+    }
+    return Cells(kept, words=sum(header in ("run", "data set") for header in kept))
 
 
 def _settings(comparison: Comparison) -> tuple[dict[str, str], dict[str, list[str]]]:
