@@ -178,7 +178,7 @@ def test_a_clients_round_is_its_algorithm(tmp_path, method):
         np.testing.assert_allclose(parameter.detach(), personal[name].numpy(), rtol=1e-4, atol=1e-6)
 
 
-def slow_bayes(client, instruction, *, zeta, steps, noise):
+def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
     """Zhang et al., Algorithm 1, with draws of `noise`: steps of q on a batch, then Adam's of w."""
     own = {name: p.detach().double() for name, p in client.network.named_parameters()}
     kept = {k.removeprefix("scale/"): v for k, v in client.state.tensors.items()}
@@ -211,12 +211,12 @@ def slow_bayes(client, instruction, *, zeta, steps, noise):
         for key, (m, v) in moments.items():
             m, v = 0.9 * m + 0.1 * g[key], 0.999 * v + 0.001 * g[key] ** 2
             moments[key] = m, v
-            w[key] = w[key] - lr * (m / (1 - 0.9**epoch)) / ((v / (1 - 0.999**epoch)).sqrt() + 1e-8)
+            w[key] = w[key] - lr * (m / (1 - 0.9**epoch)) / ((v / (1 - 0.999**epoch)).sqrt() + eps)
     return q, w
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.25])
-def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, noise):
+def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, steady_adam, noise):
     """The second round: the personal ones stay with the client, the localised are the server's."""
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.ones(shape))
     bayes = {"pfedbayes.zeta": 3.0, "pfedbayes.steps": 2, "pfedbayes.noise": noise}
@@ -225,7 +225,7 @@ def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, n
     server.play(1)
     asked = server.ask(2)
     client, instruction = client_of(asked[0][0]), instruction_of(asked[0])
-    q, w = slow_bayes(client, instruction, zeta=3.0, steps=2, noise=noise)
+    q, w = slow_bayes(client, instruction, zeta=3.0, steps=2, noise=noise, eps=steady_adam)
     (_, result), *_ = server.answers(asked)
     reply, near = reply_of(result), {"rtol": 1e-3, "atol": 2e-5}
     for name, parameter in client.network.named_parameters():

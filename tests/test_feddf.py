@@ -63,7 +63,7 @@ class Slow:
         own = copy.deepcopy(student).eval()(self.x).detach().softmax(1)
         return float((target * (target / own).log()).sum(1).mean())
 
-    def students(self, name, average, epochs, lr):
+    def students(self, name, average, epochs, lr, eps):
         """The average, and the student after each epoch: a step of Adam at a cosine's rate."""
         student, teacher = self.model(name, average).train(), self.teacher()
         moments = {n: [torch.zeros_like(p)] * 2 for n, p in student.named_parameters()}
@@ -79,7 +79,7 @@ class Slow:
                 first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
                 moments[n] = [first, second]
                 m, v = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
-                p.data -= rate * m / (v.sqrt() + 1e-8)
+                p.data -= rate * m / (v.sqrt() + eps)
             found.append(copy.deepcopy(student))
         return found
 
@@ -115,9 +115,9 @@ def test_without_distillation_each_architecture_has_its_average(tmp_path):
 
 @pytest.mark.parametrize(
     ("lr", "closest"),
-    [(3e-3, {"mlp": 3, "cnn2": 3}), (6e-3, {"mlp": 0, "cnn2": 3}), (0.02, {"mlp": 0, "cnn2": 0})],
+    [(3e-3, {"mlp": 3, "cnn2": 3}), (8e-3, {"mlp": 0, "cnn2": 3}), (0.02, {"mlp": 0, "cnn2": 0})],
 )
-def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, lr, closest):
+def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr, closest):
     """A model is the closest to it of the average and of each epoch's student."""
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
@@ -125,13 +125,13 @@ def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, lr, closest
     server.strategy.aggregate_fit(1, answers, [])
     slow = Slow(server, replies)
     for name, average in slow.averages().items():
-        students = slow.students(name, average, 3, lr)
+        students = slow.students(name, average, 3, lr, steady_adam)
         epochs = min(range(4), key=lambda after: slow.divergence(students[after]))
         assert epochs == closest[name]
         wanted = students[epochs].state_dict()
         for key, value in server.strategy.models[name].items():
             moved = np.abs(wanted[key].numpy() - average[key]).max()
-            np.testing.assert_allclose(value, wanted[key], atol=0.02 * moved + 1e-6)
+            np.testing.assert_allclose(value, wanted[key], atol=1e-3 * moved + 1e-6)
     figures = server.strategy.state.record.method
     assert 0 < figures["distillation_loss"] < 10
 

@@ -77,6 +77,7 @@ def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, n
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.usefixtures("steady_adam")
 def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
     client = opened(tmp_path, **{"felo.alpha": alpha, "felo.feature-weight": 1.0})  # as printed
     own = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
@@ -89,19 +90,20 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
     trained, means, counts = transcription(client, 3, start, None if first else told, alpha)
     for name, tensor in trained.items():
         ours = client.models["private"].state_dict()[name]
-        np.testing.assert_allclose(ours, tensor, rtol=1e-3, atol=2e-4)
+        np.testing.assert_allclose(ours, tensor, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(answer.group("weights")[name], ours)
     assert answer.tensors["classes"].tolist() == sorted(means)
     for row, y in enumerate(answer.tensors["classes"].tolist()):
         np.testing.assert_allclose(
-            answer.tensors["features"][row], means[y][0], rtol=1e-2, atol=1e-3
+            answer.tensors["features"][row], means[y][0], rtol=1e-3, atol=1e-4
         )
-        np.testing.assert_allclose(answer.tensors["logits"][row], means[y][1], rtol=1e-2, atol=1e-3)
+        np.testing.assert_allclose(answer.tensors["logits"][row], means[y][1], rtol=1e-3, atol=1e-4)
         assert answer.tensors["counts"][row] == counts[y]
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 @pytest.mark.parametrize(("feature", "logit"), [(0.0, 2.0), (2.0, 0.0), (0.5, 1.0)])
+@pytest.mark.usefixtures("steady_adam")
 def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, logit):
     chosen = {"felo.feature-weight": feature, "felo.logit-weight": logit, "felo.feature-norm": norm}
     client = opened(tmp_path, **{"felo.alpha": 0.7, **chosen})
@@ -112,7 +114,7 @@ def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, 
     trained, _, _ = transcription(client, 3, start, told, 0.7, feature, logit, norm)
     for name, tensor in trained.items():
         ours = client.models["private"].state_dict()[name]
-        np.testing.assert_allclose(ours, tensor, rtol=1e-3, atol=3e-4)
+        np.testing.assert_allclose(ours, tensor, rtol=1e-4, atol=1e-5)
 
 
 def expected_average(clients, by_samples):

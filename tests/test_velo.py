@@ -379,6 +379,7 @@ def transcription(client, round, taught, count):
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.usefixtures("steady_adam")
 def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, count):
     changes = {"local_epochs": 2, "models": "mlp", "velo.samples-per-class": count}
     changes["velo.feature-weight"] = 1.0  # as printed
@@ -387,7 +388,7 @@ def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, cou
     client.train(3, Knowledge(taught))
     for name, expected in transcription(client, 3, taught, count).items():
         ours = client.models["private"].state_dict()[name]
-        np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4)
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
