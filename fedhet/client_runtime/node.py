@@ -13,6 +13,7 @@ from pydantic import Field
 
 from fedhet.config.resolve import Config
 from fedhet.data import ClientData, RunData, site_data
+from fedhet.disk.folder import expanded
 from fedhet.errors import SettingsError
 from fedhet.models import assign
 from fedhet.settings.assignment import training_of
@@ -166,5 +167,6 @@ def _assigned_model(run: RunSettings, partition: int) -> str:
 
 
 def _state_dir(given: str) -> Path:
-    fallback = Path.home() / ".local" / "state" / "fedhet"
-    return Path(given or os.environ.get(STATE_DIR_VARIABLE) or fallback)
+    named = given or os.environ.get(STATE_DIR_VARIABLE)
+    remedy = f"set node-config 'state-dir' or the environment variable {STATE_DIR_VARIABLE}"
+    return Path(named) if named else expanded("~/.local/state/fedhet", remedy)

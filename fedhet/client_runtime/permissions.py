@@ -14,6 +14,7 @@ from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.trust import DATASETS, code_named, is_named
 from fedhet.data.sources import SOURCES
 from fedhet.data.sources.base import Place
+from fedhet.disk.folder import expanded
 from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, build
@@ -81,7 +82,7 @@ def _may_read(path: str, site: NodeSettings) -> bool:
 
 
 def _resolved(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+    return expanded(path).resolve()
 
 
 def _allowed_models(site: NodeSettings) -> str:

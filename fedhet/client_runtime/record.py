@@ -20,7 +20,7 @@ from fedhet.data import RunData, Split
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.disk.bounded import read_json
-from fedhet.disk.folder import write_text
+from fedhet.disk.folder import expanded, write_text
 from fedhet.errors import StateError
 from fedhet.kinds import kind_of
 from fedhet.settings.run import PLACE
@@ -78,7 +78,7 @@ class ClientRecord(BaseModel):
             client=node.name,
             model=node.model,
             partition=node.partition,
-            folder=str(Path(node.folder).expanduser().resolve()) if node.folder else "",
+            folder=str(expanded(node.folder).resolve()) if node.folder else "",
             settings={name: value for name, value in values.items() if name not in PLACE},
             classes=list(samples.classes) or list(map(str, range(samples.info.classes))),
             space=samples.space.tolist(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -16,6 +15,7 @@ from fedhet.config.sources import from_flower
 from fedhet.config.values import Given, validated
 from fedhet.data import sources
 from fedhet.devices import compute_for
+from fedhet.disk.folder import expanded
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.kinds import KINDS, Shape, augmentation
 from fedhet.methods.registry import Method, all_methods
@@ -268,7 +268,7 @@ def absolute(config: Config) -> Config:
     """Return `config` with absolute data paths, for workers with another working directory."""
     table = config.run.data
     changes = {
-        "data_dir": str(Path(table.data_dir).expanduser().resolve()),
+        "data_dir": str(expanded(table.data_dir).resolve()),
         "dataset": sources.absolute(table.dataset, table),
         "public_dataset": sources.absolute(table.public_dataset, table),
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, stratified
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, nearest
 from fedhet.kinds import Shape
 from fedhet.seeding import numpy_rng
@@ -39,7 +40,7 @@ class Files:
 
 def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     """Read a tree as a dataset. Raises DataError for any fault of its folders and files."""
-    train_root, test_root = parts(Path(place).expanduser())
+    train_root, test_root = parts(expanded(place))
     for root in filter(None, (train_root, test_root)):
         refuse_unlabelled(
             root,

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, ModelError, SettingsError, reason_of
 
 VARIABLE = "FEDHET_ENCODERS"
@@ -43,7 +44,7 @@ def encoder_folder(name: str) -> str:
             f"encoder {name!r}: the environment variable {VARIABLE} must name the folder that "
             "holds the encoders' folders"
         )
-    folder = Path(home).expanduser() / name
+    folder = expanded(home) / name
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder (the encoder {name!r})")
     return str(folder)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import Shape
 
@@ -112,7 +113,8 @@ def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Pa
         line = f"{resolve(folder)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         key.update(os.fsencode(line))
     home = os.environ.get("FEDHET_CACHE_DIR") or "~/.cache/fedhet"
-    return Path(home).expanduser() / f"images-{key.hexdigest()}.npy"
+    remedy = "name a directory in the environment variable FEDHET_CACHE_DIR"
+    return expanded(home, remedy) / f"images-{key.hexdigest()}.npy"
 
 
 def _open(target: Path, count: int) -> Pixels | None:

@@ -31,6 +31,7 @@ from fedhet.data.spec import (
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TABLE, TEXT, Shape
 
@@ -51,7 +52,7 @@ def site_data(
     per line) lists the run's classes in order; it is needed only if a site lacks some of them.
     Samples without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
     """
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     if not root.is_dir():
         raise DataError(f"{root}: no such folder (the data of {name})")
     if classes < 2:

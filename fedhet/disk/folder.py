@@ -17,11 +17,26 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fedhet.errors import StateError, reason_of
+from fedhet.errors import SettingsError, StateError, reason_of
 
 _OPEN_FOLDERS = Path("/proc/self/fd")
 LEFT_BEHIND = 3600.0
 """Seconds after which a temporary file belongs to a writer that was killed."""
+
+
+def expanded(path: str | Path, remedy: str = "give an absolute path") -> Path:
+    """Return `path` with a leading `~` replaced by the home directory.
+
+    Only such a path needs a home directory, which a container's user may not have. Raises
+    SettingsError, with the `remedy`, if no home directory is known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SettingsError(
+            f"{path}: home directory not found, expected it in HOME or in the user database. "
+            f"Set HOME, or {remedy}."
+        ) from None
 
 
 class Folder:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from fedhet.data.encoders import encoder_folder
 from fedhet.data.sources.base import Source
 from fedhet.data.tokens import WORDS
+from fedhet.disk.folder import expanded
 from fedhet.errors import SettingsError, unknown_name
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.data import DataSettings
@@ -75,14 +76,14 @@ def paths_of(table: DataSettings) -> list[Path]:
     found = [_path(each, table)[0] for each in (table.dataset, table.public_dataset)]
     if table.tokenizer != WORDS:
         found.append(Path(encoder_folder(table.tokenizer)))
-    return [path.expanduser().resolve() for path in found if path is not None]
+    return [expanded(path).resolve() for path in found if path is not None]
 
 
 def absolute(dataset: str, table: DataSettings) -> str:
     """Return a dataset's name with an absolute path, for processes with another working folder."""
     name, colon, _ = dataset.partition(":")
     path, rest = _path(dataset, table)
-    return f"{name}:{path.expanduser().resolve()}{rest}" if colon and path else dataset
+    return f"{name}:{expanded(path).resolve()}{rest}" if colon and path else dataset
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:

@@ -14,6 +14,7 @@ import torch
 
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, numbered, refuse_more
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import SIGNAL
 
@@ -43,7 +44,7 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
 
     Raises DataError for any fault of the files.
     """
-    root = Path(place).expanduser()
+    root = expanded(place)
     names = _har_classes(root / "activity_labels.txt")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
@@ -90,7 +91,7 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     Windows follow each other, and gaps of a sensor are filled along a straight line. Raises
     DataError for any fault of the files.
     """
-    root = Path(place).expanduser()
+    root = expanded(place)
     root = root / "Protocol" if (root / "Protocol").is_dir() else root
     files = sorted(root.glob("subject*.dat"))
     if not files:

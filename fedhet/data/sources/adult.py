@@ -19,6 +19,7 @@ import torch
 from fedhet.data.rows import bytes_of, open_bounded
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered, refuse_more
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TABLE
 
@@ -39,7 +40,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     If they are missing and `download` is set, OpenML's copy is used and kept in DIR; a fixed third
     of it is the common test set.
     """
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     found = [_file(root, name) for name in ("adult.data", "adult.test")]
     if found[0] is not None and found[1] is not None:
         train, test = (_read_rows(path, spec) for path in found if path is not None)

@@ -24,6 +24,7 @@ from fedhet.data.sources.base import Place, Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
 from fedhet.data.tokens import shape_of_texts, tokenized
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError
 from fedhet.kinds import TEXT
 from fedhet.settings.data import DataSettings
@@ -67,7 +68,7 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     from flwr_datasets import FederatedDataset
 
     place = parse(name)
-    where = str(Path(place.path).expanduser().resolve()) if place.path else place.hub
+    where = str(expanded(place.path).resolve()) if place.path else place.hub
     subset = place.rest.removeprefix("@") or None
     if not (place.path or _NAME.fullmatch(place.hub)) or not _SUBSET.fullmatch(subset or "x"):
         raise DataError(f"data.dataset = 'hf:{name}': not a NAME or NAME@SUBSET of the Hub")
@@ -181,7 +182,7 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
 
 
 def _folder(path: str, table: DataSettings) -> Path | None:
-    return Path(path).expanduser() if path else None
+    return expanded(path) if path else None
 
 
 SOURCES = (

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedhet.data.npz import checked_labels
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, numbered, refuse_more
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape, text_shape
 
@@ -49,7 +50,7 @@ class Form:
 
 def read_leaf(place: str, spec: DataSpec, form: Form) -> Dataset:
     """Read DIR. Raises DataError for any fault of its files."""
-    root = Path(place).expanduser()
+    root = expanded(place)
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read(train, spec, form)
     test = _read(root / "test", spec, form)[1] if (root / "test").is_dir() else None

@@ -15,6 +15,7 @@ import torch
 from fedhet.data.npz import checked_labels, read_arrays
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError
 
 PARTS = ("train", "val", "test")
@@ -26,7 +27,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
 
     Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
     """
-    path = Path(file).expanduser()
+    path = expanded(file)
     hint = f"; a file of MedMNIST has {', '.join(ARRAYS)}"
     source = "; MedMNIST's are at https://medmnist.com, one for each dataset"
     arrays = read_arrays(path, ARRAYS, spec, hint=hint, source=source)

@@ -11,6 +11,7 @@ import torch
 from fedhet.data.npz import read_npz, same_form
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import IMAGE, TABLE, Kind
 
@@ -27,7 +28,7 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
             f"data.max-samples = {spec.max_samples}: must be 0 with "
             f"data.dataset = {spec.dataset!r}, whose files are whole clients"
         )
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
     splits = _read_all(files, spec, kind)
     common = None
@@ -48,7 +49,7 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
 
 def kind_of_clients(folder: str) -> Kind:
     """Return the kind of DIR/train/0.npz, rows x [N, F] or images; only its head is read."""
-    path = Path(folder).expanduser() / "train" / "0.npz"
+    path = expanded(folder) / "train" / "0.npz"
     try:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
             if np.lib.format.read_magic(x) != (1, 0):  # heads of later versions may be large

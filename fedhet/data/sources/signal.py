@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fedhet.data.npz import read_npz, read_owners, same_form
 from fedhet.data.sources.base import Source
 from fedhet.data.sources.npz import read_clients
 from fedhet.data.spec import Dataset, DataSpec
+from fedhet.disk.folder import expanded
 from fedhet.errors import SettingsError
 from fedhet.kinds import SIGNAL
 
@@ -17,7 +16,7 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
 
     `Dataset.groups` is set if `data.by` names an array of train.npz.
     """
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     path = root / "train.npz"
     if not path.exists():
         if spec.by:

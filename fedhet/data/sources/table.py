@@ -11,6 +11,7 @@ from pathlib import Path
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, numbered
 from fedhet.data.tables import ENDINGS, Cells, find_table, found_schema, owners, read_table
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TABLE
 
@@ -20,7 +21,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 
     Raises DataError for any fault of the files.
     """
-    path = Path(place).expanduser()
+    path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     first = path if path.is_file() else find_table(path, "train")

@@ -15,13 +15,14 @@ from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, numbered
 from fedhet.data.texts import TEXTS, class_names, find_rows, labelled
 from fedhet.data.tokens import shape_of_texts
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TEXT
 
 
 def read_texts(place: str, spec: DataSpec) -> Dataset:
     """Read PATH. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
-    path = Path(place).expanduser()
+    path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     train = path if path.is_file() else find_rows(path, "train")

@@ -11,6 +11,7 @@ import torch
 
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError
 from fedhet.settings.data import DataSettings
 
@@ -29,7 +30,7 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
     """Read the files, or download them if allowed: [N, C, H, W] uint8. Raises DataError."""
     import torchvision.datasets
 
-    root = os.path.abspath(os.path.expanduser(spec.data_dir))
+    root = os.path.abspath(expanded(spec.data_dir))
     source = getattr(torchvision.datasets, _CLASSES[spec.dataset][0])
     unreadable = (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
     try:
@@ -62,7 +63,7 @@ def _source(name: str) -> Source:
     kept = _CLASSES[name][1]
 
     def files(path: str, table: DataSettings) -> Path:
-        return Path(table.data_dir).expanduser() / kept
+        return expanded(table.data_dir) / kept
 
     return Source(name, "torchvision's images, in data.data-dir", read_torchvision, files=files)
 

@@ -19,6 +19,7 @@ from fedhet.data.images import decode
 from fedhet.data.npz import checked_labels
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import FIXED_SEED, Dataset, DataSpec, Split, numbered, refuse_more, stratified
+from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import Shape
 from fedhet.seeding import numpy_rng
@@ -49,7 +50,7 @@ class Form:
 
 def read_wilds(place: str, spec: DataSpec, form: Form) -> Dataset:
     """Read DIR. Raises DataError for any fault of its files."""
-    root = Path(place).expanduser()
+    root = expanded(place)
     table = _metadata(root / "metadata.csv", spec, form)
     labels = checked_labels(table[form.label].to_numpy(), root / "metadata.csv")
     parts = np.asarray(form.part(table))
