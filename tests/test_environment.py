@@ -1,6 +1,8 @@
 """The environment of processes that train."""
 
+import io
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -10,8 +12,13 @@ import pytest
 import yaml
 
 from fedhet.cli.jobs import fault_of, side_by_side
+from fedhet.client_runtime.node import _state_dir
+from fedhet.data.images import _cache_file
+from fedhet.disk.folder import expanded
 from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
 from fedhet.engines.ray.connection import environment
+from fedhet.errors import SettingsError
+from fedhet.runs.units import make_output_lenient
 
 ROOT = Path(__file__).parent.parent
 FAULTS = """
@@ -87,3 +94,69 @@ def test_what_is_inherited_is_as_before_afterwards(monkeypatch):
         assert (os.environ["FEDHET_A"], os.environ["FEDHET_B"]) == ("2", "3")
     assert os.environ["FEDHET_A"] == "1"
     assert "FEDHET_B" not in os.environ
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user without HOME and without an entry in the user database, as in many containers."""
+
+    def unknown(user):
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "FEDHET_STATE_DIR", "FEDHET_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_home_directory_is_needed_only_by_a_path_below_it(monkeypatch):
+    assert _state_dir("/srv/state") == Path("/srv/state")
+    assert expanded("/srv/~x") == Path("/srv/~x")
+    monkeypatch.setenv("FEDHET_STATE_DIR", "/srv/other")
+    assert _state_dir("") == Path("/srv/other")
+    monkeypatch.setenv("FEDHET_CACHE_DIR", "/srv/cache")
+    spec = type("Spec", (), {"image_size": 0})
+    assert _cache_file([], spec, None).parent == Path("/srv/cache")
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        (lambda: _state_dir(""), "set node-config 'state-dir' or .* FEDHET_STATE_DIR"),
+        (lambda: _cache_file([], type("Spec", (), {"image_size": 0}), None), "FEDHET_CACHE_DIR"),
+        (lambda: expanded("~/data"), "^~/data: home .* Set HOME, or give an absolute path"),
+        (lambda: expanded("~no-such-user/data"), "give an absolute path"),
+    ],
+)
+def test_without_a_home_directory_the_line_says_what_to_set(path, remedy):
+    with pytest.raises(SettingsError, match=remedy):
+        path()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "expected"),
+    [
+        ("ascii", "strict", b"0.5 +- 0.1... ? \\xff"),
+        ("ascii", "surrogateescape", b"0.5 +- 0.1... ? \\xff"),
+        ("cp1252", "strict", b"0.5 \xb1 0.1\x85 ? \\xff"),
+        ("latin-1", "strict", b"0.5 \xb1 0.1... ? \\xff"),
+        ("utf-8", "strict", "0.5 ± 0.1… ○ \\xff".encode()),
+        ("ascii", "ignore", b"0.5  0.1  "),
+    ],
+)
+def test_a_line_is_printed_in_every_encoding(monkeypatch, encoding, errors, expected):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors))
+    make_output_lenient()
+    sys.stdout.write("0.5 ± 0.1… ○ \udcff")
+    sys.stdout.flush()
+    assert written.getvalue() == expected
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "²", "wide"])
+def test_closed_streams_and_a_wrong_width_do_not_end_a_command(tmp_path, columns):
+    """The command opens a file: it must not get the number of a closed standard stream."""
+    command = f"{sys.executable} -m fedhet presets >&- 2>&- <&-"
+    environment = {**os.environ, "COLUMNS": columns, "LINES": columns}
+    assert subprocess.run(["sh", "-c", command], env=environment, check=False).returncode == 0

@@ -519,6 +519,158 @@ def test_an_own_model_that_does_not_run_gives_torchs_reason_in_one_line(own: str
     assert "\n" not in str(caught.value)
 
 
+STATES = """
+class Part(nn.Module):
+    def __init__(self, shape, prepare):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 6))
+        self.after = nn.Identity()
+        prepare(self)
+
+    def forward(self, x):
+        return self.after(self.net(x.to(self.net[1].weight.dtype))).float()
+
+class Extra(Part):
+    def get_extra_state(self):
+        return {"step": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+class Growing(Part):
+    def forward(self, x):
+        if self.training:
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+        return super().forward(x)
+
+def function(prepare, kind=Part):
+    return lambda shape, classes: (kind(shape, prepare), nn.Linear(6, classes))
+
+def buffer(make, kind=Part, **options):
+    return function(lambda part: part.register_buffer("mask", make(), **options), kind)
+
+def parameter(make):
+    return function(lambda part: setattr(part, "own", nn.Parameter(make())))
+
+def after(make):
+    return function(lambda part: setattr(part, "after", make()))
+
+def twice(part):
+    part.after = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    part.after[1].weight = part.after[0].weight
+
+infinite = buffer(lambda: torch.full((4,), float("-inf")))
+not_a_number = buffer(lambda: torch.full((4,), float("nan")))
+infinite_constant = buffer(lambda: torch.full((4,), float("-inf")), persistent=False)
+huge = buffer(lambda: torch.tensor(2**62))
+half_buffer = buffer(lambda: torch.ones(4).bfloat16())
+complex_buffer = buffer(lambda: torch.ones(4).to(torch.complex64))
+sparse = buffer(lambda: torch.eye(4).to_sparse())
+quantized = buffer(lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+elsewhere = buffer(lambda: torch.zeros(4, device="meta"))
+deep_shape = buffer(lambda: torch.zeros((1,) * 9))
+overlapping = buffer(lambda: torch.zeros(1).expand(4))
+scalar = buffer(lambda: torch.tensor(3))
+nothing = buffer(lambda: torch.zeros(0, 4))
+truth = buffer(lambda: torch.ones(4, dtype=torch.bool))
+bytes_ = buffer(lambda: torch.ones(4, dtype=torch.uint8))
+half = function(lambda part: part.bfloat16())
+single_half = function(lambda part: part.half())
+double = function(lambda part: part.double())
+
+def double_head(shape, classes):
+    return nn.Linear(shape[0], 6), nn.Linear(6, classes).double()
+
+broken = parameter(lambda: torch.full((3,), float("nan")))
+line_in_name = function(lambda part: part.register_buffer("a\\nb", torch.ones(1)))
+slash_in_name = function(lambda part: part.register_buffer("a/b", torch.ones(1)))
+frozen = function(lambda part: part.requires_grad_(False))
+lazy = after(lambda: nn.LazyLinear(6))
+unused_lazy = function(lambda part: setattr(part, "unused", nn.LazyLinear(6)))
+normed = after(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
+tied = function(twice)
+extra = function(lambda part: None, Extra)
+growing = function(lambda part: part.register_buffer("seen", torch.zeros(0)), Growing)
+one_layer = nn.Linear(5, 6)
+
+def scripted(shape, classes):
+    return torch.jit.script(nn.Linear(shape[0], 6)), nn.Linear(6, classes)
+
+def everywhere(shape, classes):
+    return one_layer, nn.Linear(6, classes)
+
+def all_frozen(shape, classes):
+    return nn.Flatten(), nn.Linear(shape[0], classes).requires_grad_(False)
+
+def unsteady(shape, classes):
+    widths.append(6 + len(widths))
+    return nn.Linear(shape[0], widths[-1]), nn.Linear(widths[-1], classes)
+
+widths = []
+"""
+WORKING = (
+    "infinite_constant scalar nothing truth bytes_ double slash_in_name frozen lazy normed tied"
+).split()
+"""Functions of STATES whose models can be trained, sent, saved, and restored."""
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of the module STATES."""
+    module_file(tmp_path, "fedhet_test_states", STATES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "fedhet_test_states"
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of its prototypes
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("infinite", "extractor.mask: must be finite and at most 1e+12 in magnitude, got -inf"),
+        ("not_a_number", "extractor.mask: must be finite and at most 1e+12 in magnitude, got nan"),
+        ("huge", "extractor.mask: must be finite and at most 1e+12 in magnitude, got 46116860184"),
+        ("half_buffer", "extractor.mask: unsupported type, expected a type that NumPy has, such"),
+        ("complex_buffer", "such as float32, got complex64"),
+        ("sparse", "extractor.mask: unsupported layout, expected a dense tensor, got a sparse_coo"),
+        ("quantized", "extractor.mask: unsupported layout, expected a dense tensor, got a quanti"),
+        ("elsewhere", "extractor.mask: unsupported device, expected cpu, got meta"),
+        ("deep_shape", "extractor.mask: unsupported shape, expected at most 8 dimensions, got 9"),
+        ("overlapping", "load_state_dict, with its own state dict, failed: RuntimeError: "),
+        (
+            "half",
+            "extractor.net.1.weight: unsupported type of a trained parameter, expected float3",
+        ),
+        ("single_half", "a trained parameter, expected float32, got float16. Keep parameters in"),
+        ("double_head", "classifier.weight: unsupported type of a trained parameter, expected fl"),
+        ("broken", "extractor.own: must be finite and at most 1e+12 in magnitude, got nan"),
+        ("line_in_name", "'extractor.a\\nb': unsupported name, expected printable text"),
+        ("unused_lazy", "extractor.unused.weight: never initialized, expected the forward pass"),
+        ("extra", "extractor._extra_state: unsupported entry of the state dict, expected a tensor"),
+        (
+            "growing",
+            "extractor.seen: changed by a training step, expected the same type and shape,",
+        ),
+        ("scripted", "register_forward_hook failed: RuntimeError: register_forward_hook is not"),
+        ("everywhere", "extractor.weight: shared by two models, expected new modules at each call"),
+        ("all_frozen", "nothing to train, expected a parameter with requires_grad=True, got 2"),
+        ("unsteady", "extractor.weight: changed by a second call of the function, expected the"),
+    ],
+)
+def test_a_state_that_cannot_be_sent_or_saved_is_refused_with_its_name(
+    states: str, function: str, message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        models.check(f"{states}:{function}", (5,), 3, any_model=False)
+    assert str(caught.value).startswith(f"model '{states}:{function}': ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", WORKING)
+def test_a_state_that_can_be_sent_and_saved_is_accepted(states: str, function: str) -> None:
+    models.check(f"{states}:{function}", (5,), 3, any_model=False)
+
+
 def test_an_own_module_that_fails_to_import_gives_the_real_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from fedhet.cli.use import export_command, predict_command
 from fedhet.cli.watch import sites_command, status_command, watch_command
 from fedhet.engines.ray.connection import is_starting
 from fedhet.errors import FedhetError, reason_of
+from fedhet.runs.units import make_output_lenient
 from fedhet.version import __version__
 
 app = typer.Typer(
@@ -79,6 +80,7 @@ def root(
 
 def main() -> None:
     """Run the command line; a user error ends it with a one-line message and status 2."""
+    make_output_lenient()
     try:
         app()
     except (FedhetError, OSError) as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +23,14 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
+"""Columns of the output if it is not a terminal and the environment variable COLUMNS is not set."""
 
-console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+for _name in ("COLUMNS", "LINES"):
+    # Rich would take 0 as a size, and fail on digits that are not ASCII.
+    if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
+        del os.environ[_name]
+_IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
+console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
 
 

@@ -169,4 +169,4 @@ def _assigned_model(run: RunSettings, partition: int) -> str:
 def _state_dir(given: str) -> Path:
     named = given or os.environ.get(STATE_DIR_VARIABLE)
     remedy = f"set node-config 'state-dir' or the environment variable {STATE_DIR_VARIABLE}"
-    return Path(named) if named else expanded("~/.local/state/fedhet", remedy)
+    return expanded(named or "~/.local/state/fedhet", remedy)

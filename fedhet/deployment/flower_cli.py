@@ -105,7 +105,8 @@ class Connection:
                 env=self.environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
             ) as stream,
         ):
             try:
@@ -162,7 +163,8 @@ class Connection:
                 cwd=self._nowhere,
                 env=self.environment(),
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 check=False,
             )
             if _UNREACHABLE not in done.stdout + done.stderr or time.monotonic() > end:
@@ -180,11 +182,14 @@ class Connection:
 
     def environment(self) -> dict[str, str]:
         """Return the environment for all of Flower's programs that are started here."""
+        programs = str(Path(sys.executable).parent)
         return {
             **os.environ,
             "FLWR_HOME": str(self.home.resolve()),
             "FLWR_TELEMETRY_ENABLED": "0",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+            # Their output is read here, and a site's log must not depend on the locale.
+            "PYTHONIOENCODING": "utf-8",
         }
 
 

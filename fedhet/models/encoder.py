@@ -113,4 +113,4 @@ def _loaded(name: str) -> nn.Module:
         raise ModelError(
             f"encoder {name!r}: {folder} cannot be loaded ({reason_of(error)})"
         ) from error
-    return network
+    return network.float()  # its file may hold half precision, which is not trained here

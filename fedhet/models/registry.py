@@ -31,6 +31,7 @@ from fedhet.models.timm import assemble_timm, check_timm, is_timm
 from fedhet.models.user_model import (
     assemble_user_model,
     call_user_model,
+    check_use,
     import_user_model,
     is_classifier,
     is_user_model,
@@ -220,7 +221,10 @@ def _shapes(
 ) -> dict[str, tuple[Shape, str]]:
     computes = is_user_model(name) or is_encoder(name) or is_timm(name)
     with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
-        state = _assemble(name, shape, classes, feature_dim).state_dict()
+        model = _assemble(name, shape, classes, feature_dim)
+        state = model.state_dict()
+        if is_user_model(name):
+            check_use(name, model, _assemble(name, shape, classes, feature_dim), shape)
     return {
         key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for key, tensor in state.items()

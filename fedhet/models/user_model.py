@@ -7,18 +7,23 @@ an object with `fit` and `predict`.
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedhet.data.encoders import is_encoder
 from fedhet.errors import ModelError, nearest, where_looked
-from fedhet.kinds import Shape
+from fedhet.kinds import Shape, kind_of
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.timm import is_timm
+from fedhet.wire.contract import MAX_MAGNITUDE
+from fedhet.wire.packing import DTYPES, MAX_RANK
 
 
 def is_user_model(name: str) -> bool:
@@ -51,7 +56,10 @@ def assemble_user_model(name: str, shape: Shape, classes: int, feature_dim: int 
     if is_classifier(made):
         raise ModelError(no_gradients(name))
     extractor, classifier = _halves(name, made)
+    whole = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
+    check_tensors(name, whole, is_built=False)  # of the wrong type, they would not run
     width = _checked_width(name, extractor, classifier, shape, classes)
+    check_tensors(name, whole)
     if feature_dim not in (None, width):
         if not isinstance(classifier, nn.Linear):
             raise ModelError(
@@ -85,6 +93,109 @@ def is_classifier(made: object) -> bool:
 def no_gradients(name: str) -> str:
     """Return the error message for a model that a gradient-based method cannot train."""
     return f"model '{name}' has no gradients, which this method trains by"
+
+
+def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
+    """Raise ModelError, with the tensor's name, if the model's state cannot be sent and saved.
+
+    Before its first forward pass (`is_built` is false), a model may have lazy parameters.
+    """
+    state = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in {**state, **parameters}.items():
+        if not key.isprintable():
+            raise ModelError(f"model '{name}': {key!r}: unsupported name, expected printable text")
+        # A server's class means, on which some methods train the classifier, are float32.
+        types = ("float32",) if key.startswith("classifier.") else ("float32", "float64")
+        fault = _fault_of(value, types if key in parameters else (), is_built=is_built)
+        if fault:
+            raise ModelError(f"model '{name}': {key}: {fault}")
+    if not any(each.requires_grad for each in parameters.values()):
+        raise ModelError(
+            f"model '{name}': nothing to train, expected a parameter with requires_grad=True, "
+            f"got {len(parameters)} parameters without"
+        )
+
+
+def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) -> str:
+    """Return the reason why an entry of a state dict cannot be sent and saved, or "".
+
+    `trained_types` are the types that a trained parameter may have; empty for a buffer.
+    """
+    if not isinstance(value, Tensor):
+        return f"unsupported entry of the state dict, expected a tensor, got {_type_of(value)}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if is_lazy(value):
+        fault = "never initialized, expected the forward pass to use it, got a lazy parameter"
+        return fault if is_built else ""
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        kind = "a quantized" if value.is_quantized else f"a {value.layout}".replace("torch.", "")
+        return f"unsupported layout, expected a dense tensor, got {kind} tensor of {dtype}"
+    if value.device.type != "cpu":
+        return f"unsupported device, expected cpu, got {value.device}. fedhet moves models itself."
+    if trained_types and value.requires_grad and dtype not in trained_types:
+        remedy = "Keep parameters in float32; 'engine.precision' computes in half precision."
+        return f"unsupported type of a trained parameter, expected float32, got {dtype}. {remedy}"
+    if dtype not in DTYPES:
+        return f"unsupported type, expected a type that NumPy has, such as float32, got {dtype}"
+    if value.ndim > MAX_RANK:
+        return f"unsupported shape, expected at most {MAX_RANK} dimensions, got {value.ndim}"
+    odd = value.detach()[~(value.detach().double().abs() <= MAX_MAGNITUDE)].view(-1)
+    if len(odd):
+        remedy = "" if trained_types else "; a constant may be a buffer with persistent=False"
+        return (
+            f"must be finite and at most {MAX_MAGNITUDE:g} in magnitude, got {odd[0].item()}"
+            f"{remedy}"
+        )
+    return ""
+
+
+def check_use(name: str, model: nn.Module, another: nn.Module, shape: Shape) -> None:
+    """Raise ModelError if a user's model cannot be copied, restored, and trained for one step.
+
+    The step is made on blank samples. `another` is the result of a second call of the user's
+    function: every client has its own model of the same layout. Neither is used afterwards.
+    """
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    samples = kind_of(tuple(shape)).blank(2, tuple(shape))
+    steps: dict[str, Callable[[], object]] = {
+        "copy.deepcopy": lambda: copy.deepcopy(model),
+        "load_state_dict, with its own state dict,": lambda: model.load_state_dict(before),
+        "register_forward_hook": lambda: [
+            part.register_forward_hook(lambda *_: None).remove() for part in model.modules()
+        ],
+        "a training step": lambda: model.train()(samples).sum().backward(),
+    }
+    for step, carry_out in steps.items():
+        try:
+            carry_out()
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ModelError(f"model '{name}': {step} failed: {reason}") from error
+    layout = _layout(before)
+    for changed, by in ((model, "a training step"), (another, "a second call of the function")):
+        found = _layout(changed.state_dict())
+        for key in [*layout, *(found.keys() - layout.keys())]:
+            if (was := layout.get(key, "none")) != (now := found.get(key, "none")):
+                raise ModelError(
+                    f"model '{name}': {key}: changed by {by}, expected the same type and shape, "
+                    f"got {now} after {was}"
+                )
+    first = {value.data_ptr() for value in model.parameters() if value.numel()}
+    for key, value in another.named_parameters():
+        if value.numel() and value.data_ptr() in first:
+            raise ModelError(
+                f"model '{name}': {key}: shared by two models, expected new modules at each call "
+                "of the function, got the same ones. Make them inside the function."
+            )
+
+
+def _layout(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the type and the shape of each tensor, as text."""
+    return {
+        key: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        for key, value in state.items()
+    }
 
 
 def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:

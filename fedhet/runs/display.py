@@ -14,7 +14,7 @@ from rich.console import Console
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.progress import Progress, State, accuracies_of
 from fedhet.runs.repeated import Repeated
-from fedhet.runs.units import plural, printable
+from fedhet.runs.units import make_output_lenient, plural, printable
 
 LINE_SECONDS = 10.0
 """Between two lines on a round that is under way."""
@@ -26,6 +26,7 @@ def display_on(console: Console, label: str = "") -> Iterator[Progress]:
 
     Lines, and the terminal's first one, begin with the label, if there is one.
     """
+    make_output_lenient()
     if in_notebook():
         yield notebook_display()
     elif console.is_terminal:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from fedhet.errors import SettingsError
+from fedhet.runs.units import make_output_lenient
 
 FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -46,6 +47,7 @@ def console_for(stream: TextIO | None = None) -> Console:
 
     Raises SettingsError for a form or a level that there is not.
     """
+    make_output_lenient()
     configure()
     out = stream or sys.stdout
     if _level() > logging.INFO:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import math
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -98,6 +102,50 @@ def shown_path(path: Path | None) -> str:
     """Return a path, from the working folder if it is in it."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
+
+
+_IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→": "->", "≥": ">=", "≤": "<="}
+
+
+def make_output_lenient() -> None:
+    """Let the standard streams replace characters that their encoding lacks.
+
+    A scheduler's log or a terminal may be limited to ASCII, and no run must end because a line
+    cannot be printed. A standard stream that is closed is opened as the null device, because
+    otherwise the next file to be opened would receive its output.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            mode = "w" if descriptor else "r"
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+            continue
+        strict = name != "stdin" and stream.errors in ("strict", "surrogateescape")
+        if strict and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_LENIENT)
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII text for the characters that could not be encoded.
+
+    A byte of a file name that is not UTF-8 is shown as a backslash escape, such as `\\xff`.
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    marks = error.object[error.start : error.end]
+    escaped = (
+        f"\\x{ord(mark) - 0xDC00:02x}" if "\udc80" <= mark <= "\udcff" else _IN_ASCII.get(mark, "?")
+        for mark in marks
+    )
+    return "".join(escaped), error.end
+
+
+_LENIENT = "fedhet.lenient"
+codecs.register_error(_LENIENT, _replacement)
 
 
 def plural(count: int, noun: str) -> str:
