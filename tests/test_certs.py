@@ -7,6 +7,7 @@ import ssl
 import threading
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from fedhet.cli import app
 from fedhet.deployment import certs
 from fedhet.errors import FedhetError, SettingsError
+from fedhet.settings.address import host_and_port, joined
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +115,86 @@ def test_a_foreign_authority_signs_for_itself(tmp_path):
     ("hosts", "nodes", "message"),
     [
         ([], ["../x"], r"'\.\./x' cannot name a node"),
-        (["höst"], [], "'höst' is neither an address"),
+        (["hö st"], [], "--host: expected a host name or an IP address alone.* got 'hö st'"),
     ],
 )
 def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
     with pytest.raises(FedhetError, match=message):
         certs.make(tmp_path, hosts, nodes, 30)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("fed.example.org", "DNS:fed.example.org"),
+        ("fed.example.org.", "DNS:fed.example.org"),
+        ("fl_server", "DNS:fl_server"),
+        ("*.example.org", "DNS:*.example.org"),
+        ("bücher.example", "DNS:xn--bcher-kva.example"),
+        ("10.0.0.7", "IP:10.0.0.7"),
+        ("fd00::2", "IP:fd00::2"),
+        ("[FD00:0::2]", "IP:fd00::2"),
+        ("", None),
+        (".", None),
+        ("fed.example.org:9092", None),
+        ("10.0.0.7:9092", None),
+        ("[fd00::2]:9092", None),
+        ("https://fed.example.org", None),
+        ("fed.example.org/x", None),
+        ("fed example", None),
+        (" fed.example.org", None),
+        ("fed..example", None),
+        ("-fed.example", None),
+        ("256.0.0.7", None),
+        ("10.0.7", None),
+        ("[10.0.0.7]", None),
+        ("[fed.example]", None),
+        ("*.10.0.0.7", None),
+        ("a.*.example", None),
+        ("me@fed.example", None),
+        ("fe80::1%eth0", None),
+        ("x" * 64, None),
+        ("a." * 130, None),
+    ],
+)
+def test_a_certificate_is_for_names_and_addresses_alone(host, expected):
+    if expected is None:
+        with pytest.raises(FedhetError, match=r"^--host: expected a(n address| host name)"):
+            certs._host(host)
+        return
+    name = certs._host(host)
+    assert f"{'DNS' if isinstance(name, x509.DNSName) else 'IP'}:{name.value}" == expected
+
+
+def test_nothing_is_written_for_a_wrong_host(tmp_path):
+    with pytest.raises(FedhetError, match="expected a host name"):
+        certs.make(tmp_path / "keys", ["https://fed.example.org"], ["site-0"], 30)
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("fed.example.org:8000", ("fed.example.org", 8000)),
+        ("fed.example.org.:1", ("fed.example.org", 1)),
+        ("fl_server:65535", ("fl_server", 65535)),
+        ("10.0.0.7:8000", ("10.0.0.7", 8000)),
+        ("[fd00::2]:8000", ("fd00::2", 8000)),
+        ("[fe80::1%eth0]:8000", ("fe80::1%eth0", 8000)),
+        *((text, None) for text in (
+            "", ":", ":8000", "fed.example.org", "fed.example.org:", "fd00::2:8000", "fd00::2",
+            "fed:0", "fed:65536", "fed:٣", "fed: 1", "fed:+1", "https://fed:8000", "fed:8000/",
+            "fe d:1", "[fed]:1", "a:b:1", "fed:8000 ",
+        )),
+    ],
+)  # fmt: skip
+def test_host_and_port_everywhere(given, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match=r"expected (HOST:PORT|a host name)"):
+            host_and_port(given)
+        return
+    assert host_and_port(given) == expected
+    assert host_and_port(joined(*expected)) == expected
 
 
 def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path):

@@ -1,14 +1,17 @@
 """What Flower's command line says, as a person gets to read it."""
 
+import contextlib
 import socket
+import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from fedhet.config.resolve import resolve
 from fedhet.deployment import flower_cli as connection
-from fedhet.deployment.certs import make_node_key
+from fedhet.deployment.certs import make, make_node_key
 from fedhet.deployment.flower_cli import Connection, readable, submit
 from fedhet.errors import FedhetError
 
@@ -104,7 +107,8 @@ def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, 
     project.parent.mkdir(exist_ok=True)
     project.write_text(PROJECT.replace("NAME", connection.CONNECTION))
     make_node_key(tmp_path / "site-0")
-    (tmp_path / "ca.crt").write_text("a certificate")
+    make(tmp_path / "keys", [], [], 30)
+    (tmp_path / "keys" / "ca.crt").rename(tmp_path / "ca.crt")
     opened = Connection(Path("home"), "127.0.0.1:9", Path("ca.crt"))
     opened.prepare()
     configured = (tmp_path / "home" / "config.toml").read_text()
@@ -119,9 +123,64 @@ def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, 
 def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
     sent = []
     monkeypatch.setattr(Connection, "flwr", lambda self, *words: sent.append(words))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        Connection(tmp_path, address, Path("ca.crt")).require_answer()
+    make(tmp_path / "keys", [], [], 30)
+    authority = tmp_path / "keys" / "ca.crt"
+    with listening(tmp_path / "keys") as address:
+        Connection(tmp_path, address, authority).require_answer()
     with pytest.raises(FedhetError, match=f"no server answers at {address}"):
-        submit(resolve({"method": "local"}), Connection(tmp_path, address, Path("ca.crt")), print)
+        submit(resolve({"method": "local"}), Connection(tmp_path, address, authority), print)
     assert sent == []
+
+
+@contextlib.contextmanager
+def listening(keys):
+    """A server with the TLS certificate in a directory, or without TLS; yields its address."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connected = server.accept()[0]
+                with contextlib.suppress(OSError):
+                    secured = tls and tls.wrap_socket(connected, server_side=True)
+                    (secured or connected).sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connected.close()
+
+    tls = keys and ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if keys:
+        tls.load_cert_chain(keys / "server.pem", keys / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_path, call):
+    """Flower's command line would print a JSON object."""
+    monkeypatch.setattr(Connection, "flwr", lambda self, *words: pytest.fail("it was called"))
+    for name in ("one", "other"):
+        make(tmp_path / name, [], ["site-0"], 30)
+    key, ca = tmp_path / "one/nodes/site-0", tmp_path / "one/ca.crt"
+    words = {}
+    with listening(tmp_path / "one") as address, listening(None) as plain:
+        for what, server, file, given in (
+            ("other authority", address, tmp_path / "other/ca.crt", f"{key}.pub"),
+            ("no certificate", address, tmp_path / "one/ca.key", f"{key}.pub"),
+            ("private key", address, ca, key),
+            ("no TLS", plain, ca, f"{key}.pub"),
+            ("no port", "https://127.0.0.1", ca, f"{key}.pub"),
+        ):
+            status, _, words[what] = call("register", given, "--server", server, "--ca", file)
+            assert status == 2
+            assert words[what].count("\n") == 1
+    assert "certificate refused" in words["other authority"]
+    assert "cannot read the certificate" in words["no certificate"]
+    assert "cannot be read as a public key" in words["private key"]
+    assert "no TLS" in words["no TLS"]
+    assert "expected HOST:PORT" in words["no port"]
+
+
+def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):
+    done = subprocess.CompletedProcess([], 1, '{"success": false, "error-message": "No\\nrun"}', "")
+    monkeypatch.setattr(connection.subprocess, "run", lambda *words, **options: done)
+    with pytest.raises(FedhetError, match=r"^`flwr list` failed: No run$"):
+        Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")

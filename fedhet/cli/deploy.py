@@ -61,7 +61,6 @@ def register_command(
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
     with connected(server, ca) as connection:
-        connection.require_answer()
         for key in keys:
             known = name or key.name.removesuffix(".pub")
             if connection.register(key, known):
@@ -103,6 +102,7 @@ def connected(server: str, ca: Path) -> Iterator[Connection]:
     with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
         connection = Connection(Path(home), server, ca)
         connection.prepare()
+        connection.require_answer()
         yield connection
 
 

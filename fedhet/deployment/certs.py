@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.units import plural
+from fedhet.settings.address import read_host
 from fedhet.wire.identity import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -45,13 +46,16 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
     included. Existing files are kept. Raises FedhetError if they do not match.
     """
     _check_names(nodes)
+    names = list(dict.fromkeys(_host(host) for host in (*LOCAL_HOSTS, *hosts)))
     written: list[Path] = []
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (directory / CA_CERTIFICATE).exists():
             written += _make_authority(directory, max(days, AUTHORITY_DAYS))
         if not (directory / SERVER_CERTIFICATE).exists():
-            written += _make_server(directory, [*LOCAL_HOSTS, *hosts], days)
+            certificate, key = _signed(directory, names, days)
+            place = directory / SERVER_CERTIFICATE, directory / SERVER_KEY
+            written += _write_pair(place[0], certificate, place[1], key)
         elif hosts:
             raise FedhetError(
                 f"{directory / SERVER_CERTIFICATE} exists and is kept: remove it to have one made "
@@ -154,11 +158,6 @@ def _make_authority(directory: Path, days: int) -> list[Path]:
     return _write_pair(directory / CA_CERTIFICATE, certificate, directory / CA_KEY, key)
 
 
-def _make_server(directory: Path, hosts: Iterable[str], days: int) -> list[Path]:
-    certificate, key = _signed(directory, [_host(host) for host in dict.fromkeys(hosts)], days)
-    return _write_pair(directory / SERVER_CERTIFICATE, certificate, directory / SERVER_KEY, key)
-
-
 def _signed(
     directory: Path, hosts: Sequence[x509.GeneralName], days: int
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -210,14 +209,19 @@ def _read_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurve
 
 
 def _host(host: str) -> x509.GeneralName:
+    """Return a host as a name in a certificate; `*.` may begin a name. Raises FedhetError."""
+    start = "*." if host.startswith("*.") else ""
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(host)
+        name = read_host(host.removeprefix(start))
     except ValueError as error:
-        raise FedhetError(f"'{host}' is neither an address nor a host's name: {error}") from None
+        raise FedhetError(f"--host: {error}") from None
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return x509.DNSName(start + name)
+    if start or "%" in name:
+        raise FedhetError(f"--host: expected an address without '*.' and zone, got {host!r}")
+    return x509.IPAddress(address)
 
 
 def _check_names(nodes: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedhet.deployment import certs
 from fedhet.errors import FedhetError, one_line, reason_of
 from fedhet.runs.units import human_bytes, plural
+from fedhet.settings.address import host_and_port
 
 Level = Literal["ok", "warning", "error"]
 LEAST_MEMORY, LEAST_DISK = 2 * 2**30, 2 * 2**30
@@ -213,16 +214,17 @@ def _mode(path: Path) -> Iterator[Finding]:
 
 
 def _answer(address: str, authority: Path) -> Iterator[Finding]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        yield error("server", f"'{address}' is not HOST:PORT")
+    try:
+        host, port = host_and_port(address)
+    except ValueError as fault:
+        yield error("server", str(fault))
         return
     if not authority.is_file():
         yield error("server", f"{authority}: no such file; it must be the CA's certificate")
         return
     try:
         context = ssl.create_default_context(cafile=str(authority))
-        connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
+        connection = http.client.HTTPSConnection(host, port, timeout=10, context=context)
         connection.request("GET", "/")
         answer = connection.getresponse()
     except ssl.SSLCertVerificationError as fault:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
-from fedhet.errors import FedhetError
+from fedhet.deployment.certs import read_certificate
+from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.logs import message_of
+from fedhet.settings.address import host_and_port, joined
 from fedhet.settings.schema import nest
 from fedhet.version import __version__
 
@@ -52,14 +57,25 @@ class Connection:
     authority: Path
     """The certificate of the CA that signed the server's certificate."""
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The host and the port of the server. Raises FedhetError."""
+        try:
+            return host_and_port(self.address)
+        except ValueError as error:
+            raise FedhetError(f"server: {error}") from None
+
     def prepare(self) -> None:
-        """Write the connection to the configuration of Flower's command line."""
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise FedhetError(f"the server '{self.address}' is not HOST:PORT")
+        """Write the connection to the configuration of Flower's command line.
+
+        Raises FedhetError for an address that is not HOST:PORT, and for a file without the
+        certificate of a CA.
+        """
+        address = joined(*self.place)
         if not self.authority.is_file():
             raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
-        connection = {"address": self.address, "root-certificates": str(self.authority.resolve())}
+        read_certificate(self.authority)
+        connection = {"address": address, "root-certificates": str(self.authority.resolve())}
         _write_toml(
             self.home / "config.toml",
             {"superlink": {"default": CONNECTION, CONNECTION: connection}},
@@ -73,6 +89,13 @@ class Connection:
         `name` is the client's, by default the file's stem; each key has its own.
         """
         named = name or public_key.name.removesuffix(".pub")
+        try:
+            load_ssh_public_key(public_key.read_bytes())
+        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            raise FedhetError(
+                f"{public_key}: cannot be read as a public key ({reason_of(error)}), expected the "
+                "file NAME.pub of `fedhet certs DIR --key NAME`"
+            ) from None
         try:
             self.flwr("supernode", "register", public_key, CONNECTION, "--name", named)
         except FedhetError as error:
@@ -140,16 +163,31 @@ class Connection:
             thread.join()
 
     def require_answer(self) -> None:
-        """Raise FedhetError if nothing listens at the server's address."""
-        if not self.answers():
+        """Raise FedhetError if no server listens at the address, or its certificate is refused."""
+        context = ssl.create_default_context(cafile=str(self.authority))
+        try:
+            with socket.create_connection(self.place, 5.0) as plain:
+                context.wrap_socket(plain, server_hostname=self.place[0]).close()
+        except ssl.SSLCertVerificationError as error:
+            raise FedhetError(
+                f"server {self.address}: certificate refused ({error.verify_message}), expected a "
+                f"certificate for {self.place[0]} signed by the CA of {self.authority}. Give the "
+                "server's own CA certificate, and an address for which `fedhet certs --host` made "
+                "the server's."
+            ) from None
+        except ssl.SSLError as error:
+            raise FedhetError(
+                f"server {self.address}: no TLS ({error.reason}), expected the port of Flower's "
+                "control API with TLS"
+            ) from None
+        except OSError:
             raise FedhetError(
                 f"no server answers at {self.address}: is it running, and is the port forwarded?"
-            )
+            ) from None
 
     def answers(self) -> bool:
         """Return whether something listens at the server's address."""
-        host, _, port = self.address.rpartition(":")
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5.0):
+        with contextlib.suppress(OSError), socket.create_connection(self.place, 5.0):
             return True
         return False
 
@@ -171,7 +209,8 @@ class Connection:
                 break
             time.sleep(1.0)
         if done.returncode != 0 or '"success": false' in done.stdout:
-            output = " ".join(_FRAME.sub(" ", _COLOUR.sub("", done.stdout + done.stderr)).split())
+            text = _FRAME.sub(" ", _COLOUR.sub("", _message_in(done.stdout) + done.stderr))
+            output = " ".join(text.split())
             raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {output[-500:]}")
         return done.stdout
 
@@ -191,6 +230,16 @@ class Connection:
             # Their output is read here, and a site's log must not depend on the locale.
             "PYTHONIOENCODING": "utf-8",
         }
+
+
+def _message_in(output: str) -> str:
+    """Return the error message of Flower's JSON output; other output is returned unchanged."""
+    try:
+        found = json.loads(output)
+    except ValueError:
+        return output
+    messages = [v for k, v in found.items() if "message" in k] if isinstance(found, dict) else []
+    return f"{messages[0]} " if messages else output
 
 
 def readable(lines: Iterable[str]) -> Iterator[str]:
