@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
 
+from fedhet.cli.listing import listings
 from fedhet.errors import SettingsError, StateError
 from fedhet.report import (
     compare,
@@ -31,7 +32,8 @@ from fedhet.report import (
 )
 from fedhet.report.figures import drawings
 from fedhet.report.style import told_apart
-from fedhet.report.tables import comparison_cells
+from fedhet.report.tables import Cell, Cells, comparison_cells
+from fedhet.report.terminal import Blocks
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method", "client-curves"}
@@ -761,3 +763,35 @@ def test_a_deployments_page_says_how_many_clients_never_took_part(tmp_path: Path
     assert line in Page(write_report(path)).text
     (path / "run.json").write_text("{}")
     assert "never took part" not in Page(write_report(path)).text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, *range(125, 150), 200])
+def test_no_name_and_no_number_is_lost_whatever_the_width(width):
+    """The names are of letters that nothing else has, the numbers of digits."""
+    names, texts = ["a" * 30, "b" * 30], ["C" * 30, "D" * 30]
+    columns = {"e": [Cell(name) for name in names], "f": [Cell(text) for text in texts]}
+    columns |= {f"x{n} y": [Cell(f"0.{n:03d}1"), Cell(f"0.{n:03d}2")] for n in range(13)}
+    file = io.StringIO()
+    Console(width=width, file=file).print(Blocks(Cells(columns, words=2), "title"))
+    text = file.getvalue()
+    for name in (*names, *texts):
+        assert text.count(name[0]) >= 30
+        assert text.count(name[0]) % 30 == 0
+    for n in range(13):
+        assert f"0.{n:03d}1" in text
+        assert f"0.{n:03d}2" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 80, 140, 1000])
+@pytest.mark.parametrize("classes", [1, 62, 300])
+def test_a_partition_of_many_classes_shows_all_of_them(width, classes):
+    headers = ["client", "samples", *(f"class-{n}" for n in range(classes))]
+    rows = [[f"client-{k}", f"62{k}", *(f"{k + 1}{n:04d}" for n in range(classes))] for k in (0, 1)]
+    file = io.StringIO()
+    for table in listings(headers, rows, 2, width):
+        Console(width=width, file=file).print(table)
+    words = file.getvalue().split()
+    assert {*headers, *rows[0], *rows[1]} == {*words}
+    assert words.count("client-0") == words.count("620") == words.count("client")
+    assert max(map(len, file.getvalue().splitlines())) <= width

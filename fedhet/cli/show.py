@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhet.cli import completion
-from fedhet.cli.listing import listing
+from fedhet.cli.listing import listing, listings
 from fedhet.cli.options import console, loading, with_settings
 from fedhet.config.reference import (
     FIELD_COLUMNS,
@@ -166,4 +166,6 @@ def partition_command(values: dict[str, object]) -> None:
         [client, str(sum(row)), *(str(n) if n else "·" for n in row)]
         for client, row in data.label_counts().items()
     ]
-    console.print(listing("client", "samples", *data.dataset.classes, rows=rows))
+    headers = ("client", "samples", *data.dataset.classes)
+    for table in listings(headers, rows, 2, console.width):
+        console.print(table)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +34,8 @@ from fedhet.runs.units import printable
 WHOLE = 30
 """Maximum number of clients listed in full; beyond, only the best and the worst."""
 ENDS = 5
+LEAST_TEXT = 14
+"""Columns of the terminal that a column of text has at least, if its texts are that long."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Blocks:
         """Yield as many tables as it takes, each with the columns that are text."""
         blocks = list(self._blocks(console, options))
         for number, block in enumerate(blocks):
-            table = self._table(block)
+            table = self._table(block, options.max_width)
             if number == 0:
                 table.title = Text(self.title)
             yield table
@@ -63,27 +66,36 @@ class Blocks:
         words, columns = list(range(self.cells.words)), len(self.cells.columns)
         block = words[:]
         for number in range(self.cells.words, columns):
-            wider = self._table([*block, number])
-            width = console.measure(wider, options=options.update(width=10_000)).minimum
+            wider = self._table([*block, number], options.max_width)
+            width = console.measure(wider, options=options.update(width=10_000)).maximum
             if block != words and width > options.max_width:
                 yield block
                 block = words[:]
             block = [*block, number]
         yield block
 
-    def _table(self, columns: Sequence[int]) -> Table:
-        """Return a table of some columns: those of text may wrap, numbers are right-aligned."""
+    def _table(self, columns: Sequence[int], width: int) -> Table:
+        """Build a table of the given columns; text columns may wrap, numbers are right-aligned.
+
+        The width of each text column is fixed, because Rich would otherwise shrink it to nothing in
+        favor of the numbers. Text columns take at most half of `width`.
+        """
         cells, every = self.cells, list(self.cells.columns.items())
+        widths = [
+            max(map(cell_len, (header, *(printable(cell.text) for cell in column))))
+            for header, column in every[: cells.words]
+        ]
+        while sum(widths) > width // 2 and max(widths, default=0) > LEAST_TEXT:
+            widths[widths.index(max(widths))] -= 1
         table = Table(
             title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
             collapse_padding=True, pad_edge=False,
         )  # fmt: skip
         for number in columns:
-            header, column = every[number]
+            header = every[number][0]
             foot = Text("\n".join(row[number] for row in cells.foot))
             if number < cells.words:
-                longest = max((len(cell.text) for cell in column), default=1)
-                table.add_column(Text(header), foot, overflow="fold", min_width=min(longest, 14))
+                table.add_column(Text(header), foot, overflow="fold", width=widths[number])
             else:
                 stacked = Text(header.replace(" ", "\n", 1), justify="right")
                 table.add_column(stacked, foot, justify="right", no_wrap=True)
