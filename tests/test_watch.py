@@ -234,3 +234,28 @@ def test_runs_are_filtered_selected_and_compared(runs, browser):  # noqa: F811
         assert "Comparison" in tab.inner_text("h1")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
         tab.close()
+
+
+def test_a_run_whose_name_is_not_utf_8_is_listed_compared_and_reported(tmp_path, call):
+    """A directory's name is bytes, and may come from a system with another encoding."""
+    for name in (b"r\xff", b"s\xe9t"):
+        os.rename(make(tmp_path / "run"), os.fsencode(tmp_path) + b"/" + name)
+    pages = watch.Pages(tmp_path)
+    assert sorted(pages._runs()) == ["r\\xff", "s\\xe9t"]
+    pages.page("/", {})[0].encode()
+    for page in ("/run/r\\xff", "/status/s\\xe9t"):
+        pages.page(page, {})[0].encode("utf-8", "replace")
+    pages.page("/compare", {"run": ["r\\xff", "s\\xe9t"]})[0].encode()
+    single = watch.Pages(tmp_path / "r\udcff")
+    assert single.page("/", {})[0]
+    out = tmp_path / "compare"
+    for words in (
+        ("compare", tmp_path / "r\udcff", tmp_path / "s\udce9t", "--out", out, "--csv", "--latex"),
+        ("report", tmp_path / "r\udcff"),
+        ("status", tmp_path / "r\udcff"),
+    ):
+        status, _, err = call(*words)
+        assert (status, err) == (0, "")
+    assert "r\\xff" in json.dumps(json.loads((out / "compare.json").read_text())).replace(
+        "\\\\", "\\"
+    )

@@ -40,6 +40,7 @@ from fedhet.report.tables import (
     plain,
 )
 from fedhet.report.tidy import comparison_frame
+from fedhet.runs.units import path_text
 
 
 def compare(
@@ -200,7 +201,7 @@ def _group_dict(group: Group, comparison: Comparison) -> dict[str, object]:
     return {
         "label": group.label, "method": group.method, "dataset": group.dataset,
         "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
-        "finished": group.finished, "runs": [str(run.path) for run in group.runs],
+        "finished": group.finished, "runs": [path_text(run.path) for run in group.runs],
         "settings": dict(group.settings),
         comparison.metric.name: _scores(group, comparison.columns),
         **{cost: asdict(group.total(cost)) for cost in COSTS},

@@ -14,7 +14,7 @@ from fedhet.errors import SettingsError, StateError, nearest
 from fedhet.report.frames import over_seeds
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.records import KINDS, NAN
-from fedhet.runs.units import position
+from fedhet.runs.units import path_text, position
 from fedhet.settings.run import where_it_ran
 from fedhet.settings.text import as_text
 
@@ -217,7 +217,9 @@ def _finished(runs: list[Run], notes: list[str]) -> list[Run]:
     for run in runs:
         if not run.finished:
             fate = "left out" if whole else "its last round so far is shown, marked *"
-            notes.append(f"{run.path}: unfinished, {run.done} of {run.planned} rounds; {fate}")
+            notes.append(
+                f"{path_text(run.path)}: unfinished, {run.done} of {run.planned} rounds; {fate}"
+            )
     return whole or runs
 
 
@@ -226,7 +228,8 @@ def _one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     best: dict[int | None, Run] = {}
     for run in sorted(runs, key=lambda run: (run.done, _written(run))):
         if run.seed in best:
-            notes.append(f"{best[run.seed].path}: left out, {run.path} has the same seed")
+            shorter, kept = path_text(best[run.seed].path), path_text(run.path)
+            notes.append(f"{shorter}: left out, {kept} has the same seed")
         best[run.seed] = run
     return sorted(best.values(), key=lambda run: -1 if run.seed is None else run.seed)
 

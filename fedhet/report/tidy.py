@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from fedhet.report.comparison import Comparison
+from fedhet.runs.units import path_text
 
 
 def comparison_frame(comparison: Comparison) -> pd.DataFrame:
@@ -21,7 +22,7 @@ def comparison_frame(comparison: Comparison) -> pd.DataFrame:
             "mean": score.mean, "std": score.std, "worst": score.worst,
             "tail": run.tail(protocol, kind).mean,
             "bytes_up": run.totals["bytes_up"], "bytes_down": run.totals["bytes_down"],
-            "seconds": run.totals["seconds"], "directory": str(run.path),
+            "seconds": run.totals["seconds"], "directory": path_text(run.path),
         }
         for group in comparison.groups
         for run in group.runs

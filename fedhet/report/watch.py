@@ -26,7 +26,7 @@ from fedhet.report.run import Run, load_run
 from fedhet.runs.files import BASELINE
 from fedhet.runs.records import NAN
 from fedhet.runs.status import Status, read_status
-from fedhet.runs.units import natural
+from fedhet.runs.units import natural, path_text
 
 HOST = "127.0.0.1"
 Version = tuple[int, ...]
@@ -103,15 +103,15 @@ class Pages:
             return self._run(name), "text/html"
         if head:
             raise KeyError(path)
-        page = self._run(self._folder.resolve().name) if self.single else self._list()
+        page = self._run(*self._runs()) if self.single else self._list()
         return page, "text/html"
 
     def _runs(self) -> dict[str, Path]:
-        """Return the runs that are there now, by their names in links."""
+        """Return the runs that exist now, by the names that the pages show and link."""
         if self.single:
-            return {self._folder.resolve().name: self._folder}
+            return {path_text(Path(self._folder.resolve().name)): self._folder}
         found = runs_below(self._folder)
-        return {str(path.relative_to(self._folder)): path for path in found}
+        return {path_text(path.relative_to(self._folder)): path for path in found}
 
     def _run(self, name: str) -> str:
         path = self._runs()[name]
@@ -130,7 +130,7 @@ class Pages:
         runs = [_listed(name, path) for name, path in self._runs().items()]
         runs.sort(key=lambda run: natural(run.name))
         runs.sort(key=lambda run: run.started, reverse=True)
-        title = f"Runs in {self._folder.name or self._folder}/"
+        title = f"Runs in {path_text(Path(self._folder.name or self._folder))}/"
         return render("runs.html", title=title, runs=runs)
 
 

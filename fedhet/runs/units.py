@@ -104,6 +104,11 @@ def shown_path(path: Path | None) -> str:
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 
 
+def path_text(path: Path) -> str:
+    """Return a path as text, with escapes such as `\\xff` for bytes that are not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 _IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→": "->", "≥": ">=", "≤": "<="}
 
 
