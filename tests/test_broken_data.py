@@ -316,7 +316,7 @@ def test_a_class_that_cannot_be_shown(tmp_path, name):
     root = tree(tmp_path / "tree")
     os.rename(os.fsencode(root / "cat"), os.fsencode(root) + b"/" + name)
     message = fault(lambda: RunData(folder(root)).validate())
-    assert "a folder names its class, in printable characters of UTF-8" in message
+    assert "a directory names its class, in printable characters of UTF-8" in message
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\u202eb", "a\x00b"])

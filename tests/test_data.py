@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, dataset_names, images, load, site_data
-from fedhet.data.class_folders import class_folders, listing
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
@@ -487,7 +486,7 @@ def test_tree_without_parts_has_no_common_test_set(tmp_path: Path) -> None:
 
 def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
-    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    files = sorted(map(str, root.glob("*/*")))
     first = images.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     made = cached.stat().st_mtime_ns
@@ -502,7 +501,7 @@ def test_cache_is_written_once_and_mapped(tmp_path: Path, cache_dir: Path) -> No
 
 def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path) -> None:
     root = write_images(tmp_path / "tree")
-    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    files = sorted(map(str, root.glob("*/*")))
     images.decode(files, DataSpec())
     (cached,) = cache_dir.glob("*.npy")
     cached.write_bytes(cached.read_bytes()[:-10])
@@ -514,7 +513,7 @@ def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path)
 
 def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path / "tree", each=40)
-    files, _ = listing(root, class_folders(root), images.IMAGES.endings)
+    files = sorted(map(str, root.glob("*/*")))
     built, write = [], images._write
 
     def counted(*args: Any, **named: Any) -> None:
@@ -552,7 +551,7 @@ def test_grey_trees_stay_grey_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
     data = load(DataSpec(dataset=f"imagefolder:{mixed}"))
     assert data.train.x[-1, :, 0, 0].tolist() == [1, 2, 3]
     deep = write_images(tmp_path / "deep", mode="I;16")
-    assert "more than 8 bits a channel" in fault(DataSpec(dataset=f"imagefolder:{deep}"))
+    assert load(DataSpec(dataset=f"imagefolder:{deep}")).shape == (1, 5, 6)
 
 
 def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
@@ -575,7 +574,7 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
 
 def test_tree_faults(tmp_path: Path) -> None:
     absent = DataSpec(dataset=f"imagefolder:{tmp_path / 'absent'}")
-    assert fault(absent) == f"{tmp_path / 'absent'}: no such folder"
+    assert fault(absent) == f"{tmp_path / 'absent'}: no such directory"
     (tmp_path / "empty").mkdir()
     assert "has no folders" in fault(absent.but(dataset=f"imagefolder:{tmp_path / 'empty'}"))
     root = tmp_path / "tree"
@@ -586,7 +585,8 @@ def test_tree_faults(tmp_path: Path) -> None:
         f"{root / 'test' / 'dogs'}: not a class of the training set; did you mean 'dog'?"
     )
     (root / "train" / "elk").mkdir()
-    assert "no valid file for the classes elk" in fault(absent.but(dataset=f"imagefolder:{root}"))
+    message = fault(absent.but(dataset=f"imagefolder:{root}"))
+    assert message.startswith(f"{root / 'train' / 'elk'}: no valid file for the class")
     single = write_images(tmp_path / "single", classes=("ant",))
     assert "has 1 class, at least 2 are needed" in fault(
         absent.but(dataset=f"imagefolder:{single}")
@@ -669,7 +669,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     write_images(tmp_path / "train", classes=("cat", "dog"))
     folder = tmp_path / "train" / "unlabelled"
     folder.mkdir()
-    assert site_fault().startswith(f"{folder}: has no images")
+    assert "training images without a class has no images. Remove it" in site_fault()
     assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").left_aside == 0
     odd = folder / "odd.png"
     PIL.Image.new("RGB", (3, 3)).save(odd)
@@ -678,12 +678,10 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     assert "'unlabelled' cannot name a class" in site_fault()
     (tmp_path / "classes.txt").unlink()
     (tmp_path / "test" / "unlabelled").mkdir(parents=True)
-    assert site_fault().endswith("test images need a class")
+    assert f"{tmp_path / 'test' / 'unlabelled'}: test images need a class" in site_fault()
     shutil.rmtree(tmp_path / "test")
     (tmp_path / "unlabelled").mkdir()
     assert site_fault().endswith(f"next to the class folders, in {tmp_path / 'train'}")
-    shared = DataSpec(dataset=f"imagefolder:{tmp_path}")
-    assert fault(shared).endswith("of shared data 'data.labelled-alpha' hides labels")
 
 
 def test_site_faults(tmp_path: Path) -> None:

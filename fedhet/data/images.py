@@ -32,8 +32,15 @@ from fedhet.kinds import Shape
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMAT = 1  # part of the cache key: increase it when decoding changes
+_FORMAT = 2  # part of the cache key: increase it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
+"""Pillow's names of the formats that are read, whatever a file's ending is. No others: some run
+programs or hold code, such as EPS."""
+GREY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
+"""Modes of images that stay greyscale if all images have one of them."""
+_BACKGROUND = 255
+"""Transparent pixels are shown on white, as on a page."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images, by their number of channels."""
 
@@ -67,18 +74,58 @@ class Form:
 
 
 def pixels_of(image: Image, form: Form, where: str) -> Pixels:
-    """Return an image [C, H, W]. Raises DataError, which begins with `where`, if it is odd."""
-    if image.mode[0] in "IF":
-        raise DataError(f"{where} has more than 8 bits a channel ({image.mode}); convert it")
+    """Return an image [C, H, W] as viewers show it.
+
+    It is turned as its EXIF data says, and put on white where it is transparent; 16-bit values are
+    scaled by their full range; of several frames, the first is read. Color profiles are ignored.
+    Raises DataError, which begins with `where`, for an image that does not fit.
+    """
+    image = upright(image)
     if image.size != form.size and not form.resize:
         raise DataError(
             f"{where} is {image.width} x {image.height} pixels, {form.rule} {form.size[0]} x "
             f"{form.size[1]}; {form.remedy}"
         )
+    if image.mode[0] in "IF":
+        image = _in_bytes(image, where)
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        import PIL.Image
+
+        shown = image.convert("RGBA")
+        page = PIL.Image.new("RGBA", shown.size, (_BACKGROUND,) * 4)
+        image = PIL.Image.alpha_composite(page, shown).convert("RGB")
     converted = image.convert(form.mode)
     resized = converted if converted.size == form.size else converted.resize(form.size)
     pixels = np.asarray(resized)
     return pixels[None] if form.mode == "L" else pixels.transpose(2, 0, 1)
+
+
+def upright(image: Image) -> Image:
+    """Return an image, decoded, and turned as the orientation in its EXIF data says."""
+    from PIL import ImageOps
+
+    format = image.format
+    image.load()
+    turned = ImageOps.exif_transpose(image)
+    turned.format = format
+    return turned
+
+
+def _in_bytes(image: Image, where: str) -> Image:
+    """Return a greyscale image of 16 bits in 8 bits: v / 257, as viewers show it.
+
+    Raises DataError for 32-bit integers and floats, whose range no file states.
+    """
+    import PIL.Image
+
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        kind = "floats" if image.mode == "F" else "signed or 32-bit integers"
+        raise DataError(
+            f"{where} holds {kind}, whose range is unknown, expected 8 or 16 bits a channel. "
+            "Scale it and save it as PNG."
+        )
+    values = np.asarray(image).astype(np.float64)
+    return PIL.Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
 
 
 def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> Tensor:
@@ -156,8 +203,11 @@ def _form(files: Sequence[str], image_size: int, like: Shape | None) -> Form:
         channels, height, width = like
         return Form(MODES[channels], (width, height), image_size > 0)
     with _image(files[0]) as first:
-        size = first.size
-    return Form.of(size, all(_mode(path) == "L" for path in files), image_size)
+        try:
+            size = first.size if image_size else upright(first).size
+        except Exception as error:  # as in `_image`
+            raise _unreadable(files[0], error) from error
+    return Form.of(size, all(_mode(path) in GREY_MODES for path in files), image_size)
 
 
 def _mode(path: str) -> str:
@@ -165,12 +215,17 @@ def _mode(path: str) -> str:
         return str(image.mode)
 
 
-def _image(path: str) -> Image:
-    """Open an image file (reads the header, not the pixels)."""
+def open_image(source: str | IO[bytes]) -> Image:
+    """Open an image of one of the FORMATS (reads the header, not the pixels)."""
     import PIL.Image
 
+    PIL.Image.init()  # Pillow has some formats only if their libraries were there to build it
+    return PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
+
+
+def _image(path: str) -> Image:
     try:
-        return PIL.Image.open(path)
+        return open_image(path)
     except Exception as error:  # every format of Pillow's has its own
         raise _unreadable(path, error) from error
 
@@ -210,6 +265,11 @@ def _pixels(path: str, form: Form) -> Pixels:
 
 
 IMAGES = Files(
-    "images", (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"), decode
-)
-"""Files of images, by the endings that torchvision has."""
+    "images",
+    (
+        ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".gif", ".bmp", ".dib", ".webp", ".tif",
+        ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k",
+    ),
+    decode,
+)  # fmt: skip
+"""Files of images, by the endings that users and viewers take for images."""

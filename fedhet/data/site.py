@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from fedhet.data.class_folders import (
+    TRAIN,
     UNLABELLED,
-    Files,
-    class_folders,
-    read_folder,
-    refuse_unlabelled,
-    unlabelled_files,
+    find_parts,
+    holds,
+    read_part,
+    understand,
 )
 from fedhet.data.images import IMAGES
 from fedhet.data.npz import read_npz, same_form
@@ -89,26 +89,62 @@ class _Own:
 def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
     """Read a site's folder, in whichever layout it is. Raises DataError for another."""
     names = _classes_file(root, classes)
-    rows, tree = find_table(root, "train") or find_rows(root, "train"), root / "train"
-    if sum([(root / "train.npz").exists(), tree.is_dir(), rows is not None]) != 1:
+    rows = find_table(root, "train") or find_rows(root, "train")
+    tree = next(iter(find_parts(root)[TRAIN]), None)
+    if sum([(root / "train.npz").exists(), tree is not None, rows is not None]) != 1:
         raise DataError(
             f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
             "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
-    refuse_unlabelled(root, f"it lies next to the class folders, in {tree}")
+    for path in root.iterdir():
+        if path.name.lower() in UNLABELLED and path.is_dir():
+            raise DataError(
+                f"{path}: is not allowed here: it lies next to the class folders, in {tree}"
+            )
     if rows is not None and (sample_kind(spec) is TABLE or (root / SCHEMA).exists()):
         schema = read_schema(root / SCHEMA)
         return _Own(*_table(root, schema, classes, spec), schema=schema)
     if rows is not None:
         return _Own(*site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
-    if not tree.is_dir():
+    if tree is None:
         return _Own(*_site_arrays(root, classes, spec), names)
-    files = TEXTS if _holds_texts(tree, spec) else IMAGES
-    names = names or _folder_names(tree, classes)
-    train, test = _site_files(root, names, spec, files)
-    rest, left_aside = _without_labels(tree, train, spec, unlabelled, files)
-    shape = shape_of_texts(spec) if files is TEXTS else ()
-    return _Own(train, test, names, rest, left_aside, shape)
+    return _site_tree(root, names, classes, spec, unlabelled)
+
+
+def _site_tree(
+    root: Path, names: tuple[str, ...], classes: int, spec: DataSpec, unlabelled: bool
+) -> _Own:
+    """Read the files of a site, by class. Samples without a class are read if `unlabelled`."""
+    # A text next to an image describes it: only a tree without images holds texts.
+    texts = sample_kind(spec) is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
+    files = TEXTS if texts else IMAGES
+    if named := [name for name in names if name.lower() in UNLABELLED]:
+        raise DataError(
+            f"{root / 'classes.txt'}: {named[0]!r} cannot name a class: "
+            f"the folder of that name is for {files.noun} without one"
+        )
+    tree = understand(root, files, classes=names, whole=False)
+    if len(tree.classes) != classes:
+        raise DataError(
+            f"{root}: has {len(tree.classes)} class folders, the run has {classes} classes; name "
+            f"all {classes} in the run's order in {root / 'classes.txt'}"
+        )
+    tree.unused.report(root, files)
+    train = read_part(tree.train, tree.classes, spec, files)
+    form = _form(train)
+    test = read_part(tree.test, tree.classes, spec, files, form) if tree.test is not None else None
+    rest, left_aside, paths = None, 0, tree.unlabelled
+    if paths is not None and not unlabelled:
+        rest, left_aside = train.take(torch.arange(0)), len(paths)
+    elif paths is not None:
+        if not paths:
+            raise DataError(
+                f"{root}: the directory of training {files.noun} without a class has no "
+                f"{files.noun}. Remove it, and labels of others are hidden."
+            )
+        rest = Split(files.read(paths, spec, form), torch.full((len(paths),), UNKNOWN))
+    shape = shape_of_texts(spec) if texts else ()
+    return _Own(train, test, tree.classes, rest, left_aside, shape)
 
 
 def _table(
@@ -149,33 +185,6 @@ def _with_test(
     return train, test
 
 
-def _holds_texts(tree: Path, spec: DataSpec) -> bool:
-    """Return whether a site's tree holds texts, as `data.sample-kind` or some .txt file says."""
-    return sample_kind(spec) is TEXT or any(tree.glob("*/*.txt"))
-
-
-def _without_labels(
-    tree: Path, train: Split, spec: DataSpec, wanted: bool, files: Files
-) -> tuple[Split | None, int]:
-    """Return a site's unlabelled samples, if any, and the number of those that are not used.
-
-    They have the form of the training samples. Raises DataError if the folder is needed and holds
-    no samples.
-    """
-    folder = tree / UNLABELLED
-    if not folder.is_dir():
-        return None, 0
-    paths = unlabelled_files(tree, files.endings)
-    if not wanted:
-        return train.take(torch.arange(0)), len(paths)
-    if not paths:
-        raise DataError(
-            f"{folder}: has no {files.noun}; remove it, and labels of others are hidden"
-        )
-    x = files.read(paths, spec, _form(train))
-    return Split(x, torch.full((len(x),), UNKNOWN)), 0
-
-
 def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
     """Return the names in classes.txt, or () if there is no such file."""
     path = root / "classes.txt"
@@ -197,33 +206,8 @@ def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
     return names
 
 
-def _folder_names(train: Path, classes: int) -> tuple[str, ...]:
-    names = class_folders(train)
-    if len(names) != classes:
-        raise DataError(
-            f"{train}: has {len(names)} class folders, the run has {classes} classes; name all "
-            f"{classes} in the run's order in {train.parent / 'classes.txt'}"
-        )
-    return names
-
-
 def _form(split: Split) -> Shape:
     return tuple(split.x.shape[1:])
-
-
-def _site_files(
-    root: Path, names: tuple[str, ...], spec: DataSpec, files: Files
-) -> tuple[Split, Split | None]:
-    if UNLABELLED in names:
-        raise DataError(
-            f"{root / 'classes.txt'}: {UNLABELLED!r} cannot name a class: "
-            f"the folder of that name is for {files.noun} without one"
-        )
-    refuse_unlabelled(root / "test", f"test {files.noun} need a class")
-    train = read_folder(root / "train", names, spec, files)
-    if not (root / "test").is_dir():
-        return train, None
-    return train, read_folder(root / "test", names, spec, files, _form(train))
 
 
 def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None]:

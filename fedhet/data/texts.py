@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,17 @@ from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.tokens import tokenized
 from fedhet.errors import DataError, nearest, reason_of
 from fedhet.kinds import Shape
+
+LOG = logging.getLogger("fedhet")
+_MARKS = {  # UTF-32's mark begins with UTF-16's
+    BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
+    BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+_WESTERN = 0.1
+"""Maximum fraction of other bytes than ASCII in a text that is taken for Windows-1252. Alphabets
+other than Latin have far more, so that their encodings are refused, not misread."""
+_LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
+"""The five bytes that Windows-1252 leaves undefined are those of Latin-1."""
 
 
 def find_rows(folder: Path, part: str) -> Path | None:
@@ -72,18 +85,48 @@ def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path)
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
-    """Return the texts of .txt files in UTF-8 as tokens [N, L], whatever `like` says."""
-    texts, taken = [], 0
+    """Return the texts of files as tokens [N, L], whatever `like` says.
+
+    They are in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. Other files are read as
+    Windows-1252, with one line in the log, if nearly all of their characters are ASCII.
+    """
+    texts, taken, western = [], 0, []
     for path in map(Path, files):
         try:
             content = read_bounded(path, spec)
-            texts.append(content.decode("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: not a readable text in UTF-8 ({reason_of(error)})") from error
+        except OSError as error:
+            raise DataError(f"{path}: not a readable text ({reason_of(error)})") from error
+        text, encoding = _decoded(content, path)
+        texts.append(text)
+        western += [path] if encoding == "cp1252" else []
         taken += len(content)
         refuse_more(taken, spec, path.parents[1])
+    if western:
+        LOG.warning(
+            "%s: %d of %d texts are not in UTF-8, and are read as Windows-1252 (Latin-1); the "
+            "first is %s",
+            western[0].parents[1], len(western), len(texts), western[0],
+        )  # fmt: skip
     return tokenized(texts, spec, Path(files[0]).parents[1] if files else "")
 
 
-TEXTS = Files(".txt files", (".txt",), read_files)
-"""Files of texts."""
+def _decoded(content: bytes, path: Path) -> tuple[str, str]:
+    """Return a text and its encoding. Raises DataError if it is unknown."""
+    marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "")
+    if not marked and content[:4000].count(0) * 10 > len(content[:4000]):
+        even = content[:4000:2].count(0)  # a binary file, or UTF-16 without a mark
+        odd = content[1:4000:2].count(0)
+        marked = "utf-16-be" if even > 4 * odd else "utf-16-le" if odd > 4 * even else "ascii"
+    try:
+        return content.decode(marked or "utf-8").removeprefix("\ufeff"), marked or "utf-8"
+    except UnicodeDecodeError as error:
+        if not marked and sum(byte > 127 for byte in content) <= len(content) * _WESTERN:
+            return content.decode("cp1252", "surrogateescape").translate(_LATIN), "cp1252"
+        raise DataError(
+            f"{path}: not a readable text in UTF-8 ({reason_of(error)}). Convert it, for example "
+            "with `iconv -f WINDOWS-1251 -t UTF-8`."
+        ) from error
+
+
+TEXTS = Files(".txt files", (".txt",), read_files, bare=True)
+"""Files of texts; without an ending only if a tree has no .txt file."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fedhet.client_runtime.record import ClientRecord
 from fedhet.data import DataSpec
-from fedhet.data.class_folders import Files
+from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.npz import read_arrays
 from fedhet.data.spec import refuse_more
@@ -30,8 +29,6 @@ ROUNDING = 1e-3
 """By how much a scaled pixel may be outside -1 to 1."""
 MOST_BYTES = 2**29
 """Bytes of samples, as the model takes them, that are read at once."""
-DEEPEST = 64
-"""Folders within each other that are searched for files."""
 _AS_FLOAT = 4
 
 
@@ -40,11 +37,12 @@ def read_inputs(
 ) -> tuple[list[str], Tensor]:
     """Return a name for each sample, and the samples [N, *shape], scaled as in training.
 
-    `paths` are image files and folders of them, or one .npz file with an array `x`; of a client
-    with texts, .txt files and folders of them. Images get the client's channels; those of another
-    size are resized if `resize` is set, or if the client's own were (`data.image-size`). Raises
-    DataError, which names the file, also if the samples take more than `most` bytes. The settings
-    of the run may be somebody else's, so their `data.max-bytes` does not count.
+    `paths` are image files and directories of them, or one .npz file with an array `x`; for a
+    client with texts, text files and directories of them. Images get the client's channels; those
+    of another size are resized if `resize` is set, or if the client's own were
+    (`data.image-size`). Raises DataError, which names the file, also if the samples take more than
+    `most` bytes. The settings of the run may be somebody else's, so their `data.max-bytes` does
+    not count.
     """
     bounds = _spec(record).but(max_bytes=most)
     if _is_text(record):
@@ -120,31 +118,26 @@ def _spec(record: ClientRecord) -> DataSpec:
 
 
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
-    """Return files, and those with the endings anywhere in folders, in natural order.
+    """Return files, and the samples anywhere in directories, in natural order.
 
-    Raises DataError if there are none.
+    Files of directories that are not used are counted in one line of the log; symlinks to
+    directories are not followed. Raises DataError if there are no samples.
     """
     found: list[str] = []
     for path in paths:
-        inside = _below(path, files.endings)
-        found += sorted(inside, key=natural) if path.is_dir() else [str(path)]
+        if not path.is_dir():
+            found.append(str(path))
+            continue
+        folder = Scan(files, follow=False).read(path)
+        bare = files.bare and not any(each.files for each in folder.walk())
+        found += sorted(folder.samples(bare), key=natural)
+        folder.all_unused(bare).report(path, files)
     for file in found:
         _refuse_irregular(Path(file))
     if not found:
         given = ", ".join(map(str, paths)) or "nothing given"
         raise DataError(f"{given}: holds no {files.noun}")
     return found
-
-
-def _below(folder: Path, endings: tuple[str, ...], depth: int = 1) -> Iterator[str]:
-    """Yield the files with these endings anywhere in a folder; links to folders are left alone."""
-    if depth > DEEPEST:
-        raise DataError(f"{folder}: more than {DEEPEST} folders deep")
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _below(Path(entry.path), endings, depth + 1)
-        elif entry.name.lower().endswith(endings):
-            yield entry.path
 
 
 def _refuse_irregular(path: Path) -> None:

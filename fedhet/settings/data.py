@@ -85,6 +85,11 @@ class DataSettings(Schema):
         description="side to which images of imagefolder:DIR and hf:NAME are resized; 0 = not "
         "resized",
     )
+    class_level: Annotated[int, Field(ge=0, le=4)] = Field(
+        0,
+        description="imagefolder:PATH, text:PATH: depth of the directories that name the class, "
+        "below PATH or its train and test; 0 = 1, but refused if the tree can be read in two ways",
+    )
     text_column: Names = Field(
         ("text",),
         description="the columns of the text, which are joined; numbers from 1 where the file has "
