@@ -177,6 +177,94 @@ def test_what_is_too_large_is_refused(hub):
         load(spec(f"hf:{folder}", max_bytes=100))
 
 
+CARDS = {
+    "the directory above": "data_files: ../secret.parquet",
+    "an absolute path": "data_files: {outside}/secret.parquet",
+    "a home directory": "data_files: ~/secret.parquet",
+    "a glob above": "data_files: [x/../../*.parquet]",
+    "a split of its own": "data_files: [{{split: train, path: ../*.parquet}}]",
+    "a base directory": "data_dir: ../outside",
+    "a page": "data_files: {{train: http://127.0.0.1:9/secret.parquet}}",
+    "the hub": "data_files: hf://datasets/nobody/nothing/a.parquet",
+    "a page by way of an archive": "data_files: zip://a.csv::https://127.0.0.1:9/a.zip",
+}
+
+
+@pytest.fixture
+def outside(tmp_path, hub, monkeypatch):
+    """A directory with data that a dataset must not read, and no way to the network."""
+
+    def refused(*_):
+        raise AssertionError("connects to the network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(f"socket.socket.{name}", refused)
+    monkeypatch.setattr("socket.getaddrinfo", refused)
+    _, write = hub
+    write("secret", 6)
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (tmp_path / "hub" / "secret.parquet").rename(folder / "secret.parquet")
+    (tmp_path / "secret.parquet").symlink_to(folder / "secret.parquet")
+    PIL.Image.new("L", (8, 8)).save(folder / "secret.png")
+    return folder
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("download", [True, False])
+def test_a_card_leads_out_of_no_directory(hub, outside, card, file, download):
+    folder, write = hub
+    write("train", 6)
+    lines = f"configs:\n- config_name: default\n  {CARDS[card]}\n".format(outside=outside)
+    (folder / file).write_text(f"---\n{lines}---\n" if file == "README.md" else lines)
+    with pytest.raises(DataError, match="leads out of the dataset, expected a path below") as found:
+        load(spec(f"hf:{folder}", download=download))
+    assert str(folder / file) in str(found.value)
+
+
+def test_a_symlink_leads_out_of_no_directory(hub, outside):
+    folder, write = hub
+    faults = {"train.parquet": "in the data files is outside of the dataset", "train": "cannot be"}
+    for name, fault in faults.items():  # the library does not follow symlinks to directories
+        (folder / name).symlink_to(outside / ("secret.parquet" if "." in name else "."))
+        with pytest.raises(DataError, match=fault):
+            load(spec(f"hf:{folder}"))
+        (folder / name).unlink()
+    write("train", 6)
+    (folder / "README.md").symlink_to(outside / "secret.png")
+    with pytest.raises(DataError, match=r"README\.md: leads out of .*Replace the symlink"):
+        load(spec(f"hf:{folder}"))
+
+
+@pytest.mark.parametrize("path", ["{outside}/secret.png", "http://127.0.0.1:9/a.png", "hf://a/b"])
+def test_a_row_names_no_image_outside(hub, outside, path):
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    folder, _ = hub
+    features = Features(picture=Image(), label=ClassLabel(names=["cat", "dog"]))
+    pictures = [{"path": path.format(outside=outside), "bytes": None}] * 2
+    rows = Dataset.from_dict({"picture": pictures, "label": [0, 1]}, features=features)
+
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(rows.data.table, folder / "train.parquet")
+    with pytest.raises(DataError, match="leads out of the dataset"):
+        load(spec(f"hf:{folder}"))
+
+
+def test_a_table_of_images_names_no_file_outside(hub, outside):
+    folder, _ = hub
+    for name in ("a.png", "b.png"):
+        PIL.Image.new("L", (8, 8)).save(folder / name)
+    table = folder / "metadata.csv"
+    table.write_text("file_name,label\na.png,cat\nb.png,dog\n")
+    assert load(spec(f"hf:{folder}")).classes == ("cat", "dog")
+    table.write_text("file_name,label\na.png,cat\n../outside/secret.png,dog\n")
+    with pytest.raises(DataError, match="leads out of the dataset"):
+        load(spec(f"hf:{folder}"))
+
+
 def test_without_the_network_the_error_explains_how_to_download():
     with pytest.raises(DataError, match=r"is not on this machine, .*--set download=true") as caught:
         load(spec("hf:nobody/nothing-of-this-name"))

@@ -9,8 +9,10 @@ comes with a dataset: the library reads data files alone.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.data.images import Form, pixels_of
+from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
 from fedhet.data.sources.base import Place, Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
 from fedhet.data.texts import class_names
 from fedhet.data.tokens import shape_of_texts, tokenized
 from fedhet.disk.folder import expanded
-from fedhet.errors import DataError
+from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TEXT
 from fedhet.settings.data import DataSettings
 
@@ -33,6 +35,10 @@ TESTS = ("test", "validation")
 """Splits that may be the common test set; the first one that exists is taken."""
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SUBSET = re.compile(r"\w[\w.-]*")
+_FORMATS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "webdataset")
+"""The library's readers whose files refer to no other files."""
+_LOCAL = ("file", "local", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd")
+"""Names of file systems on this machine, and of archives."""
 
 
 def read_hub(name: str, spec: DataSpec) -> Dataset:
@@ -75,19 +81,128 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     federated = FederatedDataset(
         dataset=where, subset=subset, partitioners={"train": 1}, shuffle=False
     )
-    with _offline(unless=spec.download):
+    with _offline(unless=spec.download and not place.path), _local_only(bool(place.path)):
         try:
+            _check_files(where, subset, Path(where) if place.path else None)
             splits = {"train": federated.load_split("train")}
+        except DataError:
+            raise
         except Exception as error:  # the libraries' own, for each fault of a dataset or the network
             raise DataError(_absent(name, spec, error)) from error
-    for part in TESTS:
-        with contextlib.suppress(ValueError):  # the split does not exist
-            splits[part] = federated.load_split(part)
-    return splits
+        for part in TESTS:
+            with contextlib.suppress(ValueError):  # the split does not exist
+                splits[part] = federated.load_split(part)
+    return {part: _undecoded(rows) for part, rows in splits.items()}
+
+
+def _check_files(where: str, subset: str | None, root: Path | None) -> None:
+    """Raise DataError if a dataset names files that are not its own.
+
+    A README.md or .huggingface.yaml may name any path and URL as `data_files`. Those of a directory
+    on this machine must lie in it, symlinks included; those of a dataset of the Hub on the network.
+    """
+    import datasets
+
+    if root is not None:
+        _check_card(root)
+    builder = datasets.load_dataset_builder(where, subset)
+    module = type(builder).__module__.rpartition(".")[2]
+    if root is not None and module not in _FORMATS:
+        raise DataError(
+            f"{root}: files of the format {module!r} may refer to others, expected one of "
+            f"{', '.join(_FORMATS)}. Convert them, for example to Parquet."
+        )
+    for files in (builder.config.data_files or {}).values():
+        for file in map(str, files):
+            last = file.rpartition("::")[2]
+            is_remote = "://" in last and not last.startswith(("file:", "local:"))
+            if not (is_remote if root is None else _inside(file, root)):
+                raise DataError(f"hf:{where}: {file!r} in the data files is outside of the dataset")
+
+
+def _check_card(root: Path) -> None:
+    """Raise DataError if a file that describes the dataset in `root` names a path outside."""
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    for name in ("dataset_infos.json", "README.md", ".huggingface.yaml"):
+        path = root / name
+        if not path.is_file():
+            continue
+        if not _inside(str(path), root):
+            raise DataError(f"{path}: leads out of {root}. Replace the symlink with the file.")
+        if name == "dataset_infos.json":
+            continue
+        try:
+            if name == "README.md":
+                card = DatasetCard.load(path).data.to_dict()
+            else:
+                card = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the libraries' own, for each fault of the file
+            raise DataError(f"{path}: not readable ({reason_of(error)})") from error
+        configs = card.get("configs") if isinstance(card, dict) else None
+        for pattern in _patterns(configs if isinstance(configs, list) else []):
+            parts = re.split(r"[\\/]", pattern)
+            if "::" in pattern or ":" in parts[0] or parts[0] in ("", "~") or ".." in parts:
+                raise DataError(
+                    f"{path}: {pattern!r} leads out of the dataset, expected a path below {root}. "
+                    "Copy the files into it, and name them by their relative paths."
+                )
+
+
+def _patterns(value: Any, key: str = "configs") -> Iterator[str]:
+    """Yield the patterns in a card's `configs`: all words in `data_files` and `data_dir`."""
+    if isinstance(value, str) and key != "configs":
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if key != "configs" or name in ("data_files", "data_dir"):
+                yield from _patterns(each, str(name))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _patterns(each, key)
+
+
+def _inside(file: str, root: Path) -> bool:
+    """Return whether a file lies in `root`, after symlinks are resolved."""
+    return "://" not in file and Path(file).resolve().is_relative_to(root.resolve())
+
+
+def _undecoded(rows: Any) -> Any:
+    """Return a split whose images are not decoded by the library, which would open any path."""
+    from datasets import Image
+
+    for name, feature in rows.features.items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+    return rows
+
+
+@contextlib.contextmanager
+def _local_only(on: bool) -> Iterator[None]:
+    """Refuse every file system but this machine's inside the block, if `on`."""
+    # The package has an attribute `registry`, which is not its module of this name.
+    found = [importlib.import_module(f"fsspec.{name}") for name in ("core", "registry")]
+    find: Callable[[str | None], Any] = vars(found[0])["get_filesystem_class"]
+
+    def refused(protocol: str | None) -> Any:
+        if protocol and protocol not in _LOCAL:
+            raise DataError(f"{protocol}: a directory on this machine names files elsewhere")
+        return find(protocol)
+
+    try:
+        for module in found if on else ():
+            setattr(module, find.__name__, refused)
+        yield
+    finally:
+        for module in found:
+            setattr(module, find.__name__, find)
 
 
 def _absent(name: str, spec: DataSpec, error: Exception) -> str:
     fault = " ".join(str(error).split())[:200] or type(error).__name__
+    if parse(name).path:
+        return f"data.dataset = 'hf:{name}': cannot be read: {fault}"
     if spec.download:
         return f"data.dataset = 'hf:{name}': cannot be read or downloaded: {fault}"
     return (
@@ -171,14 +286,48 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
 
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
-    """Return PIL images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size."""
-    grey = all(image.mode in ("1", "L") for image in images)
-    form = Form.of(images[0].size, grey, spec.image_size)
+    """Return images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size.
+
+    `images` are the library's: the bytes of a file, or its path. Raises DataError for a path that
+    leads out of the dataset.
+    """
+    import datasets.config
+
+    place = parse(name).path
+    caches = ("HF_DATASETS_CACHE", "HF_CACHE_HOME", "DOWNLOADED_DATASETS_PATH")
+    roots = [expanded(place)] if place else []
+    roots += [Path(getattr(datasets.config, each)) for each in caches]
+
+    def opened() -> Iterator[Any]:
+        return (_image(each, number, name, roots) for number, each in enumerate(images))
+
+    grey = all(image.mode in ("1", *GREY_MODES) for image in opened())
+    form = Form.of(upright(next(opened())).size, grey, spec.image_size)
     refuse_more(len(images) * prod(form.shape), spec, f"hf:{name}")
     found = np.empty((len(images), *form.shape), np.uint8)
-    for number, image in enumerate(images):
+    for number, image in enumerate(opened()):
         found[number] = pixels_of(image, form, f"hf:{name}: image {number}")
     return torch.from_numpy(found)
+
+
+def _image(value: Any, number: int, name: str, roots: Sequence[Path]) -> Any:
+    """Open an image with Pillow, as `pixels_of` decodes it; its path must lead into `roots`."""
+    import fsspec
+
+    content, path = value["bytes"], value["path"] or ""
+    where = f"hf:{name}: image {number}"
+    try:
+        if content is None:
+            archive = path.removeprefix("zip://").partition("::")[2] if "::" in path else path
+            if not any(_inside(archive, root) for root in roots) or "::" in archive:
+                raise DataError(f"{where}: {path!r} leads out of the dataset")
+            with fsspec.open(path, "rb") as file:
+                content = file.read()
+        return open_image(io.BytesIO(content))
+    except DataError:
+        raise
+    except Exception as error:  # every format of Pillow's has its own
+        raise DataError(f"{where}: not a readable image ({reason_of(error)})") from error
 
 
 def _folder(path: str, table: DataSettings) -> Path | None:
