@@ -1,5 +1,6 @@
 """What privacy costs: closed forms, other accountants, and what must be monotone."""
 
+import itertools
 import math
 
 import pytest
@@ -11,9 +12,10 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedhet.errors import SettingsError
+from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy.accounting import Plan, Release, combined, epoch, epsilon_of, solved
-from fedhet.settings.privacy import PrivacySettings
+from fedhet.settings.privacy import MIN_CLASS_NOISE, MIN_NOISE, PrivacySettings
 
 DELTA = 1e-5
 noises = st.floats(0.5, 20)
@@ -80,9 +82,83 @@ def test_more_noise_or_fewer_samples_or_steps_or_a_larger_delta_never_costs_more
     assert epsilon_of([Release(z, q, count), Release(5.0)], delta) >= one - 1e-9
 
 
-def test_nothing_costs_nothing_and_no_noise_costs_everything():
-    assert epsilon_of([Release(0.0)], DELTA) == math.inf
+@pytest.mark.parametrize("sampling", [1.0, 0.5, 1e-6])
+@pytest.mark.parametrize(
+    "noise", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-323, 1e-154, 1e-10, 0.29, 1e7, 1e308]
+)
+def test_noise_that_cannot_be_accounted_costs_everything(noise, sampling):
+    for releases in ([Release(noise, sampling)], [Release(5.0), Release(noise, sampling)]):
+        assert epsilon_of(releases, DELTA) == math.inf
+
+
+@pytest.mark.parametrize("sampling", [0.0, -1.0, 1.1, math.nan, math.inf])
+def test_a_sampling_rate_that_is_none_costs_everything(sampling):
+    assert epsilon_of([Release(5.0, sampling)], DELTA) == math.inf
+
+
+@pytest.mark.parametrize("count", [0, -5, 10**16, 10**400])
+def test_a_count_that_is_none_costs_everything(count):
+    assert epsilon_of([Release(5.0, 0.1, 3), Release(6.0, 0.1, count)], DELTA) == math.inf
+
+
+def test_many_steps_of_a_tiny_rate_are_not_free():
+    """Rounding errors would make their divergence negative, which dp-accounting takes for 0."""
+    for rate in (1e-6, 1e-8, 1e-12, 5e-324):
+        assert epsilon_of([Release(1.0, rate, 10**15)], DELTA) > 1
+    assert epsilon_of([Release(100.0, 1e-7, 10**12)], DELTA) > 0
+
+
+def test_nothing_costs_nothing_and_zero_is_only_for_what_delta_covers():
     assert epsilon_of([], DELTA) == 0
+    assert epsilon_of([Release(1e6)], DELTA) == 0  # its total variation is 4e-7
+    assert 0 < epsilon_of([Release(1e6, count=10**6)], DELTA) < 0.01
+
+
+def test_an_accountant_that_fails_costs_everything(monkeypatch):
+    import dp_accounting.rdp
+
+    for wrong in (0.0, math.nan, -1.0):
+        monkeypatch.setattr(
+            dp_accounting.rdp.RdpAccountant, "get_epsilon", lambda self, delta, wrong=wrong: wrong
+        )
+        assert epsilon_of([Release(1.234 + abs(wrong if wrong == wrong else 2))], DELTA) == math.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
+@pytest.mark.parametrize("rate", [1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.99, 1.0])
+def test_epsilon_never_rises_with_the_noise_from_the_least_noise_on(rate, delta):
+    noises = [MIN_NOISE * 1.25**k for k in range(25)] + [1e3, 1e4, 1e5, 1e6]
+    for count in (1, 10**3, 10**6):
+        found = [epsilon_of([Release(z, rate, count)], delta) for z in noises]
+        assert all(b <= a * (1 + 1e-9) + 1e-12 for a, b in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("noise-multiplier", 1e-154, "0.3"), ("noise-multiplier", 0.29, "0.3"),
+     ("class-noise", 0.5, "1"), ("count-noise", 1e-10, "1")],
+)  # fmt: skip
+def test_settings_of_too_little_noise_are_refused(name, value, least):
+    message = f"setting 'privacy.{name}': .*expected 0 or at least {least}, got {value:g}"
+    with pytest.raises(ValueError, match=message):
+        PrivacySettings(**{name: value, **({} if name[0] == "n" else {"epsilon": 1.0})})
+    assert PrivacySettings(**{"noise-multiplier": MIN_NOISE}).is_on
+
+
+def test_the_least_class_noise_is_accounted_for_every_method():
+    most = max(find_method(name).spec.privacy.vectors for name in shipped_names())
+    assert combined(MIN_CLASS_NOISE, MIN_CLASS_NOISE, most) >= MIN_NOISE
+
+
+def test_an_entry_of_almost_no_noise_leaves_nothing_of_a_budget():
+    spent = (Release(1e-154),)
+    with pytest.raises(SettingsError, match="too little for the rounds"):
+        solved(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
+
+
+def test_a_large_epsilon_does_not_lead_below_the_least_noise():
+    assert solved(PrivacySettings(epsilon=1e6), plan(vectors=0), 1e6).gradients == MIN_NOISE
 
 
 def test_an_epoch_is_as_many_steps_as_batches():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from rounds import opened, replied
 from torch import nn
 
 from fedhet.client_app import client_fn
-from fedhet.client_runtime import privacy as promises
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings
 from fedhet.config.resolve import resolve
@@ -27,6 +27,7 @@ from fedhet.data import Split
 from fedhet.errors import PrivacyError, SettingsError, StateError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
+from fedhet.privacy import noise as secret_noise
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Plan, Release, epsilon_of, solved
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
@@ -104,13 +105,9 @@ def entries(directory: Path, client="client-1"):
 
 def drawn_alike(monkeypatch):
     """Let all secret draws be the same in each run of a test."""
-    count = iter(range(10**6))
-
-    def seeded(device=None):
-        return torch.Generator(device or "cpu").manual_seed(next(count))
-
-    for module in (sgd, promises):
-        monkeypatch.setattr(module, "fresh_generator", seeded)
+    keys = (number.to_bytes(32, "big") for number in range(10**6))
+    alike = SimpleNamespace(token_bytes=lambda size: next(keys))
+    monkeypatch.setattr(secret_noise, "secrets", alike)
 
 
 def other_samples(split: Split, seed: int) -> Split:
@@ -139,16 +136,27 @@ def replies(config, directory, seed, monkeypatch):
     return found
 
 
+def multiplied(tensors):
+    """Return tensors with the product of two factors in their place: any rank may be sent."""
+    rights = {n.removesuffix("/left"): n for n in tensors if n.endswith("/left")}
+    products = {
+        name: (tensors[left] @ tensors[f"{name}/right"]).ravel() for name, left in rights.items()
+    }
+    whole = {n: v.ravel() for n, v in tensors.items() if not n.endswith(("/left", "/right"))}
+    return {**whole, **products}
+
+
 def distance(one, other):
     """Return the largest difference between what was sent in two runs."""
     worst = 0.0
     for (first, said), (second, told) in zip(one, other, strict=True):
-        assert first.tensors.keys() == second.tensors.keys()
+        here, there = multiplied(first.tensors), multiplied(second.tensors)
+        assert here.keys() == there.keys()
         assert said.keys() == told.keys()
-        for name, value in first.tensors.items():
-            if value.shape != second.tensors[name].shape:
+        for name, value in here.items():
+            if value.shape != there[name].shape:
                 return np.inf
-            difference = np.abs(value.astype(float) - second.tensors[name].astype(float))
+            difference = np.abs(value.astype(float) - there[name].astype(float))
             worst = max(worst, float(difference.max(initial=0.0)))
         for name in said.keys() & {"accuracy.common.private", "epsilon"}:
             worst = max(worst, abs(said[name] - told[name]))
@@ -169,7 +177,7 @@ def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
             momentum=0.0,
             **{"training.lr": 0.05, "privacy.noise-multiplier": 1.0, "privacy.max-grad-norm": norm,
                "privacy.class-clip": norm, "privacy.class-noise": 1.0,
-               "privacy.count-noise": 0.01},
+               "privacy.count-noise": 1.0},
         )  # fmt: skip
         return replies(config, tmp_path / f"{norm}-{seed}", seed, monkeypatch)
 
@@ -538,6 +546,48 @@ def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
     with pytest.raises(StateError, match="line 1 is damaged: what was spent is unknown"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
     assert ledger.path.read_text() == f"{line}\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"noise":4.0', f'"noise":{value}') for value in
+     ("0", "-1", "1e-154", "0.1", "NaN", "Infinity", "1e308", "1e999")]
+    + [('"sampling":1.0', f'"sampling":{value}') for value in ("0", "-1", "NaN", "1.5", "Infinity")]
+    + [('"count":1', f'"count":{value}') for value in ("0", "-3", "9" * 400)]
+    + [('"source":"AES-256-CTR"', '"source":""'), (',"source":"AES-256-CTR"', "")],
+)  # fmt: skip
+def test_an_entry_that_no_accountant_takes_has_infinite_epsilon(tmp_path, call, old, new):
+    """Such an entry must not make any spending vanish, whether it is alone or among others."""
+    ledger = Ledger(tmp_path, "a")
+    ledger.charge([Release(4.0)], lambda past: None, **entry())
+    ledger.charge([Release(4.0)], lambda past: None, **entry(run="other"))
+    first, second = ledger.path.read_text().splitlines()
+    assert old in first
+    ledger.path.write_text(f"{first.replace(old, new)}\n{second}\n")
+    assert epsilon_of([each.release for each in ledger.entries()], 1e-5) == np.inf
+    status, out, _ = call("privacy", str(tmp_path), "--json")
+    rows = {r["run"]: (r["epsilon"], r["infinite"]) for r in json.loads(out)}
+    assert status == 0
+    assert rows == {
+        "r": (None, 1), "other": (pytest.approx(epsilon_of([Release(4.0)], 1e-5)), 0),
+        "all": (None, 1),
+    }  # fmt: skip
+    status, out, _ = call("privacy", str(tmp_path))
+    assert "a: 1 entries have infinite epsilon" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("limit", [{}, {"privacy": "epsilon=8 delta=1e-5"}])
+def test_a_run_that_was_begun_by_an_earlier_version_releases_nothing_more(tmp_path, limit):
+    client = opened(private("felo", **{"privacy.noise-multiplier": 1.0}), tmp_path, **limit)
+    replied(opened(private("felo", **{"privacy.noise-multiplier": 1.0}), tmp_path), 1, Knowledge())
+    path = Ledger(tmp_path, "client-1").path
+    path.write_text(path.read_text().replace(',"source":"AES-256-CTR"', ""))
+    before = path.read_text()
+    arrays, _, said = client.fit(encode(Envelope("run", "felo", 2, "server"), Knowledge()), {})
+    assert arrays == []
+    assert said["spent"] is True
+    assert "nothing more is released" in said["error"]
+    assert path.read_text() == before
 
 
 def test_what_is_refused_is_not_written(tmp_path):

@@ -17,6 +17,7 @@ from fedhet.errors import ModelError
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
 from fedhet.privacy.class_sums import clipped, noised_means
+from fedhet.privacy.noise import SecretNoise
 from fedhet.settings.run import TrainingSettings
 from fedhet.training import cross_entropy_of, optimization, train_epoch
 
@@ -189,6 +190,139 @@ def test_a_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_samp
     sgd.refuse_unfit(model)
 
 
+class Own(nn.Module):
+    """An extractor of a user, whose features pass through `mix`, a function of (self, features)."""
+
+    def __init__(self, mix, dropout=0.0):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU())
+        self.mix, self.drop = mix, nn.Dropout(dropout)
+        self.register_buffer("center", torch.zeros(12))
+        self.calls = 0
+        self.kept = 0.0
+
+    def forward(self, x):
+        return self.mix(self, self.drop(self.layers(x)))
+
+
+def running(own, h):
+    if own.training:
+        own.center = 0.9 * own.center.detach() + 0.1 * h.detach().mean(0)
+    return h
+
+
+def remembered(own, h):
+    before, own.kept = own.kept, h.detach().mean()
+    return h + before
+
+
+def counted(own, h):
+    own.calls += 1
+    return h * own.calls
+
+
+MIXES = {
+    "mean": lambda own, h: h - h.mean(0),
+    "a little of the mean": lambda own, h: h - 1e-3 * h.mean(0),
+    "mean in training": lambda own, h: h - h.mean(0) if own.training else h,
+    "mean in evaluation": lambda own, h: h if own.training else h - h.mean(0),
+    "functional batch norm": lambda own, h: F.batch_norm(h, None, None, training=True),
+    "norm of the batch": lambda own, h: h / (1 + h.norm()),
+    "size of the batch": lambda own, h: h / len(h),
+    "attention": lambda own, h: F.softmax(h @ h.T, dim=1) @ h,
+    "softmax over the batch": lambda own, h: h.softmax(0),
+    "sorted": lambda own, h: h.sort(0).values,
+    "order": lambda own, h: h * torch.arange(1, len(h) + 1)[:, None],
+    "neighbor": lambda own, h: h + h.roll(1, 0),
+    "largest": lambda own, h: h / h.max().clamp(min=1),
+    "control flow": lambda own, h: h * 2 if h.max() > 50 else h,
+    "large batches": lambda own, h: h - h.mean(0) if len(h) > 32 else h,
+    "gradient alone": lambda own, h: h + h.mean(0) - h.mean(0).detach(),
+    "running statistics": running,
+    "memory": remembered,
+    "counter": counted,
+    "random draws": lambda own, h: h + torch.randn_like(h),
+}
+
+
+def owned(mix, dropout=0.0):
+    torch.manual_seed(0)
+    return models.HetModel(Own(mix, dropout), nn.Linear(12, 3), 12)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_custom_model_that_mixes_samples_is_refused(name):
+    with pytest.raises(ModelError, match=r"^model 'm:f' cannot be trained by DP-SGD: .+$"):
+        refuse(owned(MIXES[name], 0.5))
+
+
+def refuse(model):
+    sgd._TESTED.clear()  # all these models have the same classes
+    sgd.refuse_unfit(model, (1, 8, 8), "m:f")
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda own, h: h,
+        lambda own, h: F.dropout(h, 0.5, own.training),
+        lambda own, h: F.layer_norm(h, (12,)) / (1 + h.norm(dim=1, keepdim=True)),
+        lambda own, h: h.float(),
+        lambda own, h: h.sort(1).values.softmax(1),
+    ],
+)
+def test_a_custom_model_of_independent_samples_is_accepted(mix):
+    model = owned(mix, 0.5).train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = torch.random.get_rng_state()
+    refuse(model)
+    assert torch.equal(torch.random.get_rng_state(), draws)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_private_training_tests_its_models_too():
+    sgd._TESTED.clear()
+    model = owned(MIXES["mean"])
+    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    refused = pytest.raises(ModelError, match="a sample's outputs depend on the other samples")
+    with refused, sgd.privately(plain, [model], 1.0, 1.0, 8, (1, 8, 8)):
+        pass
+
+
+def fit(names, shape):
+    """Return the names that a private run may have, of models that take samples of `shape`."""
+    found = []
+    for name in models.private_pool(names):
+        try:
+            models.check(name, shape, 4, any_model=False)
+            sgd.refuse_unfit(models.build(name, shape, 4, seed=0))
+            found.append(name)
+        except ModelError:
+            pass
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 64), (8,), (0, 12, 50)], ids=str)
+def test_every_model_that_may_be_private_is_accepted(shape):
+    names = fit([each for each in models.names() if "imagenet" not in each], shape)
+    assert names
+    for name in names:
+        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), shape, name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((1, 16, 16), ["cnn2-gn", "mlp", "lenet5", "gems-resnet11-gn"]), ((3, 64), ["signal-cnn2-gn"]),
+     ((8,), ["mlp", "mlp2"]), ((0, 12, 50), ["text-bag", "text-cnn"])],
+    ids=str,
+)  # fmt: skip
+def test_the_usual_models_are_accepted(shape, names):
+    for name in names:
+        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), shape, name)
+
+
 def test_narrow_models_have_group_norms_too():
     assert models.without_batch_norms("cnn2-x0.5") == "cnn2-gn-x0.5"
     assert models.is_registered("cnn2-gn-x0.5")
@@ -219,7 +353,7 @@ def test_without_noise_the_means_are_those_of_the_scaled_down_vectors():
     rng = np.random.default_rng(0)
     features, labels = rng.normal(size=(60, 5)).astype(np.float32), rng.integers(0, 3, 60)
     sums, counts = summed(features, labels, 1.5, 4)
-    found = noised_means(sums, sums, counts, Noise(0, 0, 0), 1.5, 1, torch.Generator())
+    found = noised_means(sums, sums, counts, Noise(0, 0, 0), 1.5, 1, SecretNoise())
     expected, number = means_transcribed(features, labels, 1.5, 4)
     assert found.classes.tolist() == [0, 1, 2]
     assert found.counts.tolist() == number[:3].tolist()
@@ -227,7 +361,7 @@ def test_without_noise_the_means_are_those_of_the_scaled_down_vectors():
 
 
 def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_have_it_too():
-    draws = torch.Generator().manual_seed(1)
+    draws = SecretNoise(bytes(32))
     zeros, counts = torch.zeros(4, 6), torch.full((4,), 1e6)
     many = [
         noised_means(zeros, zeros, counts, Noise(0, 3.0, 7.0), 2.0, 1, draws) for _ in range(400)
@@ -239,7 +373,7 @@ def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_
 
 def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
     def sent(count, least=1):
-        zeros, draws = torch.zeros(1000, 1), torch.Generator().manual_seed(1)
+        zeros, draws = torch.zeros(1000, 1), SecretNoise(bytes(32))
         counts = torch.full((1000,), float(count))
         return len(noised_means(zeros, zeros, counts, Noise(0, 1, 7), 1.0, least, draws).classes)
 

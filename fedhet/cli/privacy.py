@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +33,10 @@ def privacy_command(
         raise SettingsError(f"--delta is {delta:g}: it takes a number between 0 and 1")
     rows = [row for path in _ledgers(ledger) for row in _spent(path, delta)]
     if as_json:
-        say(json.dumps(rows))
+        finite = [
+            {**r, "epsilon": r["epsilon"] if math.isfinite(r["epsilon"]) else None} for r in rows
+        ]
+        say(json.dumps(finite))
         return
     shown = [
         (r["client"], r["data"][:12], r["run"], r["method"], str(r["rounds"]), r["from"], r["to"],
@@ -41,6 +45,12 @@ def privacy_command(
     ]  # fmt: skip
     heads = "client", "data", "run", "method", "rounds", "from", "to", f"epsilon at {delta:g}"
     console.print(listing(*heads, rows=shown, words=4))
+    unbounded = {r["client"]: r["infinite"] for r in rows if r["infinite"]}
+    for client, count in unbounded.items():
+        say(
+            f"{client}: {count} entries have infinite epsilon: they are of a version whose noise "
+            "can be removed, or have too little noise. docs/privacy.md says how to continue."
+        )
 
 
 def _ledgers(path: Path) -> list[Path]:
@@ -72,6 +82,7 @@ def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
             "from": min(each.at for each in found),
             "to": max(each.at for each in found),
             "epsilon": epsilon_of([each.release for each in found], delta),
+            "infinite": sum(math.isinf(epsilon_of([each.release], delta)) for each in found),
             "delta": delta,
         }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -38,7 +39,8 @@ from fedhet.privacy.accounting import (
 )
 from fedhet.privacy.class_sums import clipped, noised_means
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
-from fedhet.privacy.sgd import fresh_generator, privately
+from fedhet.privacy.noise import SecretNoise
+from fedhet.privacy.sgd import privately
 from fedhet.runs.measures import SPENT, Measured
 from fedhet.settings.run import TrainingSettings
 from fedhet.storage import KEPT_STATES
@@ -217,7 +219,7 @@ class Private(Open):
                 features, logits = (clipped(view.float(), norm) for view in views)
                 sums.add(features, logits, y)
         found = sums.features, sums.logits, sums.counts
-        return noised_means(*found, self.noise, norm, self._least, fresh_generator())
+        return noised_means(*found, self.noise, norm, self._least, SecretNoise())
 
     def sent(self, answer: Knowledge) -> Knowledge:
         """Return the reply's tensors: its scalars are figures of the samples."""
@@ -308,6 +310,12 @@ class Private(Open):
             limits.append(("this site's 'privacy'", own.epsilon, own.delta, everything))
         for name, epsilon, delta, spent in limits:
             cost = epsilon_of([*spent, release], delta)
+            if math.isinf(cost):
+                raise PrivacyError(
+                    f"nothing more is released: {name} cannot be kept, because the ledger has "
+                    "entries of infinite epsilon, such as those of versions whose noise can be "
+                    "removed. `fedhet privacy LEDGER` counts these entries."
+                )
             if epsilon and cost > epsilon * (1 + 1e-9):
                 raise PrivacyError(
                     f"nothing more is released: {name} is {epsilon:g} at delta {delta:g}, and "

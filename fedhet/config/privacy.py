@@ -51,7 +51,8 @@ def check_trainable(
     for setting, model in _of_clients(run, method, own):
         if model not in models.DRAWN:
             try:
-                refuse_unfit(models.build(model, shape, classes, seed=run.seed))
+                built = models.build(model, shape, classes, seed=run.seed)
+                refuse_unfit(built, shape, model)
             except ModelError as error:
                 raise refused(setting, model, f"another model: {error}") from None
 

@@ -19,13 +19,20 @@ from typing import Any
 from fedhet.errors import SettingsError
 from fedhet.methods.spec import Passes
 from fedhet.privacy.quiet import root_handlers_kept
-from fedhet.settings.privacy import PrivacySettings
+from fedhet.settings.privacy import MIN_NOISE, PrivacySettings
 
 EXTRA = "pip install 'fedhet[privacy]'"
 CLASS_SHARE = 0.25
 """Share of epsilon that the class sums of all rounds may cost by themselves."""
 USUAL_CLASS_NOISE = 4.0
 MOST_NOISE = 1e6
+MAX_COUNT = 10**15
+MIN_SAMPLING = 1e-6
+"""Least sampling rate that is accounted, in units of the noise.
+
+A lower rate counts as this one, which consumes more: the Renyi divergence of one step is about the
+square of sampling / noise, and below 1e-12 rounding errors can make it negative, that is, free.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,21 @@ def combined(sums: float, counts: float, vectors: int) -> float:
 
 
 def epsilon_of(releases: Iterable[Release], delta: float) -> float:
-    """Return epsilon at `delta` of all releases on the same samples; infinity without noise."""
+    """Return epsilon at `delta` of all releases on the same samples.
+
+    It is infinite for noise, sampling or counts out of the accountant's range, such as 0 and NaN.
+    """
     counted: Counter[tuple[float, float]] = Counter()
     for each in releases:
-        counted[each.noise, each.sampling] += each.count
+        # Comparisons with NaN are false.
+        if not (
+            MIN_NOISE <= each.noise <= 2 * MOST_NOISE
+            and 0 < each.sampling <= 1
+            and 0 < each.count <= MAX_COUNT
+        ):
+            return math.inf
+        sampling = min(1.0, max(each.sampling, MIN_SAMPLING * each.noise))
+        counted[each.noise, sampling] += each.count
     return _epsilon(tuple(sorted(counted.items())), delta)
 
 
@@ -104,14 +122,17 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
     with root_handlers_kept():
         dp, rdp = _library()
         accountant = rdp.RdpAccountant()
+        bound = 0.0  # of the Renyi divergence at order 2, in closed form
         for (noise, sampling), count in counted:
-            if noise == 0:
-                return math.inf
             event = dp.GaussianDpEvent(noise)
             if sampling < 1:
                 event = dp.PoissonSampledDpEvent(sampling, event)
             accountant.compose(event, count)
-        return float(accountant.get_epsilon(delta))
+            bound += count * math.log1p(sampling**2 * math.expm1(noise**-2))
+        epsilon = float(accountant.get_epsilon(delta))
+    # 0 is right if the total variation is at most delta; otherwise the accountant has erred.
+    is_nothing = bound <= 2 * delta**2
+    return epsilon if epsilon > 0 or (epsilon == 0 and is_nothing) else math.inf
 
 
 def solved(
@@ -149,7 +170,9 @@ def _least(
             f"setting '{setting}': {epsilon:.3g} is too little for the rounds of this run, "
             "whatever the noise of its training: fewer rounds, or more noise in class sums, fit"
         )
-    low, high = 1e-3, 1.0
+    low, high = MIN_NOISE, 1.0
+    if epsilon_of(releases(low), delta) <= epsilon:
+        return low
     while epsilon_of(releases(high), delta) > epsilon:
         low, high = high, 2 * high
     while high - low > 1e-3 * high:

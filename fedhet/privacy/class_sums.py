@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedhet.algorithms.classwise import ClassMeans
 from fedhet.privacy.accounting import Noise
+from fedhet.privacy.noise import SecretNoise
 
 DEVIATIONS = 3.0
 """A class is sent if its noised count is at least this many standard deviations of the noise."""
@@ -34,18 +35,15 @@ def noised_means(
     noise: Noise,
     norm: float,
     least: int,
-    generator: torch.Generator,
+    secret: SecretNoise,
 ) -> ClassMeans:
-    """Return the means of sums of clipped features [C, D] and logits [C, K], and counts [C].
+    """Return noised means from sums of clipped features [C, D] and logits [C, K], and counts [C].
 
-    Of the classes whose noised count is `least` or more, and stands out from the noise.
+    Only classes whose noised count is at least `least`, and exceeds the noise, are included.
     """
-    sums = [
-        each + noise.sums * norm * torch.randn(each.shape, generator=generator).to(each)
-        for each in (features, logits)
-    ]
-    drawn = torch.randn(counts.shape, generator=generator).to(counts)
-    number = counts + noise.counts * drawn
+    # One sample changes one row of each sum, by at most `norm`, and one count, by 1.
+    sums = [secret.add([each], noise.sums, norm)[0] for each in (features, logits)]
+    number = secret.add([counts], noise.counts, 1.0)[0]
     kept = number >= max(float(least), DEVIATIONS * noise.counts, 1.0)
     means = [(each[kept] / number[kept].unsqueeze(1)).cpu().numpy() for each in sums]
     return ClassMeans(

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fedhet.disk.folder import Folder
 from fedhet.errors import StateError, words_of
 from fedhet.privacy.accounting import Release
+from fedhet.privacy.noise import CIPHER
 
 FOLDER = "_privacy"
 """The folder of the ledgers in a folder of private state; no run has this name."""
@@ -42,14 +42,20 @@ class Entry(BaseModel):
     client: str
     data: str
     """A digest of the samples (`digest_of`)."""
-    noise: Annotated[float, Field(gt=0)]
-    sampling: Annotated[float, Field(gt=0, le=1)]
-    count: Annotated[int, Field(ge=1)]
+    noise: float
+    sampling: float
+    count: int
+    source: str = ""
+    """The source of the noise; empty in entries of versions whose noise can be removed."""
 
     @property
     def release(self) -> Release:
-        """Return what was paid for."""
-        return Release(self.noise, self.sampling, self.count)
+        """Return the release that was paid for, without noise if the noise can be removed.
+
+        Values that no accountant takes, such as NaN, are kept: `epsilon_of` is infinite for them.
+        """
+        noise = self.noise if self.source == CIPHER else 0.0
+        return Release(noise, self.sampling, self.count)
 
 
 class Ledger:
@@ -73,7 +79,7 @@ class Ledger:
         fields of `Entry` besides the releases. Raises StateError if the file cannot be used.
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        entries = [Entry(at=at, **about, **asdict(each)) for each in releases]
+        entries = [Entry(at=at, source=CIPHER, **about, **asdict(each)) for each in releases]
         with self._locked() as file:
             check(_parsed(self.path, _complete(file, self.path)))
             text = "".join(f"{each.model_dump_json()}\n" for each in entries)

@@ -9,6 +9,15 @@ from pydantic import Field, model_validator
 from fedhet.settings.schema import NonNegative, Positive, Schema
 
 Delta = Annotated[float, Field(gt=0, lt=0.1)]
+MIN_NOISE = 0.3
+"""Least noise that is accounted, in units of the sensitivity; less noise counts as none.
+
+Below it, dp-accounting's series do not converge at every order, so that its epsilon is not monotone
+in the noise, and at last 0 (a NaN inside). Such noise protects nothing: epsilon of one step without
+sampling is above 20.
+"""
+MIN_CLASS_NOISE = 1.0
+"""Least noise of class sums and of counts: combined, they stay above `MIN_NOISE`."""
 
 
 class PrivacySettings(Schema):
@@ -22,8 +31,8 @@ class PrivacySettings(Schema):
     delta: Delta = Field(1e-5, description="delta; it must be below 1 / samples of each client")
     noise_multiplier: NonNegative = Field(
         0.0,
-        description="noise of DP-SGD in units of 'max-grad-norm', from which epsilon follows; 0 = "
-        "it follows from 'epsilon'",
+        description="noise of DP-SGD in units of 'max-grad-norm', at least 0.3, from which epsilon "
+        "follows; 0 = it follows from 'epsilon'",
     )
     max_grad_norm: Positive = Field(
         1.0, description="L2 norm to which the gradient of each sample is scaled down"
@@ -36,12 +45,13 @@ class PrivacySettings(Schema):
     class_noise: NonNegative = Field(
         0.0,
         description="methods of class means: noise of the sums of each class in units of "
-        "'class-clip'; 0 = a quarter of 'epsilon' is for these sums, or 4 with 'noise-multiplier'",
+        "'class-clip', at least 1; 0 = a quarter of 'epsilon' is for these sums, or 4 with "
+        "'noise-multiplier'",
     )
     count_noise: NonNegative = Field(
         0.0,
-        description="methods of class means: noise of the number of samples of each class; 0 "
-        "= twice 'class-noise'",
+        description="methods of class means: noise of the number of samples of each class, at "
+        "least 1; 0 = twice 'class-noise'",
     )
 
     @property
@@ -58,6 +68,20 @@ class PrivacySettings(Schema):
             )
         cost = f"cost each client at most ε = {self.epsilon:g} at δ = {self.delta:g}"
         return f"{rounds} round{'s' * (rounds > 1)} {cost}"
+
+    @model_validator(mode="after")
+    def _enough_noise(self) -> PrivacySettings:
+        for name, noise, least in (
+            ("noise-multiplier", self.noise_multiplier, MIN_NOISE),
+            ("class-noise", self.class_noise, MIN_CLASS_NOISE),
+            ("count-noise", self.count_noise, MIN_CLASS_NOISE),
+        ):
+            if 0 < noise < least:
+                raise ValueError(
+                    f"setting 'privacy.{name}': too little noise to be accounted, expected 0 or at "
+                    f"least {least:g}, got {noise:g}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_of_two(self) -> PrivacySettings:
