@@ -4,6 +4,7 @@ import contextlib
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -184,3 +185,15 @@ def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):
     monkeypatch.setattr(connection.subprocess, "run", lambda *words, **options: done)
     with pytest.raises(FedhetError, match=r"^`flwr list` failed: No run$"):
         Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
+
+
+def test_flowers_programs_reach_this_machine_without_a_proxy_and_a_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("PATH")
+    found = Connection(tmp_path, "h:1", Path("ca.crt")).environment()
+    assert found["no_proxy"] == found["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1"
+    assert found["https_proxy"] == "http://127.0.0.1:9"
+    assert str(Path(sys.executable).parent) in found["PATH"].split(":")
+    assert found["PYTHONIOENCODING"] == "utf-8"

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
-from fedhet.deployment.certs import read_certificate
+from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
 from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.logs import message_of
 from fedhet.settings.address import host_and_port, joined
@@ -222,10 +222,15 @@ class Connection:
     def environment(self) -> dict[str, str]:
         """Return the environment for all of Flower's programs that are started here."""
         programs = str(Path(sys.executable).parent)
+        # A proxy cannot reach this machine's loopback; gRPC and Python read one name each.
+        direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
+        without_proxy = ",".join(filter(None, direct))
         return {
             **os.environ,
             "FLWR_HOME": str(self.home.resolve()),
             "FLWR_TELEMETRY_ENABLED": "0",
+            "no_proxy": without_proxy,
+            "NO_PROXY": without_proxy,
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
             # Their output is read here, and a site's log must not depend on the locale.
             "PYTHONIOENCODING": "utf-8",
