@@ -351,6 +351,22 @@ def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
     assert "bytes once it is read" in fault(lambda: load(folder(root, image_size=65_535)))
 
 
+def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
+    """Black pixels compress to a thousandth, and `data.image-size` would make them few again."""
+    root = tree(tmp_path / "tree")
+    PIL.Image.new("L", (2000, 1500)).save(root / "cat" / "9.png")
+    assert (root / "cat" / "9.png").stat().st_size < 10_000
+    spec = folder(root, image_size=4)
+    tracemalloc.start()
+    try:
+        message = fault(lambda: load(spec.but(max_bytes=10_000_000)))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert "9.png: is 2000 x 1500 pixels, which take 96000000 bytes while 8 are decoded" in message
+    assert len(load(spec.but(max_bytes=100_000_000)).train) == 7
+
+
 def test_a_side_has_a_limit():
     with pytest.raises(ValidationError, match="65535"):
         DataSpec(image_size=65_536)

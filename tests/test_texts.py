@@ -148,7 +148,7 @@ def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
         ("a.jsonl", '{"text": "x", "label": "1"}\n{\n', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is not an object"),
         ("a.jsonl", '{"text": "\\uD800", "label": 1}', "line 1 is not JSON .*surrogates"),
-        ("a.jsonl", '{"text": null, "label": 1}', "line 1 has NoneType, not text, in the column"),
+        ("a.jsonl", '{"text": null, "label": 1}', "line 1 has NoneType in the column 'text', exp"),
         ("a.jsonl", '{"texts": "x", "label": 1}', "line 1 has no column 'text'; did you mean"),
         ("a.txt", "x", "must end in one of .csv, .csv.gz, .tsv"),
         ("a.csv", 'text,label\n"x\x07",\x07\n', "the label '.x07' is not printable"),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import date, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fedhet.cli.options import say
 
-if TYPE_CHECKING:
-    from fedhet.data.tables import Column
-
 
 def schema_command(
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV, TSV or Parquet file.")],
+    table: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A CSV, TSV, JSON lines, or Parquet file.")
+    ],
     target: Annotated[str, typer.Option(help="The column of the class.")],
     columns: Annotated[
         str,
@@ -29,10 +27,24 @@ def schema_command(
         str,
         typer.Option(
             metavar="NAME,NAME…",
-            help="Columns whose numbers are words, such as codes.",
+            help="Columns whose values are words as they are written, such as codes.",
             show_default="none",
         ),
     ] = "",
+    missing: Annotated[
+        str,
+        typer.Option(
+            metavar="MARK,MARK…",
+            help="Further marks of missing values, such as -999.",
+            show_default="none",
+        ),
+    ] = "",
+    decimal: Annotated[
+        str, typer.Option(help="The decimal sign of numbers: auto, point, or comma.")
+    ] = "auto",
+    date_order: Annotated[
+        str, typer.Option(help="The order of dates that are not ISO 8601: auto, dmy, or mdy.")
+    ] = "auto",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
         "schema.toml"
     ),
@@ -41,27 +53,19 @@ def schema_command(
     from fedhet.data import DataSpec
     from fedhet.data.tables import found_schema, read_table
     from fedhet.disk.folder import write_text
+    from fedhet.settings.schema import build
 
-    named, words = (
-        tuple(name.strip() for name in given.split(",") if name.strip())
-        for given in (columns, categories)
-    )
-    spec = DataSpec(target=target, columns=named, categories=words)
-    schema = found_schema(read_table(table, spec), spec)
+    given = {"columns": columns, "categories": categories, "missing": missing}
+    named = {
+        key: tuple(name.strip() for name in value.split(",") if name.strip())
+        for key, value in given.items()
+    }
+    settings = {"target": target, "decimal": decimal, "date-order": date_order, **named}
+    spec = build(DataSpec, settings, prefix="data.")
+    schema = found_schema(read_table(table, spec), spec, say)
     write_text(out, schema.to_toml())
-    for column in schema.columns:
-        said = ", ".join(column.categories) or _spread(column)
-        say(f"{column.name}: {column.kind}, {said}{', may be missing' * column.missing}")
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
         f"{', '.join(schema.classes)}"
     )
     say(f"schema: {out}")
-
-
-def _spread(column: Column) -> str:
-    """Return the mean and the standard deviation of a number or a date."""
-    if column.kind == "date":
-        mean = date(1970, 1, 1) + timedelta(days=round(column.mean))
-        return f"mean {mean} ± {column.deviation:.4g} days"
-    return f"mean {column.mean:.4g} ± {column.deviation:.4g}"

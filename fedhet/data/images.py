@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 2  # part of the cache key: increase it when decoding changes
 _ROWS = 256  # images that one thread decodes at a time
+_THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Pillow's names of the formats that are read, whatever a file's ending is. No others: some run
 programs or hold code, such as EPS."""
@@ -60,6 +61,8 @@ class Form:
     rule: str = "the first image"
     """What has that size, for messages."""
     remedy: str = "set data.image-size to resize all"
+    max_bytes: int = 2**31
+    """Maximum bytes of the images that are decoded at the same time."""
 
     @classmethod
     def of(cls, first: tuple[int, int], grey: bool, image_size: int) -> Form:
@@ -186,7 +189,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
         cached = _open(target, len(files))
         if cached is not None:
             return cached
-        form = _form(files, spec.image_size, like)
+        form = replace(_form(files, spec.image_size, like), max_bytes=spec.max_bytes)
         refuse_more(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
         with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
             try:
@@ -250,12 +253,18 @@ def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     Raises DataError for a file that is not an image, or does not fit the form.
     """
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         yield from pool.map(lambda block: np.stack([_pixels(path, form) for path in block]), blocks)
 
 
 def _pixels(path: str, form: Form) -> Pixels:
     with _image(path) as image:
+        takes = 4 * _THREADS * image.width * image.height
+        if takes > form.max_bytes:  # whatever size it is resized to
+            raise DataError(
+                f"{path}: is {image.width} x {image.height} pixels, which take {takes} bytes while "
+                f"{_THREADS} are decoded, 'data.max-bytes' allows {form.max_bytes}"
+            )
         try:
             return pixels_of(image, form, f"{path}:")
         except DataError:

@@ -1,4 +1,4 @@
-"""Rows of text files: CSV with a header or without one, TSV, and JSON lines; plain or .gz.
+"""Rows of files: CSV with a header or without one, TSV, and JSON lines; plain or .gz.
 
 Python's csv reads them, not pandas, which cuts rows that are too long, fills those that are too
 short, and accepts broken quotes: texts would be learned that are not what the file means.
@@ -13,12 +13,15 @@ import io
 import sys
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.data.values import label_of
 from fedhet.disk.bounded import parsed
 from fedhet.errors import DataError, nearest, reason_of
 
@@ -27,7 +30,13 @@ ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", ".gz")
 """How a file's name may end."""
 _PIECE = 2**20
 _LONGEST = 2**24
-"""Characters of a line of JSON, which may take many times as much once it is read."""
+"""Maximum number of characters in a line of JSON."""
+_PARSED = 24
+"""Bytes that a character of JSON takes once it is parsed, at most: "[]," becomes a list."""
+_SIGNS = ",;\t|"
+"""Separators of a CSV file, in the order of preference."""
+_SAMPLE = 20
+"""Lines of a CSV file that show its separator."""
 _REFERENCE = 8
 Numbered = Iterator[tuple[int, Mapping[str, object]]]
 """Rows, each with the number of the line on which it begins."""
@@ -54,7 +63,8 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
     wanted = [*texts, label, *([by] if by else [])]
     found, taken = TextRows([], [], [] if by else None, array("Q")), 0
     for line, row in _rows(path, spec, wanted):
-        fields = [_field(row, name, path, line) for name in wanted]
+        fields = [_field(row, name, path, line) for name in texts]
+        fields += [_field(row, name, path, line, is_label=True) for name in wanted[len(texts) :]]
         found.texts.append(" ".join(fields[: len(texts)]))
         found.labels.append(sys.intern(fields[len(texts)].strip()))
         found.lines.append(line)
@@ -123,32 +133,52 @@ def _unpacked(path: Path) -> IO[bytes]:
     return file  # type: ignore[no-any-return]
 
 
-def read_cells(path: Path, spec: DataSpec) -> Numbered:
-    """Yield each row of a CSV or TSV file by the names of its columns. Raises DataError."""
-    return _rows(path, spec, ())
+def is_json(path: Path) -> bool:
+    """Return whether a file of rows holds JSON lines."""
+    return path.name.lower().removesuffix(".gz").endswith(".jsonl")
+
+
+@contextlib.contextmanager
+def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
+    """Open a file of rows. Raises DataError for any fault while it is read."""
+    if not path.name.lower().removesuffix(".gz").endswith(_FORMATS):
+        raise DataError(f"{path}: must end in one of {', '.join(ENDINGS)}")
+    try:
+        with open_bounded(path, spec, newline="\n" if is_json(path) else "") as file:
+            yield file
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        fault = f"({reason_of(error)}). Save it in UTF-8"
+        raise DataError(f"{path}: not a readable file of rows {fault}") from error
+    except (OSError, EOFError, csv.Error, zlib.error) as error:
+        raise DataError(f"{path}: not a readable file of rows ({reason_of(error)})") from error
+
+
+def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV or TSV file with their lines, the header first. Raises DataError."""
+    with _opened(path, spec) as file:
+        yield from _fields(file, path)
+
+
+def read_objects(path: Path, spec: DataSpec) -> Numbered:
+    """Yield the objects of a file of JSON lines. Raises DataError."""
+    with _opened(path, spec) as file:
+        yield from _objects(file, path, spec)
 
 
 def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
     """Yield each row's fields by the names of the columns, or by their numbers from 1."""
-    kind = path.name.lower().removesuffix(".gz")
-    if not kind.endswith(_FORMATS):
-        raise DataError(f"{path}: must end in one of {', '.join(ENDINGS)}")
-    as_json = kind.endswith(".jsonl")
-    try:
-        with open_bounded(path, spec, newline="\n" if as_json else "") as file:
-            yield from _objects(file, path) if as_json else _cells(file, path, wanted)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable file of rows ({reason_of(error)})") from error
+    with _opened(path, spec) as file:
+        yield from _objects(file, path, spec) if is_json(path) else _cells(file, path, wanted)
 
 
-def _objects(file: IO[str], path: Path) -> Numbered:
-    number = 0
-    while line := file.readline(_LONGEST):
+def _objects(file: IO[str], path: Path, spec: DataSpec) -> Numbered:
+    number, longest = 0, min(_LONGEST, max(_PIECE // 16, spec.max_bytes // _PARSED))
+    while line := file.readline(longest):
         number += 1
-        if len(line) == _LONGEST:
-            raise DataError(f"{path}: line {number} has more than {_LONGEST - 1:,} characters")
+        if len(line) == longest:
+            raise DataError(f"{path}: line {number} has more than {longest - 1:,} characters")
         if not line.strip():
             continue
         try:
@@ -160,19 +190,48 @@ def _objects(file: IO[str], path: Path) -> Numbered:
         yield number, row
 
 
-def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
+def _fields(file: IO[str], path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file, or of a TSV file, in which quotes mean nothing."""
+    head = list(islice(file, _SAMPLE))
+    lines: Any = chain(head, file)
     if path.name.lower().removesuffix(".gz").endswith(".tsv"):
-        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        lines = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    elif (
+        head
+        and len(sign := head[0].strip("\r\n").lower().removeprefix("sep=")) == 1
+        and "=" in head[0]
+    ):
+        lines = csv.reader(lines, delimiter=sign, strict=True)  # as Excel marks its separator
+        next(lines)
     else:
-        lines = csv.reader(file, strict=True)
-    numbered = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
-    header: list[str] = []
-    line = 1
+        lines = csv.reader(lines, delimiter=_separator(head), strict=True)
+    line = lines.line_num + 1
     for row in lines:
         begins, line = line, lines.line_num + 1
-        if not row:
-            continue
+        if row:
+            yield begins, row
+
+
+def _separator(head: Sequence[str]) -> str:
+    """Return the separator by which the first lines of a CSV file have the most columns.
+
+    A separator by which all rows have as many columns as the header goes before others.
+    """
+
+    def fit(sign: str) -> tuple[bool, int]:
+        rows = [row for row in csv.reader(head, delimiter=sign) if row]
+        widths = {len(row) for row in rows[1 : len(rows) - (len(head) == _SAMPLE)]}
+        first = len(rows[0])  # the last line may end within quotes; a header may lack row names
+        return first > 1 and widths <= {first, first + 1}, first
+
+    return max(_SIGNS, key=fit) if any(map(str.strip, head)) else ","
+
+
+def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
+    """Yield the rows of a CSV or TSV file by the names of the columns."""
+    numbered = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
+    header: list[str] = []
+    for begins, row in _fields(file, path):
         if not header:
             header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
             _refuse_absent(path, header, wanted)
@@ -188,8 +247,8 @@ def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
 
 def refuse_doubled(path: Path, header: Sequence[str]) -> None:
     """Raise DataError if two columns have one name."""
-    for place, name in enumerate(header):
-        if name and name in header[:place]:
+    for name, count in Counter(header).items():
+        if name and count > 1:
             raise DataError(f"{path}: has two columns {name!r}")
 
 
@@ -203,10 +262,18 @@ def _refuse_absent(path: Path, header: Sequence[str], wanted: Sequence[str]) -> 
             )
 
 
-def _field(row: Mapping[str, object], name: str, path: Path, line: int) -> str:
-    """Return a field as text; of JSON, whole numbers too."""
+def _field(
+    row: Mapping[str, object], name: str, path: Path, line: int, *, is_label: bool = False
+) -> str:
+    """Return a field as text; of JSON, integers too, and labels that are numbers or booleans."""
     value = row.get(name)
     if isinstance(value, str) or type(value) is int:
         return str(value)
-    what = "no column" if name not in row else f"{type(value).__name__}, not text, in the column"
-    raise DataError(f"{path}: line {line} has {what} {name!r}{nearest(name, row)}")
+    if name not in row:
+        raise DataError(f"{path}: line {line} has no column {name!r}{nearest(name, row)}")
+    if is_label and (label := label_of(value)) is not None:
+        return label
+    rule = "a text, a number, true, or false" if is_label else "a text"
+    raise DataError(
+        f"{path}: line {line} has {type(value).__name__} in the column {name!r}, expected {rule}"
+    )

@@ -99,6 +99,8 @@ class Dataset:
     """Whether `x` holds images as float32 that are in [-1, 1] already, as bytes become."""
     schema: TableSchema | None = None
     """Of a table of the user's own: what its columns became."""
+    notes: tuple[str, ...] = ()
+    """What each column of a table was taken for, and why: lines for the run's log."""
 
     def __post_init__(self) -> None:
         """Take the shape of the samples from `train`, unless it is given."""
@@ -212,10 +214,11 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
     Every class's shuffled rows are spread evenly over (0, 1); the `size` lowest are selected.
     """
     rows = rng.permutation(len(labels))
+    _, codes, counts = np.unique(labels[rows], return_inverse=True, return_counts=True)
+    by_class = np.argsort(codes, kind="stable")
     place = np.empty(len(labels))
-    for label in np.unique(labels):
-        mine = np.flatnonzero(labels[rows] == label)
-        place[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
+    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place[by_class] = (rank + 0.5) / np.repeat(counts, counts)
     return np.sort(rows[np.argsort(place, kind="stable")[:size]])
 
 

@@ -4,17 +4,20 @@ A schema says what each column becomes, so that the same value is the same featu
 client: a number is centred and scaled, a date is one in days, a word is one of the column's
 categories. A missing value is the mean, or no category, and a feature of its own says so. In a
 simulation the schema is found from the training rows; the sites of a deployment have one in common.
+`fedhet.data.values` has the rules by which values are recognized.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import logging
+import re
+from collections.abc import Callable, Sequence
+from datetime import date, timedelta
+from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,23 +25,40 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedhet.data.rows import bytes_of, read_cells, refuse_doubled
+from fedhet.data.cells import ENDINGS, NO_NAME, Cells, find_table, read_table
 from fedhet.data.spec import DataSpec, Split, refuse_more
-from fedhet.data.texts import class_names
+from fedhet.data.values import (
+    MAX_NUMBER,
+    Distinct,
+    UnclearError,
+    Words,
+    class_words,
+    date_order,
+    decimal_sign,
+    is_missing,
+    is_no_number,
+    parse_dates,
+    parse_numbers,
+    recognize,
+)
 from fedhet.disk.bounded import read_tables
 from fedhet.errors import DataError, StateError, nearest, one_line, reason_of
 
-MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
-"""What stands for a missing value, in small letters."""
+__all__ = [
+    "ENDINGS", "Cells", "Column", "TableSchema", "find_table", "found_schema", "owners",
+    "read_schema", "read_table",
+]  # fmt: skip
+LOG = logging.getLogger("fedhet")
 MOST_CATEGORIES, MOST_CLASSES = 200, 1000
-MOST_NUMBER = 1e15
-"""Squares of such numbers and their sums are finite."""
-DAY = 86_400.0
-MOST_ODD = 0.1
-"""A smaller share of values that are no numbers, in a column of numbers, is taken for mistakes."""
+LEAST_ROWS = 10
+"""Of fewer rows, no column is taken for their numbers."""
 _FLOAT = 4
-ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 Features = npt.NDArray[np.float32]
+_ROW_NAME = re.compile(
+    r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
+    re.IGNORECASE,
+)
+"""Names of columns that identify a row if all their values differ."""
 
 
 class _Frozen(BaseModel):
@@ -56,6 +76,10 @@ class Column(_Frozen):
     categories: tuple[str, ...] = Field((), max_length=MOST_CATEGORIES)
     missing: bool = False
     """Whether a feature of its own says that a value is missing."""
+    written: str = ""
+    """How numbers or dates are written, such as 1.234,5 or dd/mm/yyyy; "": 1234.5, and ISO 8601."""
+    unit: str = ""
+    """What each number is written with, such as %."""
 
     @property
     def width(self) -> int:
@@ -63,28 +87,75 @@ class Column(_Frozen):
         own = len(self.categories) if self.kind == "category" else 1
         return own + self.missing
 
-    def features(self, values: Sequence[str], fault: Callable[[int, str], DataError]) -> Features:
-        """Return the features [N, width] of values; `fault` makes the error for one of them.
-
-        A word that is no category is none of the features.
-        """
-        absent = np.array([is_missing(value) for value in values], bool)
+    @property
+    def spread(self) -> str:
+        """The mean and the standard deviation of a number or a date, or the categories."""
         if self.kind == "category":
-            places = {name: place for place, name in enumerate(self.categories)}
-            own = np.zeros((len(values), len(places)), np.float32)
-            for row, value in enumerate(values):
-                if value in places and not absent[row]:
-                    own[row, places[value]] = 1
+            return ", ".join(self.categories)
+        if self.kind == "date":
+            mean = date(1970, 1, 1) + timedelta(days=round(self.mean))
+            return f"mean {mean} ± {self.deviation:.4g} days"
+        return f"mean {self.mean:.4g} ± {self.deviation:.4g}"
+
+    def features(
+        self,
+        values: Sequence[str],
+        marks: Sequence[str],
+        fault: Callable[[int, str], DataError],
+    ) -> tuple[Features, dict[str, int], dict[str, str]]:
+        """Return the features [N, width] of values, and the values that the schema does not have.
+
+        These are the number of rows of each unknown value, and the category of each word that is
+        spelled otherwise. Unknown values are words that are no category, which are none of the
+        features, and missing values where the schema has none. `marks` are further marks of missing
+        values; `fault` makes the error for a value.
+        """
+        found = Distinct.of(values)
+        absent = np.array([is_missing(text, marks) for text in found.texts], bool)
+        unknown = absent & (not self.missing)
+        respelled: dict[str, str] = {}
+        if self.kind == "category":
+            words = Words(self.categories)
+            places = [
+                None if gone else words.place(text)
+                for text, gone in zip(found.texts, absent, strict=True)
+            ]
+            own = np.zeros((len(places), len(self.categories)), np.float32)
+            for row, place in enumerate(places):
+                if place is not None:
+                    own[row, place] = 1
+                    if found.texts[row] != self.categories[place]:
+                        respelled[found.texts[row]] = self.categories[place]
+                else:
+                    unknown[row] |= not absent[row]
         else:
-            parse = PARSERS[self.kind]
-            numbers = np.array(
-                [
-                    self.mean if gone else _parsed(parse, value, row, fault)
-                    for row, (value, gone) in enumerate(zip(values, absent, strict=True))
-                ]
-            )
+            if self.kind == "date":
+                numbers = parse_dates(found.texts, self.written)
+            else:
+                numbers = parse_numbers(found.texts, self.written or "1234.5", self.unit)
+            for odd in np.flatnonzero(np.isnan(numbers) & ~absent).tolist():
+                text = found.texts[odd]
+                if not is_no_number(text):
+                    raise fault(found.row(odd), f"{text!r} is not a {self._noun}")
+                absent[odd] = True
+                unknown[odd] = not self.missing
+            numbers[absent] = self.mean
             own = ((numbers - self.mean) / self.deviation).astype(np.float32)[:, None]
-        return np.hstack([own, absent[:, None].astype(np.float32)]) if self.missing else own
+        if self.missing:
+            own = np.hstack([own, absent[:, None].astype(np.float32)])
+        counts = found.counts()
+        there = {
+            found.texts[place]: int(counts[place]) for place in np.flatnonzero(unknown).tolist()
+        }
+        return own[found.codes], there, respelled
+
+    @property
+    def _noun(self) -> str:
+        form = f" written as {self.written}" if self.written else ""
+        form += f" with {self.unit!r}" if self.unit else ""
+        if self.kind == "date":
+            return f"date{form}" if form else "date such as 2026-01-31"
+        return f"number up to {MAX_NUMBER:g} either way{form}"
 
 
 class TableSchema(_Frozen):
@@ -92,6 +163,10 @@ class TableSchema(_Frozen):
 
     target: str
     classes: tuple[str, ...] = Field(min_length=2, max_length=MOST_CLASSES)
+    missing: tuple[str, ...] = ()
+    """Marks of missing values, in addition to those of `fedhet.data.values`."""
+    max_unknown: float = Field(0.2, ge=0, le=1)
+    """Maximum fraction of a column's values that may be unknown to the schema."""
     columns: tuple[Column, ...] = Field(min_length=1)
 
     @property
@@ -101,158 +176,213 @@ class TableSchema(_Frozen):
 
     @property
     def digest(self) -> str:
-        """A text that two schemas share only if they are the same."""
-        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
+        """A text that two schemas share only if they give the same features and classes."""
+        text = self.model_dump_json(exclude={"max_unknown"})
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_toml(self) -> str:
-        """Return the schema as a file of `read_schema` has it."""
-        kept = self.model_dump(exclude_defaults=True)
-        return tomli_w.dumps({k: list(v) if k == "classes" else v for k, v in kept.items()})
+        """Serialize the schema to TOML, in the format expected by `read_schema`."""
+        kept = self.model_dump(exclude_defaults=True) | {"max_unknown": self.max_unknown}
+        columns = kept.pop("columns")
+        texts = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
+        return tomli_w.dumps({**texts, "columns": columns})
 
-    def encode(self, cells: Cells) -> torch.Tensor:
+    def encode(self, cells: Cells, *, refuse: bool = False) -> torch.Tensor:
         """Return the features [N, F] float32 of a table's rows.
 
-        Raises DataError for a fault, and if they take more than `data.max-bytes`.
+        Logs the values that the schema does not know. Raises DataError for a fault, if the features
+        take more than `data.max-bytes`, and, with `refuse`, if more than `max_unknown` of a
+        column's values are unknown.
         """
         refuse_more(_FLOAT * len(cells) * sum(self.widths), cells.spec, cells.path)
-        parts = [
-            column.features(cells.column(column.name), cells.fault_in(column.name))
-            for column in self.columns
-        ]
-        return torch.from_numpy(np.ascontiguousarray(np.hstack(parts)))
+        found = np.empty((len(cells), sum(self.widths)), np.float32)
+        start = 0
+        for column in self.columns:
+            values, fault = cells.column(column.name), cells.fault_in(column.name)
+            own, unknown, respelled = column.features(values, self.missing, fault)
+            found[:, start : start + column.width] = own
+            start += column.width
+            if respelled:
+                pairs = [f"{text!r} as {word!r}" for text, word in islice(respelled.items(), 5)]
+                read = one_line(", ".join(pairs))
+                LOG.warning("%s: column %r: read %s", cells.path, one_line(column.name), read)
+            count = sum(unknown.values())
+            if not count:
+                continue
+            few = ", ".join(repr(text) for text in sorted(unknown)[:3])
+            said = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
+            if refuse and count > self.max_unknown * len(cells):
+                raise DataError(
+                    f"{cells.path}: column {one_line(column.name)!r}: {one_line(said)}, expected "
+                    f"at most a fraction of {self.max_unknown:g}. Write them as the schema does, "
+                    "or raise its max_unknown"
+                )
+            LOG.warning("%s: column %r: %s", cells.path, one_line(column.name), one_line(said))
+        return torch.from_numpy(found)
 
     def labelled(self, cells: Cells) -> Split:
         """Return a table's rows with their classes. Raises DataError for a class it does not have.
 
         Rows without a class are refused, too.
         """
-        places = {name: place for place, name in enumerate(self.classes)}
-        labels = []
-        for row, value in enumerate(cells.column(self.target)):
-            if value not in places:
-                fault = cells.fault_in(self.target)
-                if is_missing(value):
+        words, found = Words(self.classes), Distinct.of(cells.column(self.target))
+        places = np.zeros(len(found.texts), np.int64)
+        for number, value in enumerate(found.texts):
+            place = words.place(value)
+            if place is None:
+                fault, row = cells.fault_in(self.target), found.row(number)
+                if is_missing(value, self.missing):
                     raise fault(row, "has no class")
                 raise fault(row, f"{value!r} is not a class{nearest(value, self.classes)}")
-            labels.append(places[value])
-        return Split(self.encode(cells), torch.tensor(labels, dtype=torch.int64))
+            places[number] = place
+        return Split(self.encode(cells, refuse=True), torch.from_numpy(places[found.codes]))
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A table as text, column by column."""
+def found_schema(
+    cells: Cells, spec: DataSpec, say: Callable[[str], object] = LOG.info
+) -> TableSchema:
+    """Find the schema of training rows. Raises DataError if they do not make one.
 
-    path: Path
-    columns: Mapping[str, list[str]]
-    lines: Sequence[int]
-    """The line of the file, or the row, of each."""
-    spec: DataSpec
-    """The settings by which it was read."""
-    taken: int = 0
-    """The bytes that it takes, with those of the tables read before it."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.lines)
-
-    def column(self, name: str) -> list[str]:
-        """Return a column's values. Raises DataError, with the nearest name, if it is absent."""
-        if name not in self.columns:
-            there = ", ".join(map(repr, self.columns))[:200]
-            close = nearest(name, self.columns)
-            raise DataError(f"{self.path}: has no column {one_line(name)!r}, only {there}{close}")
-        return self.columns[name]
-
-    def fault_in(self, column: str) -> Callable[[int, str], DataError]:
-        """Return what makes the error for a row's value in a column."""
-        return lambda row, fault: DataError(
-            f"{self.path}: line {self.lines[row]}, column {one_line(column)!r}: {one_line(fault)}"
-        )
-
-
-def is_missing(value: str) -> bool:
-    """Return whether a value stands for none."""
-    return value.lower() in MISSING
-
-
-def read_table(path: Path, spec: DataSpec, taken: int = 0) -> Cells:
-    """Read a file of rows, after others that have `taken` some bytes.
-
-    Raises DataError for a fault, and if all take more than `data.max-bytes`.
-    """
-    if not path.name.lower().endswith(ENDINGS):
-        raise DataError(f"{path}: must end in one of {', '.join(ENDINGS)}")
-    parquet = path.name.lower().endswith(".parquet")
-    columns: dict[str, list[str]] = {}
-    lines: list[int] = []
-    for line, row in _parquet_rows(path, spec) if parquet else read_cells(path, spec):
-        if not lines:
-            refuse_doubled(path, [name.strip() for name in row])
-        for name, value in {name.strip(): value for name, value in row.items()}.items():
-            columns.setdefault(name, []).append(str(value).strip())
-        taken += bytes_of(map(str, row.values()))
-        refuse_more(taken, spec, path)
-        lines.append(line)
-    if not lines:
-        raise DataError(f"{path}: holds no rows")
-    return Cells(path, columns, lines, spec, taken)
-
-
-def find_table(folder: Path, part: str) -> Path | None:
-    """Return the file of a part, train or test, in a folder; None if there is none."""
-    found = [path for ending in ENDINGS if (path := folder / f"{part}{ending}").is_file()]
-    if len(found) > 1:
-        raise DataError(f"{folder}: holds {found[0].name} and {found[1].name}, one is allowed")
-    return found[0] if found else None
-
-
-def found_schema(cells: Cells, spec: DataSpec) -> TableSchema:
-    """Return the schema of training rows. Raises DataError if they do not make one.
-
-    All columns are features but the target and the one of `data.by`, or those in `data.columns`.
+    All columns are features except the target, the one of `data.by`, and those that only number or
+    name the rows; or those in `data.columns`. `say` is called with a line for each column: what it
+    was taken for, and why.
     """
     if not spec.target:
         names = ", ".join(cells.columns)
         raise DataError(f"{cells.path}: data.target must name the column of the class, of {names}")
-    classes = class_names([v for v in cells.column(spec.target) if not is_missing(v)], cells.path)
+    target, words = cells.column(spec.target), frozenset(spec.categories)
+    absent = {text for text in set(target) if is_missing(text, spec.missing)}
+    labels = [value for value in target if value not in absent]
+    exact = spec.target in words
+    classes, spelled = class_words(labels, cells.path, spec.target, exact=exact)
     if not 2 <= len(classes) <= MOST_CLASSES:
         raise DataError(
             f"{cells.path}: the column {spec.target!r} has {len(classes)} different values, which "
             f"are the classes: 2 to {MOST_CLASSES} are allowed"
         )
-    rest = [name for name in cells.columns if name not in (spec.target, spec.by.strip())]
-    chosen = list(spec.columns) or rest
+    others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
+    if others:
+        say(f"{spec.target}: target, read {', '.join(others[:5])}")
+    left_out = {name: why for name in cells.columns if (why := _names_rows(name, cells))}
+    chosen = list(spec.columns)
+    if not chosen:
+        for name, why in left_out.items():
+            if name not in (spec.target, spec.by.strip()):
+                say(f"{name}: left out, {why}")
+                LOG.warning("%s: column %r is left out: %s", cells.path, one_line(name), why)
+        rest = [*cells.columns, *cells.unusable]
+        skip = {spec.target, spec.by.strip(), *left_out}
+        chosen = [name for name in rest if name not in skip]
     if spec.target in chosen or not chosen:
         raise DataError(f"{cells.path}: data.columns must name columns besides {spec.target!r}")
-    columns = tuple(_found_column(name, cells, name in spec.categories) for name in chosen)
-    return TableSchema(target=spec.target, classes=classes, columns=columns)
 
+    @cache
+    def decimal() -> str:
+        signs = {sign for values in cells.columns.values() if (sign := decimal_sign(values))}
+        return signs.pop() if len(signs) == 1 else ""
 
-def _found_column(name: str, cells: Cells, has_words: bool) -> Column:
-    """Return what a column's values become: numbers if all are, or dates, or else categories.
+    @cache
+    def order() -> str:
+        shown = (date_order(values[:4096]) for values in cells.columns.values())
+        orders = {each for each in shown if each}
+        return orders.pop() if len(orders) == 1 else ""
 
-    A column that `has_words` is of categories even if all of them are numbers.
-    """
-    values = cells.column(name)
-    there = [value for value in values if not is_missing(value)]
-    missing = len(there) < len(values)
-    if not there:
-        raise DataError(f"{cells.path}: the column {name!r} is empty; leave it out by data.columns")
-    for kind, parse in ({} if has_words else PARSERS).items():
-        if odd := list(_odd(parse, there)):
-            if len(odd) < MOST_ODD * len(there):
-                raise cells.fault_in(name)(values.index(odd[0]), _odd_fault(parse, odd[0]))
-            continue
-        numbers = np.array([parse(value) for value in there])
-        mean, deviation = _moments(numbers)
-        return Column(name=name, kind=kind, mean=mean, deviation=deviation, missing=missing)
-    categories = tuple(sorted(set(there)))
-    if len(categories) > MOST_CATEGORIES:
-        raise DataError(
-            f"{cells.path}: the column {name!r} has {len(categories)} different words, at most "
-            f"{MOST_CATEGORIES} are allowed; name the columns that are features in data.columns"
+    columns = []
+    for name in chosen:
+        values = Distinct.of(cells.column(name))
+        if all(is_missing(text, spec.missing) for text in values.texts):
+            raise DataError(
+                f"{cells.path}: the column {name!r} is empty; leave it out by data.columns"
+            )
+        try:
+            found = recognize(
+                values,
+                marks=spec.missing,
+                words=name in words,
+                typed=name in cells.typed,
+                decimal=spec.decimal,
+                order=spec.date_order,
+                decimal_evidence=decimal,
+                order_evidence=order,
+            )
+        except UnclearError as error:
+            if error.place is None:
+                raise DataError(f"{cells.path}: column {name!r}: {one_line(error.fault)}") from None
+            raise cells.fault_in(name)(values.row(error.place), error.fault) from None
+        if len(found.words) > MOST_CATEGORIES:
+            raise DataError(
+                f"{cells.path}: the column {name!r} has {len(found.words)} different words, at "
+                f"most {MOST_CATEGORIES} are allowed; name the columns that are features in "
+                "data.columns"
+            )
+        if len(found.words) == len(cells) > 2 * LEAST_ROWS and name not in words:
+            raise DataError(
+                f"{cells.path}: the column {name!r} has another word in each of {len(cells)} rows, "
+                "expected categories. Name the columns that are features in data.columns"
+            )
+        counts, mean, deviation = values.counts(), 0.0, 1.0
+        if found.numbers is not None:
+            rows = found.numbers[values.codes]
+            mean, deviation = _moments(rows[~np.isnan(rows)])
+        columns.append(
+            Column(
+                name=name,
+                kind=found.kind,
+                mean=mean,
+                deviation=deviation,
+                categories=found.words,
+                missing=bool(found.missing.any()),
+                written=found.written,
+                unit=found.unit,
+            )
         )
-    return Column(name=name, kind="category", categories=categories, missing=missing)
+        why, gone = found.why, int(counts[found.missing].sum())
+        if gone:
+            marks = [repr(text) for text, no in zip(values.texts, found.missing, strict=True) if no]
+            why += f"; {gone} of {len(cells)} are missing ({', '.join(marks[:5])})"
+        may_miss = ", may be missing" * columns[-1].missing
+        say(f"{name}: {found.kind}, {columns[-1].spread}{may_miss} ({why})")
+    return TableSchema(
+        target=spec.target, classes=classes, missing=spec.missing, columns=tuple(columns)
+    )
+
+
+def _names_rows(name: str, cells: Cells) -> str:
+    """Return why a column only numbers or names the rows; "" if it does not.
+
+    The rule does not look at other columns, so it does not depend on `data.by`.
+    """
+    if NO_NAME.fullmatch(name):
+        return "it has no name"
+    values, start = cells.columns[name], 0
+    if len(values) < LEAST_ROWS:
+        return ""
+    if _ROW_NAME.fullmatch(name):
+        parts = [values[sum(cells.parts[:k]) :][:n] for k, n in enumerate(cells.parts)] or [values]
+        if all(len(set(part)) == len(part) for part in parts):
+            return "its values differ in all rows"
+    for size in cells.parts or (len(values),):
+        part, start = values[start : start + size], start + size
+        try:
+            numbers = np.array([int(text.removesuffix(".0")) for text in part[:LEAST_ROWS]])
+            if len(np.unique(numbers)) < len(numbers):
+                return ""
+            numbers = np.array([int(text.removesuffix(".0")) for text in part], np.int64)
+        except (ValueError, OverflowError):
+            return ""
+        low, steps = int(numbers.min()), np.diff(numbers)
+        jumps = np.flatnonzero(steps != 1)
+        in_order = not len(jumps) or bool((steps == -1).all())
+        shuffled = low in (0, 1) and len(np.unique(numbers)) == len(numbers) == np.ptp(numbers) + 1
+        restarts = (
+            low in (0, 1)
+            and numbers[0] == low
+            and bool((numbers[jumps + 1] == low).all())
+            and len(numbers) >= LEAST_ROWS * (len(jumps) + 1)
+        )
+        if not (in_order or shuffled or restarts):
+            return ""
+    return "it numbers the rows"
 
 
 def _moments(numbers: npt.NDArray[np.float64]) -> tuple[float, float]:
@@ -263,24 +393,6 @@ def _moments(numbers: npt.NDArray[np.float64]) -> tuple[float, float]:
     if numbers.min() == numbers.max():
         return float(numbers[0]), 1.0
     return float(numbers.mean()), float(numbers.std())
-
-
-def _odd(parse: Callable[[str], float], values: Sequence[str]) -> Iterator[str]:
-    """Return the values that cannot be parsed, or that are too large to compute with."""
-    return (value for value in values if not abs(_tried(parse, value)) <= MOST_NUMBER)
-
-
-def _tried(parse: Callable[[str], float], value: str) -> float:
-    """Return a value as a number, NaN if it is none."""
-    try:
-        return parse(value)
-    except ValueError:
-        return math.nan
-
-
-def _odd_fault(parse: Callable[[str], float], value: str) -> str:
-    fault = f"{value!r} is not a {_NOUNS[parse]}, as nearly all others are"
-    return f"{fault}: correct it, leave it empty, or name the column in data.categories"
 
 
 def owners(cells: Cells, by: str) -> list[str]:
@@ -305,66 +417,3 @@ def read_schema(path: Path) -> TableSchema:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise DataError(f"{path}: {where}: {first['msg']}") from None
-
-
-def _parsed(
-    parse: Callable[[str], float], value: str, row: int, fault: Callable[[int, str], DataError]
-) -> float:
-    found = _tried(parse, value)
-    if not abs(found) <= MOST_NUMBER:
-        raise fault(row, f"{value!r} is not a {_NOUNS[parse]}")
-    return found
-
-
-def _number(text: str) -> float:
-    if "_" in text:  # Python's own way to write a number
-        raise ValueError(text)
-    return float(text)
-
-
-def _days(text: str) -> float:
-    """Return the days since 1970 of a date, or of a date with a time, as ISO 8601 has it.
-
-    A time without a zone is taken as UTC.
-    """
-    found = datetime.fromisoformat(text)
-    if found.tzinfo is None:
-        found = found.replace(tzinfo=UTC)
-    return (found - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / DAY
-
-
-PARSERS: dict[Any, Callable[[str], float]] = {"number": _number, "date": _days}
-"""How the text of a value becomes a number, by the kind of column, in the order of trying."""
-_NOUNS: dict[Any, str] = {
-    _number: f"number up to {MOST_NUMBER:g} either way",
-    _days: "date such as 2026-01-31",
-}
-
-
-def _parquet_rows(path: Path, spec: DataSpec) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield a Parquet file's rows with their numbers from 1; what is absent is ""."""
-    try:
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(path)
-        refuse_more(sum(_group_bytes(file)), spec, path)
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, {str(k): _as_text(v) for k, v in row.items()}
-    except DataError:
-        raise
-    except Exception as error:  # pyarrow has errors of many kinds
-        raise DataError(f"{path}: not a readable Parquet file ({reason_of(error)})") from error
-
-
-def _group_bytes(file: Any) -> Iterator[int]:
-    metadata = file.metadata
-    yield from (metadata.row_group(k).total_byte_size for k in range(metadata.num_row_groups))
-
-
-def _as_text(value: object) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -14,6 +14,7 @@ from fedhet.data.class_folders import Files
 from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.tokens import tokenized
+from fedhet.data.values import Words, class_words
 from fedhet.errors import DataError, nearest, reason_of
 from fedhet.kinds import Shape
 
@@ -51,9 +52,11 @@ def site_rows(
     """
     test = find_rows(train.parent, "test")
     rows, numbers = read_rows(train, spec), tuple(map(str, range(classes)))
-    names = tuple(names) or (
-        numbers if set(rows.labels) <= set(numbers) else class_names(rows.labels, train)
-    )
+    names = tuple(names)
+    if not names:
+        column = spec.label_column
+        names, words = class_words(rows.labels, train, column, max_numbers=classes)
+        names = numbers if set(words.values()) <= set(numbers) else names
     if len(names) != classes:
         raise DataError(
             f"{train}: has {len(names)} different labels, the run has {classes} classes; name all "
@@ -63,21 +66,12 @@ def site_rows(
     return labelled(rows, names, spec, train), tests, names
 
 
-def class_names(labels: Sequence[str], path: Path) -> tuple[str, ...]:
-    """Return the different labels in order: numbers by their size, others alphabetically."""
-    found = set(labels)
-    for name in sorted(found):
-        if not name.isprintable():
-            raise DataError(f"{path}: the label {name!r} is not printable")
-    numbers = all(name.isascii() and name.isdecimal() for name in found)
-    return tuple(sorted(found, key=lambda name: (int(name), name) if numbers else name))
-
-
 def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
     """Return rows as samples, with the places of their labels in `classes`. Raises DataError."""
-    places = {name: place for place, name in enumerate(classes)}
+    words = Words(classes)
+    places = {label: words.place(label) for label in dict.fromkeys(rows.labels)}
     for line, label in zip(rows.lines, rows.labels, strict=True):
-        if label not in places:
+        if places[label] is None:
             close = nearest(label, classes)
             raise DataError(f"{path}: line {line} has the label {label!r}, not a class{close}")
     y = np.array([places[label] for label in rows.labels], np.int64)

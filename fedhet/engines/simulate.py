@@ -88,6 +88,8 @@ def train(
         if engine.starting:
             show_waiting(watchers, engine.starting)
         with _logging_to(directory, "flower.log"):
+            for line in data.dataset.notes:
+                logging.getLogger("flwr").info("%s", line)
             engine.run(parts)
 
 

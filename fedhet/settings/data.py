@@ -104,7 +104,21 @@ class DataSettings(Schema):
         description="table:PATH: the columns that are features; none = all but target and by",
     )
     categories: Names = Field(
-        (), description="table:PATH: columns whose numbers are words, such as codes"
+        (),
+        description="table:PATH: columns of words as they are written, such as codes; names the "
+        "target, or the label column of texts, if its numbers are classes",
+    )
+    missing: Names = Field(
+        (), description="table:PATH: further marks of missing values, such as -999"
+    )
+    decimal: Literal["auto", "point", "comma"] = Field(
+        "auto",
+        description="table:PATH: the decimal sign of numbers; auto = as the values show",
+    )
+    date_order: Literal["auto", "dmy", "mdy"] = Field(
+        "auto",
+        description="table:PATH: the order of day, month, and year in dates that are not ISO 8601; "
+        "auto = as the values show",
     )
     tokenizer: str = Field(
         "words",

@@ -24,8 +24,8 @@ from torch import Tensor
 from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
 from fedhet.data.sources.base import Place, Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
-from fedhet.data.texts import class_names
 from fedhet.data.tokens import shape_of_texts, tokenized
+from fedhet.data.values import class_words, label_of
 from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TEXT
@@ -51,7 +51,7 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     train = splits["train"]
     label = _label_column(train.features, name, spec)
     test = next((splits[part] for part in TESTS if part in splits), None)
-    classes, places = _classes(train, test, label, name)
+    classes, places = _classes(train, test, label, name, spec)
     found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
     if found[-1].x.shape[1:] != found[0].x.shape[1:]:
         raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
@@ -242,7 +242,7 @@ def _label_column(features: Any, name: str, spec: DataSpec) -> str:
 
 
 def _classes(
-    train: Any, test: Any, label: str, name: str
+    train: Any, test: Any, label: str, name: str, spec: DataSpec
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
     """Return the names of the classes, and the place of each value of the label column."""
     feature = train.features[label]
@@ -250,11 +250,14 @@ def _classes(
         names = tuple(map(str, feature.names))
         return names, {number: number for number in range(len(names))}
     values = [*train[label], *(test[label] if test is not None else ())]
-    if not all(isinstance(value, str | int) for value in values):
-        raise DataError(f"hf:{name}: column {label!r} must hold a whole number or a word for each")
-    names = class_names([str(value) for value in values], Path(name))
+    labels = [label_of(value) for value in values]
+    given = [text for text in labels if text is not None]
+    if len(given) < len(labels):
+        raise DataError(f"hf:{name}: column {label!r} must hold a number or a word for each sample")
+    names, words = class_words(given, f"hf:{name}", label, exact=label in spec.categories)
     places = {class_name: place for place, class_name in enumerate(names)}
-    return names, {value: places[str(value)] for value in set(values)}
+    known = dict(zip(values, given, strict=True))
+    return names, {value: places[words[text]] for value, text in known.items()}
 
 
 def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataSpec) -> Split:

@@ -43,19 +43,13 @@ def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
     tables: list[Cells] = []
     for file in files:
         tables.append(read_table(file, spec, tables[-1].taken if tables else 0))
-    names = tables[0].columns.keys()
-    for table in tables[1:]:
-        for name in [*(names - table.columns.keys()), *(table.columns.keys() - names)]:
-            has, lacks = (tables[0], table) if name in names else (table, tables[0])
-            raise DataError(f"{lacks.path}: has no column {name!r}, which {has.path.name} has")
-    joined = {name: [v for table in tables for v in table.columns[name]] for name in names}
-    lines = [line for table in tables for line in table.lines]
     groups = numbered([f"{k:06d}" for k, table in enumerate(tables) for _ in table.lines])
-    return _dataset(Cells(folder, joined, lines, spec), None, groups, spec)
+    return _dataset(Cells.joined(folder, tables, spec), None, groups, spec)
 
 
 def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataSpec) -> Dataset:
-    schema = found_schema(train, spec)
+    notes: list[str] = []
+    schema = found_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
         schema.labelled(train),
@@ -64,13 +58,14 @@ def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataS
         columns=schema.widths,
         groups=groups,
         schema=schema,
+        notes=tuple(notes),
     )
 
 
 SOURCES = (
     Source(
         "table",
-        "a table: CSV, TSV or Parquet, or a folder with a file for each site",
+        "a table: CSV, TSV, JSON lines or Parquet, or a folder with a file for each site",
         read_own_table,
         "PATH",
         TABLE,

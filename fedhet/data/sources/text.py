@@ -13,8 +13,9 @@ from fedhet.data.class_folders import read_tree
 from fedhet.data.rows import read_rows
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, numbered
-from fedhet.data.texts import TEXTS, class_names, find_rows, labelled
+from fedhet.data.texts import TEXTS, find_rows, labelled
 from fedhet.data.tokens import shape_of_texts
+from fedhet.data.values import class_words
 from fedhet.disk.folder import expanded
 from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TEXT
@@ -37,7 +38,8 @@ def read_texts(place: str, spec: DataSpec) -> Dataset:
 
 def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     rows = read_rows(train, spec)
-    classes = class_names(rows.labels, train)
+    exact = spec.label_column in spec.categories
+    classes, _ = class_words(rows.labels, train, spec.label_column, exact=exact)
     return Dataset(
         spec.dataset,
         labelled(rows, classes, spec, train),
