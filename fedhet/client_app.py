@@ -25,10 +25,10 @@ def client_fn(context: Context) -> Client:
         configure()
         settings = permitted(context.node_config, context.run_config)
         config = within_limits(resolve_items(tuple(settings.items())), site)
-    private = site.budget() is not None or config.run.privacy.is_on
-    with told_the_type_alone() if private else told_without_paths(site):
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
+    # From here on, samples are read: what the server is told must not depend on them.
+    with told_the_type_alone() if config.run.privacy.is_on else told_without_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 
 

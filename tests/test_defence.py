@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from federation import Server, run, small
+from federation import Server, records, run, small
 from interruption import Notices
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import class_average
 from fedhet.arrays import OnDemand, group
+from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.server.defence import Defence, distances
@@ -322,3 +323,86 @@ def test_without_anyone_that_stands_out_a_filter_changes_nothing(tmp_path):
     ]
     assert both[0]["accuracy"] == both[1]["accuracy"]
     assert both[0]["bytes_up"] == both[1]["bytes_up"]
+
+
+# --- who replies first ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"pace.enough": 3.0}, 5),  # 2 of 10 by default
+        ({"pace.enough": 4.0}, 5),
+        ({"pace.enough": 0.4}, 5),
+        ({"pace.enough": 3.0, "defence.share": 0.3}, 7),
+        ({"pace.enough": 6.0, "defence.share": 0.3}, 7),
+        ({"pace.enough": 4.0, "defence.average": "median"}, 5),
+        ({"pace.enough": 6.0, "defence.average": "krum"}, 7),
+        ({"pace.enough": 2.0, "pace.mode": "asynchronous"}, 5),
+        ({"fraction": 0.5, "pace.over-selection": 1.0, "pace.enough": 0.8}, 5),
+        ({"fraction": 0.3, "pace.over-selection": 1.0, "pace.enough": 1.0}, 5),  # 3 of 6 asked
+        ({"fraction": 0.5, "pace.select": "oort", "pace.enough": 0.8}, 5),  # all may be asked
+    ],
+)
+def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least):
+    base = {"method": "fedavg", "clients": 10, "defence.average": "filter"}
+    with pytest.raises(SettingsError) as caught:
+        resolve({**base, **changes})
+    message = str(caught.value)
+    assert f"expected at least {least}" in message
+    assert "setting 'pace.enough'" in message
+    assert "'defence.share'" in message
+    resolve({**base, **changes, "pace.enough": float(least)})
+    resolve({**base, **changes, "defence.average": "mean"})
+
+
+def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
+    base = {"method": "fedavg", "clients": 10, "defence.average": "filter"}
+    for start in (1, 4):
+        with pytest.raises(SettingsError, match=r"'engine.min-clients' = .*0 or at least 5"):
+            resolve({**base, "engine.min-clients": start})
+    for start in (0, 5, 10):
+        resolve({**base, "engine.min-clients": start})
+
+
+@pytest.mark.parametrize("average", ROBUST)
+def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
+    """Two of ten are malicious and among the five (Krum: seven) replies that close the round."""
+    least = 7 if average == "krum" else 5
+    honest = near((40,), least - 2, 0.01)
+    values = [*honest, -honest[0], -honest[1]]
+    replies = [SimpleNamespace(knowledge=model(each)) for each in values]
+    for reply in replies:
+        reply.client, reply.measured = SimpleNamespace(name="c"), None
+        reply.with_knowledge = lambda knowledge: SimpleNamespace(knowledge=knowledge)
+    state = SimpleNamespace(
+        record=SimpleNamespace(round=1, asked=list("abcdefghij"), late=[]),
+        measured=lambda *_: None,
+        left_out=lambda *_: None,
+    )
+    step = Defence(DefenceSettings(average=average, share=0.2), MODELS, state)
+    found = [each.knowledge.tensors["weights/w"] for each in step(replies)]
+    assert np.allclose(np.mean(found, 0), np.mean(honest, 0), atol=0.1)
+    assert not caplog.text
+    list(step(replies[1:]))
+    assert f"{least - 1} of 10 replies: too few" in caplog.text
+    assert f"at least {least} are needed" in caplog.text
+
+
+@pytest.mark.slow
+def test_each_round_waits_for_a_majority_of_the_honest_clients(tmp_path):
+    """A share of the idle clients is less in each round, and the fast clients are always idle."""
+    fast = hostile_clients(0, [f"client-{k}" for k in range(10)], 2)
+    rows = [f"client-{k},{0.1 if f'client-{k}' in fast else 1.0 + k},100" for k in range(10)]
+    (tmp_path / "devices.csv").write_text("\n".join(["client,sample-ms,mbit", *rows]))
+    config = small(
+        "fedavg", clients=10, rounds=4, models=["mlp"],
+        **{"defence.average": "filter", "pace.enough": 0.5,
+           "pace.clock": str(tmp_path / "devices.csv")},
+    )  # fmt: skip
+    run(config, tmp_path / "run")
+    found = records(tmp_path / "run")
+    assert len(found) == 4
+    for each in found:
+        replied = {*each["asked"]} - {*each["late"]}
+        assert len(replied) >= 5, each["round"]

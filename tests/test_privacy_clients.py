@@ -211,6 +211,7 @@ def test_the_classes_of_a_site_are_all_classes(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (80, 8, 8), dtype=np.uint8), rng.integers(2, 5, 80)
     np.savez(folder / "train.npz", x=x, y=y)
+    (folder / "site.toml").write_text("num-classes = 10\nshape = [1, 8, 8]\n")
     config = private("felo", **{"models.num-classes": 10})
     client = opened(config, tmp_path / "state", partition=-1, data=str(folder), name="site-a")
     assert client.space.tolist() == list(range(10))
@@ -359,6 +360,7 @@ def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatc
     lines = ["text,label", *(f"some words,{k % 2}" for k in range(60)), "a letter,John Smith"]
     (tmp_path / "train.csv").write_text("\n".join(lines))
     (tmp_path / "classes.txt").write_text("0\n1\n")
+    (tmp_path / "site.toml").write_text('sample-kind = "text"\n')
     node = {"data": str(tmp_path), "name": "site-a", "privacy": "epsilon=8 delta=1e-5"}
     run = {"method": "fedavg", "privacy.epsilon": 8.0, "models.pool": "text-cnn"}
     run["models.num-classes"] = 2
@@ -383,7 +385,8 @@ def test_a_loss_that_is_not_finite_is_no_answer_of_one_sample(tmp_path):
 
 
 def test_a_site_that_asks_for_privacy_refuses_a_run_without():
-    site = build(NodeSettings, {"privacy": "epsilon=8"}, prefix="node-config ")
+    own = {"privacy": "epsilon=8", "data": "/srv/data", "name": "site-a"}
+    site = build(NodeSettings, own, prefix="node-config ")
     assert site.budget() == Budget(8.0, 1e-5)
     with pytest.raises(SettingsError, match="this site asks for privacy"):
         within_limits(resolve({**SMALL, "method": "felo"}), site)

@@ -37,6 +37,14 @@ def withstood(clients: int, share: float) -> int:
     return max(min(math.ceil(share * clients - 1e-9), (clients - 1) // 2), 0)
 
 
+def least_replies(average: str, malicious: int) -> int:
+    """Return the least number of replies in which `average` withstands `malicious` clients.
+
+    A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).
+    """
+    return 2 * malicious + (3 if average == "krum" else 1)
+
+
 def trimmed_mean(points: Array, share: float) -> Array:
     """Return the coordinate-wise trimmed mean [...] of points [K, ...].
 

@@ -33,11 +33,17 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
     """Return a run's settings as a site carries them out.
 
     Data, downloads and means of small classes are what both allow. Raises SettingsError for more
-    epochs or classes than it allows, and for a run without the privacy that it asks for.
+    epochs or classes than it allows, for a run without the privacy that it asks for, and for a
+    private site whose samples the run would choose.
     """
     if site.budget() and not config.run.privacy.is_on:
         rule = "the run has none ('privacy.epsilon')"
         raise SettingsError(f"this site asks for privacy, {site.privacy!r}: {rule}")
+    if site.budget() and not site.data:
+        raise SettingsError(
+            f"node-config 'privacy' = {site.privacy!r}: expected a site with a data directory of "
+            "its own, got a partition, whose samples the run chooses. Set 'data' and 'name'."
+        )
     for name, value in config.flat().items():
         asked = value if isinstance(value, list) else [value]
         if name.endswith("epochs") and max(asked) > site.most_epochs:

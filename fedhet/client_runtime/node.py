@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.config.resolve import Config
-from fedhet.data import ClientData, RunData, site_data
+from fedhet.data import ClientData, Declaration, RunData, site_data
 from fedhet.disk.folder import expanded
 from fedhet.errors import SettingsError
 from fedhet.models import assign
@@ -112,12 +112,16 @@ class Node:
     most_model_bytes: int = 2**60
     budget: Budget | None = None
     """What its samples may cost over all runs; None: what each run says."""
+    declared: Declaration | None = None
+    """How a private site reads its own directory; None for all other clients."""
 
     def load_data(self, config: Config) -> ClientData:
         """Return the client's data: from its own folder, or its partition of the run's dataset.
 
         Raises DataError if the folder cannot be read, or the client has too few samples.
         """
+        if self.declared is not None:
+            return self.declared.read_data(self.folder, self.name)
         if self.folder:
             return site_data(
                 self.folder,
@@ -135,9 +139,10 @@ def read_node(
     state_dir: str = "",
     data: RunData | None = None,
 ) -> Node:
-    """Return the node that `config` (Flower's node config) describes. Raises SettingsError.
+    """Return the node that `config` (Flower's node config) describes. Reads no samples.
 
-    `data` is the store of the run's data in this process; None creates one.
+    `data` is the store of the run's data in this process; None creates one. Raises SettingsError,
+    and DataError if the node is a private site that does not declare its data.
     """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients
@@ -147,6 +152,10 @@ def read_node(
             f"{run.clients - 1}; a site with its own data needs 'data' and 'name' instead"
         )
     name = settings.name or client_name(settings.partition_id, run.clients)
+    declared = None
+    if settings.data and run.privacy.is_on:
+        declared = Declaration.read(settings.data, settings.most_data_bytes)
+        declared.check(run)
     return Node(
         name=name,
         partition=settings.partition_id,
@@ -157,6 +166,7 @@ def read_node(
         state_dir=_state_dir(settings.state_dir or state_dir),
         most_model_bytes=settings.most_model_bytes,
         budget=settings.budget(),
+        declared=declared,
         data=data or RunData.of(run),
     )
 

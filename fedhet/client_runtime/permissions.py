@@ -21,6 +21,8 @@ from fedhet.settings.schema import Scalar, build
 
 ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
+PRIVATE = ("privacy.epsilon", "privacy.noise-multiplier")
+"""The settings that make a run private."""
 POOL, DATA_DIR = "models.pool", "data.data-dir"
 SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
 """Settings for simulations only, which a site ignores."""
@@ -32,14 +34,21 @@ def permitted(
     """Return a run's settings as this site uses them: with its own model, if it has one.
 
     Raises SettingsError, before anything is imported or read, if the site does not allow them.
+    No setting of a private run may name the site's own data, which would become public data.
     """
     site = build(NodeSettings, node_config, prefix="node-config ")
+    private = bool(site.privacy or any(run_config.get(name) for name in PRIVATE))
     taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         taken[POOL] = site.model
     for setting, name in code_named(taken):
         _check_import(setting, name, site)
     for setting, place in _places(taken):
+        if place.path and private and site.data and _overlaps(place.path, site.data):
+            raise SettingsError(
+                f"this site does not let a private run read its own data by name: '{setting}' must "
+                "be a directory apart from node-config 'data'"
+            )
         if not (_may_read(place.path, site) if place.path else _may_fetch(place.hub, site)):
             deed = f"read {place.path or place.hub!r}"
             raise _refused("allow-paths", _allowed_paths(site), deed, setting)
@@ -79,6 +88,12 @@ def _may_read(path: str, site: NodeSettings) -> bool:
     allowed = [site.data, *_allowed_paths(site).split(",")]
     folders = [_resolved(each.strip()) for each in allowed if each.strip()]
     return any(_resolved(path).is_relative_to(folder) for folder in folders)
+
+
+def _overlaps(path: str, folder: str) -> bool:
+    """Return whether one of the two is, or lies in, the other."""
+    one, other = _resolved(path), _resolved(folder)
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 def _resolved(path: str) -> Path:

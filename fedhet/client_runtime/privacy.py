@@ -26,8 +26,16 @@ from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config
 from fedhet.devices import Compute, evaluation_batch
 from fedhet.disk.folder import Folder
-from fedhet.errors import FedhetError, OwnModelError, PrivacyError, SettingsError, StateError
+from fedhet.errors import (
+    DataError,
+    FedhetError,
+    OwnModelError,
+    PrivacyError,
+    SettingsError,
+    StateError,
+)
 from fedhet.models import HetModel
+from fedhet.models.evaluation import Evaluations
 from fedhet.privacy.accounting import (
     Noise,
     Plan,
@@ -53,6 +61,8 @@ ANSWER, ANSWERS = "answer-{:06d}.npz", "answer-*.npz"
 FAULT = "{} at a private client, whose own log says more"
 Answers = Callable[[Tensor], Tensor]
 """Logits [N, C] -> what a method averages of them by class, [N, C]."""
+Evaluate = Callable[[Knowledge], Evaluations]
+"""Evaluates the client's models, given the latest instruction."""
 
 
 class Open:
@@ -114,6 +124,14 @@ class Open:
         """Return what the server is told of an error."""
         return {"error": str(error)}
 
+    def evaluated(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
+        """Return the evaluations of the client's models."""
+        return evaluate(instruction)
+
+    def overlap(self, error: DataError) -> None:
+        """Handle a public set that contains samples of the client: raise `error`."""
+        raise error
+
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Run the block; what is raised may be told to the server."""
@@ -128,7 +146,11 @@ class Private(Open):
     def __init__(
         self, config: Config, node: Node, samples: ClientSamples, compute: Compute
     ) -> None:
-        """Raise PrivacyError if delta means nothing for so few samples."""
+        """Raise PrivacyError if delta is not below 1 / samples.
+
+        At a site with a budget it is the delta of the budget: the run's could be chosen to find
+        out the number of samples.
+        """
         super().__init__(config.run.engine.least_per_class)
         self._config, self._settings = config, config.run.privacy
         self._node, self._samples, self._compute = node, samples, compute
@@ -137,10 +159,13 @@ class Private(Open):
         if node.folder:  # otherwise the classes of its own samples
             samples.space = torch.arange(samples.info.classes, device=compute.device)
         self._digest, rows = digest_of(samples.own.x, samples.own.y), len(samples.own.y)
-        if self._settings.delta * rows >= 1:
+        name, delta = "setting 'privacy.delta'", self._settings.delta
+        if node.budget is not None:
+            name, delta = "delta in node-config 'privacy'", node.budget.delta
+        if delta * rows >= 1:
             raise PrivacyError(
-                f"setting 'privacy.delta' = {self._settings.delta:g} means nothing for {rows} "
-                f"samples: it must be below {1 / rows:.2g}"
+                f"{name} = {delta:g} means nothing for {rows} samples: it must be below "
+                f"{1 / rows:.2g}"
             )
 
     def described(self, info: ClientInfo) -> ClientInfo:
@@ -271,6 +296,24 @@ class Private(Open):
         if isinstance(error, PrivacyError):
             return {"error": str(error), SPENT: True}
         return {"error": FAULT.format(type(error).__name__)}
+
+    def evaluated(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
+        """Return the evaluations of the client's models, or none if they fail.
+
+        The test samples of a site decide nothing, not even whether the site replies.
+        """
+        try:
+            return evaluate(instruction)
+        except Exception:
+            LOG.exception("%s: round %d: evaluation", self._node.name, self._round)
+            return Evaluations()
+
+    def overlap(self, error: DataError) -> None:
+        """Log that a public set contains samples of the client, and use the set nevertheless.
+
+        A refusal would tell the server which samples the client has.
+        """
+        LOG.warning("%s", error)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

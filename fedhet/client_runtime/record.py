@@ -72,7 +72,7 @@ class ClientRecord(BaseModel):
     @classmethod
     def of(cls, run: str, config: Config, node: Node, samples: ClientSamples) -> ClientRecord:
         """Return the record of an open client; `config` has the client's own training."""
-        values = absolute(config).flat()
+        values = absolute(config).flat() | (node.declared.settings if node.declared else {})
         return cls(
             run=run,
             client=node.name,

@@ -23,6 +23,7 @@ from fedhet.data import (
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.devices import Compute
+from fedhet.errors import DataError
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
 
@@ -128,10 +129,12 @@ def _common(data: ClientData, node: Node, compute: Compute) -> Split:
     return node.data.once(f"test set on {compute.device}", lambda: _placed(compute, common)[0])
 
 
-def public_samples(config: Config, node: Node, samples: ClientSamples, *, labelled: bool) -> Split:
-    """Return the public set; set `labelled` if its labels are used.
+def public_samples(
+    config: Config, node: Node, samples: ClientSamples, *, labelled: bool
+) -> tuple[Split, DataError | None]:
+    """Return the public set, and an error if it contains any sample of this client.
 
-    Raises DataError if it contains any sample of this client.
+    Set `labelled` if the labels of the public set are used.
     """
     info, named = samples.info, config.run.data.public_dataset
     classes = info.classes if labelled else None
@@ -139,9 +142,12 @@ def public_samples(config: Config, node: Node, samples: ClientSamples, *, labell
     # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
     cut_here = named in ("", UNUSED)
     if named != GENERATED and (node.folder or not cut_here):
-        for split in samples.own_splits():
-            refuse_overlap(public, split, info.name)
-    return public
+        try:
+            for split in samples.own_splits():
+                refuse_overlap(public, split, info.name)
+        except DataError as error:
+            return public, error
+    return public, None
 
 
 def placed_public(public: Split, compute: Compute, data: RunData) -> Split:

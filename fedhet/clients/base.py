@@ -159,9 +159,12 @@ class HetClient(NumPyClient):
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels.
 
-        Raises DataError if it contains any sample of this client.
+        Raises DataError if it contains any sample of this client, unless the client is private.
         """
-        return public_samples(self.config, self.node, self.samples, labelled=labelled)
+        public, overlap = public_samples(self.config, self.node, self.samples, labelled=labelled)
+        if overlap is not None:
+            self.promise.overlap(overlap)
+        return public
 
     def generator(self, round: int, use: str) -> torch.Generator:
         """Return this client's random generator for one use in a round."""
@@ -263,7 +266,7 @@ class HetClient(NumPyClient):
                 self.promise.begin(envelope.run, envelope.round)
                 arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
                 judge = self.evaluation if config.get("evaluate", True) else _no_evaluation
-                scores, eval_seconds = timed(judge, instruction)
+                scores, eval_seconds = timed(self.promise.evaluated, judge, instruction)
                 measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
                 said = write_measures(self.promise.measured(measured)) | self.recipe.counted()
         except OwnModelError:
@@ -288,7 +291,8 @@ class HetClient(NumPyClient):
                 if learns and self.state.participations > 0:
                     self._train(envelope.round + 1, instruction)
                     self.state.save(envelope.round + 1)
-                scores, seconds = timed(judging(self, envelope.round, config), instruction)
+                judge = judging(self, envelope.round, config)
+                scores, seconds = timed(self.promise.evaluated, judge, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
         except OwnModelError:
             raise

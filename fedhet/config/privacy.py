@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedhet import models
+from fedhet.data import GENERATED
 from fedhet.errors import ModelError
 from fedhet.kinds import Shape
 from fedhet.methods.registry import Method
@@ -31,6 +32,10 @@ def check_private(run: RunSettings, method: Method, own: MethodSettings) -> None
         raise refused(*_switch(run), f"0 with {method.name}: {rule.refused}")
     for name, allowed in rule.needs.items():
         _check(run, f"{method.table}.{kebab(name)}", getattr(own, name), allowed)
+    if run.data.public_dataset == GENERATED:
+        rest = "samples of a dataset of their own, or 'data.public-fraction'"
+        why = "generated samples are made of the values of the clients' samples"
+        raise refused("data.public-dataset", GENERATED, f"{rest}, with '{_switch(run)[0]}': {why}")
     for name, allowed in TRAINING.items():
         _check(run, f"training.{name}", getattr(run.training, name), allowed)
     _check(run, "engine.precision", run.engine.precision, PRECISION)

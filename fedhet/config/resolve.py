@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import data, models
+from fedhet.algorithms.robust import withstood
 from fedhet.config.privacy import check_private, check_trainable
 from fedhet.config.sources import from_flower
 from fedhet.config.values import Given, validated
@@ -19,6 +20,7 @@ from fedhet.disk.folder import expanded
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.kinds import KINDS, Shape, augmentation
 from fedhet.methods.registry import Method, all_methods
+from fedhet.pace.closing import closing, honest_majority, wanted
 from fedhet.settings.pace import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
@@ -185,6 +187,31 @@ def _check_attack_and_defence(run: RunSettings, method: Method) -> None:
         resists = f": {spec.resists}" if spec.resists else ""
         able = ", ".join(("mean", *spec.defences))
         raise refused("defence.average", average, f"{able} with {method.name}{resists}")
+    if average != "mean":
+        _check_majority(run)
+
+
+def _check_majority(run: RunSettings) -> None:
+    """Raise SettingsError if malicious clients can be the majority by replying or joining first.
+
+    This is so where a round may close, or a run may start, with too few of the honest clients.
+    """
+    pace, defence, members = run.pace, run.defence, run.clients
+    malicious, count, least = honest_majority(run)
+    closes = closing(pace, wanted(members, run.fraction), count).enough
+    rule = f"with 'defence.average' = '{defence.average}', 'defence.share' = {defence.share:g}"
+    if malicious and closes < least:
+        raise SettingsError(
+            f"setting 'pace.enough' = {pace.enough:g} closes a round with {closes} replies: "
+            f"{rule}, {malicious} of {count} clients may be malicious and the fastest, expected at "
+            f"least {least}. Set 'pace.enough' to {least}, or lower 'defence.share'."
+        )
+    malicious, start = withstood(members, defence.share), run.engine.min_clients
+    if 0 < start < min(2 * malicious + 1, members):
+        raise SettingsError(
+            f"setting 'engine.min-clients' = {start}: {rule}, {malicious} of {members} clients may "
+            f"be malicious and the first to join, expected 0 or at least {2 * malicious + 1}."
+        )
 
 
 def _check_own_models(config: Config) -> None:

@@ -3,7 +3,7 @@
 from fedhet.data.datasets import load
 from fedhet.data.labelled import labelled_parts, split_labels, stacked
 from fedhet.data.public import GENERATED, MADE_HERE, UNUSED, refuse_overlap
-from fedhet.data.site import site_data
+from fedhet.data.site import Declaration, site_data
 from fedhet.data.sources import dataset_names, find_source, sample_kind
 from fedhet.data.spec import UNKNOWN, ClientData, Dataset, DataSpec, Split
 from fedhet.data.store import RunData
@@ -16,6 +16,7 @@ __all__ = [
     "ClientData",
     "DataSpec",
     "Dataset",
+    "Declaration",
     "RunData",
     "Split",
     "dataset_names",

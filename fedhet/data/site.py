@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +18,11 @@ from fedhet.data.class_folders import (
     understand,
 )
 from fedhet.data.images import IMAGES
-from fedhet.data.npz import read_npz, same_form
+from fedhet.data.npz import MAX_CLASSES, read_npz, same_form
 from fedhet.data.partition import hold_out
 from fedhet.data.sources import sample_kind
 from fedhet.data.spec import (
+    FIXED_SEED,
     UNKNOWN,
     ClientData,
     DataSpec,
@@ -31,17 +34,133 @@ from fedhet.data.spec import (
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
+from fedhet.disk.bounded import read_tables
 from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
-from fedhet.kinds import TABLE, TEXT, Shape
+from fedhet.errors import DataError, StateError, reason_of
+from fedhet.kinds import TABLE, TEXT, Shape, kind_of
+from fedhet.settings.data import DataSettings
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import build, kebab, refused
 
+LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
 """The file that says what the columns of a site's table become; the same at all sites."""
+DECLARATION = "site.toml"
+"""The file by which a private site declares how its data is read, and what it holds."""
+CLASSES = "classes.txt"
+READING = (
+    "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
+    "vocabulary", "max_tokens",
+)  # fmt: skip
+"""The settings of `[data]` that a site may declare: those by which its directory is read. All
+others are at their defaults at a private site, whatever the run says."""
+_UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
+"""Values by which a run leaves a setting to the data."""
+_DECLARE = (
+    f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
+    "'What a private site declares'."
+)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The data of a private site as the site declares it, before it knows any run.
+
+    The site reads and checks its data by this declaration alone. A run is compared with it, and
+    never with the data: a refusal then says nothing about any sample.
+    """
+
+    path: str
+    """The file of the declaration, for messages."""
+    spec: DataSpec
+    """The settings by which the data is read; those of a run have no part in it."""
+    names: tuple[str, ...]
+    """The names of all classes, in order."""
+    shape: Shape
+
+    @classmethod
+    def read(cls, folder: str, max_bytes: int) -> Declaration:
+        """Read site.toml, classes.txt and schema.toml; `max_bytes` is the site's own limit.
+
+        Raises DataError or SettingsError if they do not declare the classes and the shape.
+        """
+        root = expanded(folder)
+        path = root / DECLARATION
+        try:
+            given = dict(read_tables(path)) if path.exists() else {}
+        except (OSError, StateError) as error:
+            raise DataError(f"{path}: not a readable TOML file ({reason_of(error)})") from None
+        schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
+        number, shape = given.pop("num-classes", 0), given.pop("shape", [])
+        names = schema.classes if schema else _classes_file(root, None)
+        for name in given.keys() - {kebab(each) for each in READING}:
+            known = ", ".join(["num-classes", "shape", *map(kebab, READING)])
+            raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
+        table = build(DataSettings, given, prefix=f"{path}: data.")
+        spec = DataSpec.model_construct(
+            **dict(table.model_copy(update={"max_bytes": max_bytes})), clients=1, seed=FIXED_SEED
+        )
+        if type(number) is not int or not (2 <= number <= MAX_CLASSES or (names and not number)):
+            rule = f"expected an integer from 2 to {MAX_CLASSES}"
+            raise DataError(f"{path}: num-classes: {rule}, got {number!r}. {_DECLARE}")
+        if names and number not in (0, len(names)):
+            where = root / (SCHEMA if schema else CLASSES)
+            rule = f"expected {len(names)}, the number of classes in {where}, got {number}"
+            raise DataError(f"{path}: num-classes: {rule}. Change either file.")
+        if schema:
+            found: Shape = (sum(schema.widths),)
+        elif table.sample_kind == TEXT.name:
+            found = shape_of_texts(spec)
+        else:
+            found = tuple(shape) if isinstance(shape, list) else ()
+        sizes: list[Any] = list(found)
+        if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
+            rule = "expected the shape of a sample, such as [3, 32, 32]"
+            raise DataError(f"{path}: shape: {rule}, got {shape!r}. {_DECLARE}")
+        return cls(str(path), spec, names or tuple(map(str, range(number))), found)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The declared values of the settings of a run, by their full names."""
+        flat = self.spec.flat()
+        values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
+        return values | {"models.num-classes": len(self.names)}
+
+    def check(self, run: RunSettings) -> None:
+        """Raise SettingsError if a run is for other classes, or for samples of another kind.
+
+        Logs the other settings of the run that differ: the declared values are used.
+        """
+        asked, kind = run.flat(), kind_of(self.shape)
+        binding = {"models.num-classes", "data.sample-kind"}
+        if kind is TEXT:
+            binding |= {"data.tokenizer", "data.vocabulary", "data.max-tokens"}
+        for name, value in {**self.settings, "data.sample-kind": kind.name}.items():
+            if asked[name] in (value, _UNSET.get(name, value)):
+                continue
+            if name in binding:
+                raise refused(name, asked[name], f"{value!r} at this site, which declares it")
+            LOG.info("%s = %r of the run is not used: %s", name, asked[name], self.path)
+
+    def read_data(self, folder: str, name: str) -> ClientData:
+        """Read and check the site's data. Raises DataError, of whatever kind the fault is."""
+        try:
+            return site_data(
+                folder, spec=self.spec, classes=len(self.names), name=name, declared=self
+            )
+        except Exception as error:  # all alike: the type of an error is sent
+            raise DataError(f"{type(error).__name__}: {error}") from error
 
 
 @global_random_kept()
 def site_data(
-    folder: str, *, spec: DataSpec, classes: int, name: str, unlabelled: bool = False
+    folder: str,
+    *,
+    spec: DataSpec,
+    classes: int,
+    name: str,
+    unlabelled: bool = False,
+    declared: Declaration | None = None,
 ) -> ClientData:
     """Return the data of a site, from its own folder.
 
@@ -51,6 +170,7 @@ def site_data(
     Without a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name
     per line) lists the run's classes in order; it is needed only if a site lacks some of them.
     Samples without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
+    With `declared`, all names and the shape come from this declaration, and none from the files.
     """
     root = expanded(folder)
     if not root.is_dir():
@@ -60,11 +180,18 @@ def site_data(
             f"{root}: the run must say how many classes there are, 2 or more: "
             f"'models.num-classes' is {classes}"
         )
-    own = _read(root, classes, spec, unlabelled)
+    own = _read(root, classes, spec, unlabelled, declared)
     train, test = _with_test(own.train, own.test, spec, f"{root}", f"{name} ({root})")
+    if declared is not None:
+        if (shape := own.shape or _form(train)) != declared.shape:
+            rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
+            raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
+        own = replace(own, names=declared.names, rest=own.rest or train.take(torch.arange(0)))
     names = own.names or tuple(map(str, range(classes)))
     # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    if declared is not None:
+        space = tuple(range(classes))
     return ClientData(
         name, train, test, None, names, space, own.shape or _form(train), own.rest, own.left_aside,
         stored_as(train.x), own.schema,
@@ -86,9 +213,11 @@ class _Own:
     schema: TableSchema | None = None
 
 
-def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
+def _read(
+    root: Path, classes: int, spec: DataSpec, unlabelled: bool, declared: Declaration | None
+) -> _Own:
     """Read a site's folder, in whichever layout it is. Raises DataError for another."""
-    names = _classes_file(root, classes)
+    names = declared.names if declared else _classes_file(root, classes)
     rows = find_table(root, "train") or find_rows(root, "train")
     tree = next(iter(find_parts(root)[TRAIN]), None)
     if sum([(root / "train.npz").exists(), tree is not None, rows is not None]) != 1:
@@ -108,11 +237,16 @@ def _read(root: Path, classes: int, spec: DataSpec, unlabelled: bool) -> _Own:
         return _Own(*site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
     if tree is None:
         return _Own(*_site_arrays(root, classes, spec), names)
-    return _site_tree(root, names, classes, spec, unlabelled)
+    return _site_tree(root, names, classes, spec, unlabelled, declared)
 
 
 def _site_tree(
-    root: Path, names: tuple[str, ...], classes: int, spec: DataSpec, unlabelled: bool
+    root: Path,
+    names: tuple[str, ...],
+    classes: int,
+    spec: DataSpec,
+    unlabelled: bool,
+    declared: Declaration | None,
 ) -> _Own:
     """Read the files of a site, by class. Samples without a class are read if `unlabelled`."""
     # A text next to an image describes it: only a tree without images holds texts.
@@ -130,7 +264,8 @@ def _site_tree(
             f"all {classes} in the run's order in {root / 'classes.txt'}"
         )
     tree.unused.report(root, files)
-    train = read_part(tree.train, tree.classes, spec, files)
+    like = declared.shape if declared and not texts else None
+    train = read_part(tree.train, tree.classes, spec, files, like)
     form = _form(train)
     test = read_part(tree.test, tree.classes, spec, files, form) if tree.test is not None else None
     rest, left_aside, paths = None, 0, tree.unlabelled
@@ -185,9 +320,12 @@ def _with_test(
     return train, test
 
 
-def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
-    """Return the names in classes.txt, or () if there is no such file."""
-    path = root / "classes.txt"
+def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
+    """Return the names in classes.txt, or () if there is no such file.
+
+    Raises DataError unless there are `classes` of them; None: any number from 2 on.
+    """
+    path = root / CLASSES
     if not path.exists():
         return ()
     try:
@@ -195,6 +333,7 @@ def _classes_file(root: Path, classes: int) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable text file ({reason_of(error)})") from error
     names = tuple(line.strip() for line in lines if line.strip())
+    classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:
         raise DataError(
             f"{path}: has {len(names)} names ({len(set(names))} different), the run has "

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from fedhet.algorithms.robust import least_replies, withstood
 from fedhet.settings.pace import PaceSettings
+from fedhet.settings.run import RunSettings
 
 LEAST_GRACE = 10.0
 """The least seconds for which an evaluation waits when enough clients have answered."""
@@ -74,16 +76,39 @@ def asked(number: int, over_selection: float) -> int:
     return math.ceil(round((1 + over_selection) * number, 9))
 
 
+def honest_majority(run: RunSettings) -> tuple[int, int, int]:
+    """Return how many clients may be malicious, of how many that are asked, and the least replies.
+
+    A round with a robust average must not close with fewer replies: all malicious clients may be
+    faster than the honest clients. (0, asked, 1) if the mean is not robust.
+    """
+    defence, members = run.defence, run.clients
+    count = min(asked(wanted(members, run.fraction), run.pace.over_selection), members)
+    if defence.average == "mean":
+        return 0, count, 1
+    # Clients influence who is asked, unless clients are selected at random.
+    among = count if run.pace.select == "random" else members
+    malicious = min(withstood(among, defence.share), count)
+    least = min(least_replies(defence.average, malicious), count) if malicious else 1
+    return malicious, count, least
+
+
 def closing(
-    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = ()
+    pace: PaceSettings,
+    needed: int,
+    awaited: int,
+    durations: Iterable[float] = (),
+    least: int = 1,
 ) -> Closing:
     """Return the rule of a round that needs `needed` answers, or as many as are awaited.
 
-    `durations` are the seconds of the rounds before.
+    `durations` are the seconds of the rounds before. `least` answers are needed in any case: the
+    share 'enough' is one of the clients that are idle, who may be few.
     """
     share = pace.enough if pace.enough <= 1 else 1.0
     number = math.ceil(round(share * needed, 9)) if pace.enough <= 1 else int(pace.enough)
-    return Closing(max(1, min(number, awaited)), pace.grace, pace.seconds_at_most(usual(durations)))
+    enough = min(max(number, least), awaited)
+    return Closing(max(1, enough), pace.grace, pace.seconds_at_most(usual(durations)))
 
 
 def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:

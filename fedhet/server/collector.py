@@ -18,7 +18,13 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.errors import StateError
 from fedhet.pace.clock import SimulatedClock
-from fedhet.pace.closing import RECENT, Closing, closing, closing_of_evaluation
+from fedhet.pace.closing import (
+    RECENT,
+    Closing,
+    closing,
+    closing_of_evaluation,
+    honest_majority,
+)
 from fedhet.server.callers import Answer, Call, Callers, names_of
 from fedhet.server.exchange import Exchange
 from fedhet.server.late_replies import LateReplies, LateReply
@@ -87,6 +93,7 @@ class Collector:
     ) -> None:
         """`spool`: where replies are written, None: they stay in memory."""
         self._pace, self._exchange, self._late, self._spool = run.pace, exchange, late, spool
+        self._least = honest_majority(run)[2]
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
         self._keep = partial(_keep, exchange, late)
         self._callers = Callers(1, self._keep)
@@ -124,7 +131,9 @@ class Collector:
         awaited = names_of(calls)
         if self._pace.is_asynchronous or not calls:
             awaited = set(self._jobs)
-        rule = closing(self._pace, needed if calls else 1, len(awaited), self._durations)
+        rule = closing(
+            self._pace, needed if calls else 1, len(awaited), self._durations, self._least
+        )
         found = Collected()
         if self._clock is None:
             found.withdrawn = self._wait(calls, awaited, rule)

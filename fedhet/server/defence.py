@@ -8,6 +8,7 @@ which averages suit it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from fedhet.algorithms.robust import (
     filtered,
     geometric_weights,
     krum,
+    least_replies,
     mean_squares,
     relative,
     trimmed_mean,
     weighted_mean,
+    withstood,
 )
 from fedhet.arrays import Array
 from fedhet.server.reply import Reply
@@ -39,6 +42,7 @@ from fedhet.wire.contract import (
 )
 from fedhet.wire.knowledge import Knowledge
 
+LOG = logging.getLogger("fedhet")
 LEAST = 3
 """Clients with something in common, without which there is no majority among them."""
 
@@ -53,10 +57,27 @@ class Defence:
     def __init__(self, settings: DefenceSettings, contract: Contract, state: RoundState) -> None:
         """`contract` is that of the replies."""
         self.settings, self.contract, self._state = settings, contract, state
+        self._share = settings.share
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies whose mean is the robust average."""
-        found = list(replies)
+        """Yield the replies whose mean is the robust average.
+
+        If a round closes early, the missing clients may all be honest. The average must then
+        withstand as many malicious clients as there may be among those that were asked.
+        """
+        found, record = list(replies), self._state.record
+        asked, self._share = len({*record.asked, *record.late}), self.settings.share
+        if 0 < len(found) < asked:
+            malicious = withstood(asked, self.settings.share)
+            self._share = min(max(self._share, malicious / len(found)), 0.5)
+            least = min(least_replies(self.settings.average, malicious), asked)
+            if malicious and len(found) < least:
+                LOG.warning(
+                    "round %d: %d of %d replies: too few for defence.average = %r if %d clients "
+                    "are malicious (defence.share = %g); at least %d are needed",
+                    record.round, len(found), asked, self.settings.average, malicious,
+                    self.settings.share, least,
+                )  # fmt: skip
         if self.settings.average in CHOOSING:
             yield from self._chosen(found)
         else:
@@ -73,11 +94,11 @@ class Defence:
 
     def kept(self, replies: Sequence[Knowledge]) -> Array:
         """Return which replies the average is made of, bool [K]."""
-        squared = distances(self.contract, replies, self.settings.share)
+        squared = distances(self.contract, replies, self._share)
         if squared is None:
             return np.ones(len(replies), bool)
         choose = krum if self.settings.average == "krum" else filtered
-        return choose(squared, self.settings.share)
+        return choose(squared, self._share)
 
     def _combined(self, replies: Sequence[Reply]) -> Iterator[Reply]:
         values = self.combined([reply.knowledge for reply in replies])
@@ -113,7 +134,7 @@ class Defence:
         if weights is not None:
             value = weighted_mean(stack, weights)
         else:
-            share = 0.5 if self.settings.average == "median" else self.settings.share
+            share = 0.5 if self.settings.average == "median" else self._share
             value = trimmed_mean(stack, share)
         if isinstance(field, TensorField) and field.distribution:
             value = value / value.sum(-1, keepdims=True)

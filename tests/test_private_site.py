@@ -1,0 +1,394 @@
+"""A private site replies alike whatever one of its samples is, and whatever a server asks for.
+
+Two data sets of a site differ in one sample. A server that sends settings and instructions of its
+choice must not see a difference other than noise: no refusal, no other message, no other shape.
+"""
+
+import shutil
+from typing import Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+from flwr.common import Context, RecordDict
+from PIL import Image
+
+from fedhet.client_app import client_fn
+from fedhet.client_runtime.cache import close_clients
+from fedhet.client_runtime.limits import within_limits
+from fedhet.client_runtime.node import NodeSettings
+from fedhet.client_runtime.permissions import permitted
+from fedhet.config.resolve import resolve
+from fedhet.data import Declaration
+from fedhet.errors import DataError, SettingsError
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import build
+from fedhet.wire.knowledge import Envelope, Knowledge, encode
+
+DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
+ROWS = 60
+READ_FAULT = ("StateError", "DataError at a private client, whose own log says more")
+NOT_OF_DATA = {"engine.threads", "rounds"}
+"""Settings whose values cost time and do not reach data: threads are the whole process's."""
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    close_clients()
+
+
+def arrays(change=lambda x, y: None):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((ROWS, 8, 8), dtype=np.float32), np.arange(ROWS) % 9
+    change(x, y)
+    return x, y
+
+
+def site(folder, change=lambda x, y: None, declared=DECLARED):
+    """Write a site's directory of arrays, and return its path."""
+    folder.mkdir(parents=True)
+    x, y = arrays(change)
+    np.savez(folder / "train.npz", x=x, y=y)
+    (folder / "site.toml").write_text(declared)
+    return folder
+
+
+def other_class(x, y):
+    y[0] = 9
+
+
+def outlier(x, y):
+    x[0] = 3e38
+
+
+def blank(x, y):
+    x[0] = 0
+
+
+def class_of_one_sample(x, y):
+    y[y == 8] = 7
+    y[8] = 8
+
+
+def not_a_number(x, y):
+    x[0, 0, 0] = np.nan
+
+
+def label_out_of_range(x, y):
+    y[0] = 10
+
+
+VALID = (blank, other_class, outlier, class_of_one_sample)
+UNREADABLE = (not_a_number, label_out_of_range)
+
+
+def joined(folder, node=None, **run):
+    """Return the client that a server gets for the settings of a run."""
+    settings = {"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0, **run}
+    own = {
+        "data": str(folder),
+        "name": "site-a",
+        "privacy": "epsilon=80 delta=1e-5",
+        **(node or {}),
+    }
+    return client_fn(Context(0, 0, own, RecordDict(), settings)).numpy_client
+
+
+def outcome(folder, node=None, **run):
+    """Return what a server sees when the site joins: its description, or the error."""
+    try:
+        return joined(folder, node, **run).get_properties({})
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def hostile_values(name, info):
+    """Yield valid and invalid values of a setting, from its declaration."""
+    kinds = [info.annotation, *get_args(info.annotation)]
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            yield from get_args(kind)
+    default = info.default
+    if isinstance(default, bool):
+        yield not default
+    elif isinstance(default, int):
+        yield from (0, 1, 9, 100, 10**6)
+    elif isinstance(default, float):
+        yield from (0.0, 0.03, 0.9, 3.0)
+    else:
+        yield from ("9", "x", "generated", "digits")
+
+
+SETTINGS = {
+    name: sorted(set(hostile_values(name, info)), key=str)
+    for name, info in RunSettings.fields().items()
+    if name not in NOT_OF_DATA
+}
+
+
+def test_every_setting_of_the_data_is_tried():
+    assert {"data.max-bytes", "data.labelled-alpha", "models.num-classes", "seed"} <= set(SETTINGS)
+    assert all(SETTINGS.values())
+
+
+OF_DATA = ("data", "models", "privacy", "training", "seed", "clients", "metrics", "method")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([n for n in SETTINGS if n.split(".")[0] in OF_DATA], id="of data"),
+        pytest.param(list(SETTINGS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_no_setting_of_a_run_makes_a_site_join_or_not_by_one_sample(names, tmp_path):
+    few = len(names) < len(SETTINGS)
+    valid, broken = ((blank, other_class), (not_a_number,)) if few else (VALID, UNREADABLE)
+    sites = {each: site(tmp_path / each.__name__, each) for each in (*valid, *broken)}
+    seen = set()
+    for name in names:
+        for value in SETTINGS[name]:
+            found = {each: outcome(folder, **{name: value}) for each, folder in sites.items()}
+            first, last = found[valid[0]], found[broken[0]]
+            assert all(found[each] == first for each in valid), (name, value, found)
+            assert all(found[each] == last for each in broken), (name, value, found)
+            assert last in (first, READ_FAULT), (name, value, found)
+            seen.add("joined" if isinstance(first, dict) else "refused")
+    assert seen == {"joined", "refused"}
+
+
+def reply(folder, node=None, **run):
+    """Return what a server sees of a round: kind of the reply, names, shapes, exact scalars."""
+    client = joined(folder, node, **run)
+    inner = client._client
+    model = inner.build_model().state_dict()
+    weights = {f"weights/{name}": value.numpy() for name, value in model.items()}
+    told = weights if inner.run.method == "fedavg" else {"asked": np.arange(20, dtype=np.uint8)}
+    message = encode(Envelope("run", inner.run.method, 1, "server"), Knowledge(told))
+    tensors, count, said = client.fit(message, {"evaluate": True})
+    _, tested, scores = client.evaluate(message, {})
+    shapes = [(each.dtype, each.size if each.dtype == np.uint8 else each.shape) for each in tensors]
+    return shapes, count, said, tested, scores
+
+
+ROUNDS = (
+    {"metrics": "auc,macro-f1,test-loss,recall", "training.batch-size": 1000},
+    {"privacy.delta": 0.03, "data.labelled-alpha": 0.5, "data.labelled-least": 30},
+)
+
+
+@pytest.mark.parametrize("run", ROUNDS)
+def test_a_round_shows_no_sample(run, tmp_path):
+    shown = []
+    for each in (blank, other_class, outlier):
+        folder = site(tmp_path / each.__name__, each)
+        shown.append(reply(folder, {"state-dir": str(tmp_path / f"s-{each.__name__}")}, **run))
+    assert "error" not in shown[0][2]
+    assert shown[0][1] == 2
+    assert all(each == shown[0] for each in shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in SETTINGS if not n.startswith(("engine.", "wire."))])
+def test_no_setting_shows_a_sample_in_a_round(name, tmp_path):
+    sites = {each: site(tmp_path / each.__name__, each) for each in VALID}
+    for k, value in enumerate(SETTINGS[name]):
+        if not isinstance(outcome(sites[blank], **{name: value}), dict):
+            continue
+        shown = []
+        for each, folder in sites.items():
+            node = {"state-dir": str(tmp_path / f"s-{k}-{each.__name__}")}
+            try:
+                shown.append(reply(folder, node, **{name: value}))
+            except Exception as error:
+                shown.append((type(error), str(error)))
+        assert all(each == shown[0] for each in shown), (name, value)
+
+
+# The three attacks
+
+
+@pytest.fixture
+def public(tmp_path):
+    """A public set that the site lets runs read; its first row is to be chosen."""
+
+    def written(first):
+        folder = tmp_path / "public"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "train").mkdir(parents=True)
+        rng = np.random.default_rng(5)
+        x = rng.random((20, 8, 8), dtype=np.float32)
+        x[0] = first
+        for part in ("train", "test"):
+            (folder / part).mkdir(exist_ok=True)
+            np.savez(folder / part / "0.npz", x=x, y=np.arange(20) % 10)
+        return folder
+
+    return written
+
+
+def test_a_server_does_not_learn_whether_an_image_is_in_a_sites_data(tmp_path, public, caplog):
+    folder, seen = site(tmp_path / "site"), []
+    for first in (arrays()[0][3], np.full((8, 8), 0.5)):
+        place = public(first)
+        close_clients()
+        run = {"method": "fedmd", "data.public-dataset": f"npz:{place}"}
+        node = {"allow-paths": str(place), "state-dir": str(tmp_path / f"state-{len(seen)}")}
+        seen.append(reply(folder, node, **run))
+    assert seen[0] == seen[1]
+    assert "error" not in seen[0][2]
+    assert "1 of" in caplog.text
+    assert "samples of site-a are in it too" in caplog.text, "the site's own log says so"
+
+
+def test_a_server_does_not_learn_whether_a_class_is_in_a_sites_data(tmp_path):
+    without, has = site(tmp_path / "a", blank), site(tmp_path / "b", other_class)
+    for number in (2, 8, 9, 10, 11):
+        run = {"models.num-classes": number}
+        assert outcome(without, **run) == outcome(has, **run)
+    kind, text = outcome(has, **{"models.num-classes": 9})
+    assert kind == "SettingsError"
+    assert "'models.num-classes' = 9" in text
+    assert "10 at this site, which declares it" in text
+
+
+def test_a_server_does_not_learn_a_size_by_bisection(tmp_path):
+    folder = site(tmp_path / "site")
+    size = ROWS * 8 * 8 * 4 + ROWS * 8
+    sizes = (1, size // 2, size - 1, size, size + 1, 2 * size)
+    seen = [outcome(folder, **{"data.max-bytes": each}) for each in sizes]
+    assert all(each == seen[0] for each in seen)
+    assert isinstance(seen[0], dict)
+    small = outcome(folder, {"most-data-bytes": size - 1}, **{"data.max-bytes": 2 * size})
+    assert small == READ_FAULT, "the site's own limit holds"
+
+
+# Other layouts
+
+
+def tree(folder, extra=""):
+    """Write a tree of grey images of two classes; `extra` changes one file."""
+    for name in ("cat", "dog"):
+        (folder / "train" / name).mkdir(parents=True)
+        for k in range(10):
+            pixels = np.random.default_rng(k).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "train" / name / f"{k}.png")
+    target = folder / "train" / "cat" / "0.png"
+    if extra == "color":
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(target)
+    if extra == "class":
+        (folder / "train" / "cow").mkdir()
+        target.rename(folder / "train" / "cow" / "0.png")
+    if extra == "size":
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(target)
+    (folder / "classes.txt").write_text("cat\ncow\ndog\n")
+    (folder / "site.toml").write_text("shape = [1, 8, 8]\n")
+    return folder
+
+
+@pytest.mark.parametrize("run", [{}, {"data.image-size": 16}, {"data.max-bytes": 1280}])
+def test_images_show_no_file(run, tmp_path):
+    seen = [
+        outcome(tree(tmp_path / (e or "plain"), e), **run) for e in ("", "color", "class", "size")
+    ]
+    assert seen[0]["classes"] == 3
+    assert seen[0]["shape"] == "1,8,8"
+    assert all(each == seen[0] for each in seen)
+
+
+@pytest.mark.parametrize("run", [{}, {"data.label-column": "9"}, {"data.vocabulary": 64}])
+def test_texts_show_no_row(run, tmp_path):
+    seen = []
+    for last in ("a word,a", "one more,b", f"{'long ' * 400},c"):
+        folder = tmp_path / last[:3]
+        folder.mkdir()
+        rows = [*(f"some words,{'ab'[k % 2]}" for k in range(30)), last]
+        (folder / "train.csv").write_text("\n".join(["text,label", *rows]))
+        (folder / "classes.txt").write_text("a\nb\nc\n")
+        (folder / "site.toml").write_text('sample-kind = "text"\n')
+        seen.append(outcome(folder, **{"models.pool": "text-bag", **run}))
+    assert all(each == seen[0] for each in seen)
+    if "data.vocabulary" in run:
+        assert "8192 at this site, which declares it" in seen[0][1]
+    else:
+        assert seen[0]["classes"] == 3
+
+
+# What a site declares
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "site.toml: num-classes: expected an integer from 2 to 65536, got 0"),
+        ("num-classes = 10", "site.toml: shape: expected the shape of a sample, such as"),
+        ("num-classes = 10\nshape = 8", "site.toml: shape: expected the shape"),
+        ("num-classes = true\nshape = [8]", "num-classes: expected an integer from 2"),
+        ("classes = 10", "site.toml: classes: unknown setting, expected one of num-classes, shape"),
+        ("test-fraction = 2", "site.toml: data.test-fraction' = 2 is not allowed"),
+        ("num-classes =", "site.toml: not valid TOML"),
+    ],
+)
+def test_a_declaration_that_cannot_be_used_is_one_line(text, message, tmp_path):
+    site(tmp_path / "site", declared=text)
+    with pytest.raises((DataError, SettingsError)) as caught:
+        Declaration.read(str(tmp_path / "site"), 10**6)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_declared_shape_is_that_of_the_data(tmp_path, caplog):
+    folder = site(tmp_path / "site", declared=DECLARED.replace("[1, 8, 8]", "[1, 4, 4]"))
+    assert outcome(folder) == READ_FAULT
+    assert (
+        "site.toml: shape: expected the shape of the data, [1, 8, 8], got [1, 4, 4]" in caplog.text
+    )
+
+
+def test_the_settings_of_a_run_do_not_choose_the_test_split(tmp_path):
+    folder = site(tmp_path / "site", declared=f"{DECLARED}test-fraction = 0.5\n")
+    for run in ({}, {"seed": 7}, {"data.test-fraction": 0.1}):
+        inner = joined(folder, **run)._client
+        assert len(inner.y) == ROWS // 2
+        assert len(inner.unlabelled) == 0
+        rows = inner.samples.own.x[:, 0].numpy()
+        if not run:
+            first = rows
+        assert np.array_equal(rows, first)
+
+
+def test_a_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
+    folder = site(tmp_path / "site")
+    run = {"privacy.epsilon": 0.0, "models.num-classes": 9, "data.test-fraction": 0.5}
+    inner = joined(folder, {"privacy": ""}, **run)._client
+    assert inner.info.classes == 9
+    assert len(inner.y) == ROWS // 2
+
+
+def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
+    """Samples that a server makes public data of would be sent back as predictions on them."""
+    folder = site(tmp_path / "site")
+    for place in (folder, folder / "train", tmp_path):
+        for setting in ("data.public-dataset", "data.dataset"):
+            node = {"data": str(folder), "name": "a", "allow-paths": str(tmp_path)}
+            run = {"method": "fedmd", setting: f"npz:{place}", "privacy.epsilon": 8.0}
+            with pytest.raises(SettingsError, match="does not let a private run read its own data"):
+                permitted(node, run)
+            permitted(node, {**run, "privacy.epsilon": 0.0})
+
+
+@pytest.mark.parametrize("method", ["fedmd", "cofed"])
+def test_generated_public_samples_would_publish_private_values(method):
+    run = {"method": method, "data.public-dataset": "generated", "data.public-samples": 10}
+    resolve({**run, "models.pool": ["mlp"], "data.dataset": "adult:/x"})
+    with pytest.raises(SettingsError, match="made of the values of the clients' samples"):
+        resolve({**run, "models.pool": ["mlp"], "data.dataset": "adult:/x", "privacy.epsilon": 8.0})
+
+
+def test_a_budget_needs_data_that_the_run_does_not_choose():
+    node = build(NodeSettings, {"partition-id": 0, "privacy": "epsilon=8"}, prefix="node-config ")
+    run = resolve({"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0})
+    with pytest.raises(SettingsError, match="expected a site with a data directory of its own"):
+        within_limits(run, node)
