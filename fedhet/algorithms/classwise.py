@@ -206,7 +206,7 @@ class VariedTeacher(Teacher):
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
         """`teacher` has features [C, S, D]; `generator` draws."""
         super().__init__(teacher.features, teacher.log_probabilities, teacher.known, teacher.scale)
-        self._generator, choices = generator, teacher.features.shape[1]
+        choices = teacher.features.shape[1]
         self._picks = Numbers(
             lambda count: torch.randint(choices, (count,), generator=generator),
             teacher.features.device,
