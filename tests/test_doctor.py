@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import http.server
 import json
+import pwd
 import shutil
 import ssl
 import threading
@@ -17,8 +18,14 @@ from fedhet.cli import app
 from fedhet.deployment import certs, doctor
 
 
+def person(uid, name="root", shell="/bin/bash"):
+    return pwd.struct_passwd((name, "x", uid, uid, "", "/", shell))
+
+
 @pytest.fixture
-def keys(tmp_path):
+def keys(tmp_path, monkeypatch):
+    """Keys whose owner is root, whoever runs the test."""
+    monkeypatch.setattr(doctor.pwd, "getpwuid", lambda uid: person(0))
     certs.make(tmp_path / "keys", [], ["site-a"], 365)
     return tmp_path / "keys"
 
@@ -45,6 +52,27 @@ def test_sound_keys_have_nothing_amiss(keys):
 def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
     spoil(keys)
     assert any(says in each for each in amiss(doctor.of_keys(keys)))
+
+
+@pytest.mark.parametrize(
+    ("owner", "says"),
+    [
+        (person(998, "fedhet-server"), "error: {}: belongs to the service user 'fedhet-server'"),
+        (person(1001, "fedhet", "/usr/sbin/nologin"), "error: {}: belongs to the service user"),
+        (person(1001, "ada"), "warning: {}: belongs to 'ada', expected root. `chown root: {}`"),
+        (None, "warning: {}: belongs to the unknown user"),
+    ],
+)
+def test_the_key_of_the_authority_is_roots(keys, owner, says, monkeypatch):
+    def known(uid):
+        assert uid == (keys / "ca.key").stat().st_uid
+        if owner is None:
+            raise KeyError(uid)
+        return owner
+
+    monkeypatch.setattr(doctor.pwd, "getpwuid", known)
+    (found,) = amiss(doctor.of_keys(keys))
+    assert found.startswith(says.replace("{}", str(keys / "ca.key")))
 
 
 def test_keys_of_others_are_told_apart(keys, tmp_path):

@@ -1,21 +1,52 @@
-"""The units and manifests of `operation/`: what they start is there, and they ask for no rights."""
+"""The units and manifests of `operation/`: they start working processes without privileges."""
 
 import configparser
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+from federation import small
+from interruption import until
+
+from fedhet.config.resolve import resolve
+from fedhet.deployment import certs
+from fedhet.deployment.flower_cli import Connection, submit
+from fedhet.deployment.local import end_trees, free_port
 
 OPERATION = Path(__file__).parents[1] / "operation"
 DOCKERFILE = OPERATION.parent / "docker" / "Dockerfile"
 
 
-def unit(name):
-    parser = configparser.RawConfigParser(strict=False)
+class Repeated(dict):
+    """Collects the values of a key that a unit sets several times."""
+
+    def __setitem__(self, key, value):
+        if key in self and isinstance(value, list):
+            self[key].extend(value)
+        else:
+            super().__setitem__(key, value)
+
+
+def unit(name, instance="site-a"):
+    """Return the sections of a unit of an instance: {section: {key: its lines}}."""
+    parser = configparser.RawConfigParser(strict=False, dict_type=Repeated)
     parser.optionxform = str
-    parser.read_string((OPERATION / "systemd" / name).read_text().replace("\\\n", " "))
-    return parser
+    text = (OPERATION / "systemd" / name).read_text().replace("\\\n", " ")
+    parser.read_string(text.replace("%i", instance))
+    return {
+        section: {key: value.split("\n") for key, value in parser[section].items()}
+        for section in parser.sections()
+    }
+
+
+def environment(service):
+    """Return the variables that a unit sets."""
+    pairs = [word for line in service["Environment"] for word in shlex.split(line)]
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def manifests():
@@ -23,21 +54,122 @@ def manifests():
         yield from yaml.safe_load_all(path.read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "program"),
-    [("fedhet-server.service", "flower-superlink"), ("fedhet-site@.service", "flower-supernode")],
-)
-def test_a_unit_starts_an_authenticated_process_without_rights(name, program):
+UNITS = {
+    "fedhet-server.service": ("flower-superlink", "--enable-supernode-auth", "fedhet-server"),
+    "fedhet-site@.service": ("flower-supernode", "--auth-supernode-private-key", "fedhet-site-a"),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_unit_starts_an_authenticated_process_without_rights(name):
     service = unit(name)["Service"]
-    words = shlex.split(service["ExecStart"])
+    program, authenticates, user = UNITS[name]
+    words = shlex.split(*service["ExecStart"])
     assert words[0].endswith(f"/{program}")
     assert not {"--insecure", "--host"} & {*words}
-    authenticates = {"flower-superlink": "--enable-supernode-auth",
-                     "flower-supernode": "--auth-supernode-private-key"}  # fmt: skip
-    assert authenticates[program] in words
-    assert (service["User"], service["UMask"]) == ("fedhet", "0077")
-    assert service["CapabilityBoundingSet"] == ""
-    assert service["ProtectSystem"] == "strict"
+    assert authenticates in words
+    assert (service["User"], service["UMask"]) == ([user], ["0077"])
+    assert service["CapabilityBoundingSet"] == [""]
+    assert service["ProtectSystem"] == ["strict"]
+
+
+def test_no_two_units_share_a_user_and_none_reads_the_keys_of_another():
+    users = [unit("fedhet-server.service"), unit("fedhet-site@.service", "site-a")]
+    users.append(unit("fedhet-site@.service", "site-b"))
+    assert len({each["Service"]["User"][0] for each in users}) == 3
+    for each in users:
+        service = each["Service"]
+        given = [line.split(":", 1)[1] for line in service["LoadCredential"]]
+        assert not any(path.endswith(certs.CA_KEY) for path in given)
+        assert "-/etc/fedhet" in service["InaccessiblePaths"]
+        assert "/etc/" not in service["ExecStart"][0], "keys are read as credentials"
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_unit_has_a_home_a_cache_and_the_programs_that_flower_starts(name):
+    service = unit(name)["Service"]
+    variables, user = environment(service), UNITS[name][2]
+    assert service["StateDirectory"] == service["CacheDirectory"] == [user]
+    programs = Path(shlex.split(*service["ExecStart"])[0]).parent
+    assert variables["PATH"].split(":")[0] == str(programs)
+    assert variables["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert variables["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert {"HOME", "FLWR_HOME", "XDG_CACHE_HOME", "FEDHET_CACHE_DIR", "MPLCONFIGDIR"} <= {
+        *variables
+    }
+    for key, value in variables.items():
+        if value.startswith("/") and key != "PATH":
+            home = f"/var/cache/{user}" if "CACHE" in key or key in CACHES else f"/var/lib/{user}"
+            assert Path(value).is_relative_to(home), key
+
+
+CACHES = {"MPLCONFIGDIR", "TORCH_HOME", "HF_HOME"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_path):
+    """Start the commands of both units with their variables only, below another root."""
+    control, fleet = free_port(), free_port()
+    keys = tmp_path / "etc/fedhet/keys"
+    certs.make(keys, [], [], 30)
+    certs.make_node_key(tmp_path / "etc/fedhet/site-a")
+    (tmp_path / "etc/fedhet/ca.crt").write_bytes((keys / certs.CA_CERTIFICATE).read_bytes())
+
+    def start(name):
+        service, user = unit(name)["Service"], UNITS[name][2]
+        for place in ("lib", "cache"):
+            (tmp_path / "var" / place / user).mkdir(parents=True)
+        given = tmp_path / "run/credentials" / user
+        given.mkdir(parents=True)
+        for line in service["LoadCredential"]:
+            credential, path = line.split(":")
+            (given / credential).write_bytes((tmp_path / path.lstrip("/")).read_bytes())
+        variables = {
+            "CREDENTIALS_DIRECTORY": str(given),
+            "SERVER": f"127.0.0.1:{fleet}",
+            "NODE_CONFIG": "partition-id=0 num-partitions=1",
+        }
+
+        def here(text):
+            for variable, value in variables.items():
+                text = text.replace(f"${{{variable}}}", value)
+            for place in ("/var/lib", "/var/cache"):
+                text = text.replace(place, str(tmp_path) + place)
+            text = text.replace("0.0.0.0:9092", f"127.0.0.1:{fleet}")
+            return text.replace("/opt/fedhet/.venv", sys.prefix)
+
+        # Split before the values are put in, as systemd does: a value with spaces is one word.
+        ports = service["ExecStart"][0].replace("--port 8000", f"--port {control}")
+        words = [here(word) for word in shlex.split(ports)]
+        log = (tmp_path / f"{user}.log").open("wb")
+        return subprocess.Popen(
+            words if name != "fedhet-site@.service" else [*words, "--port", str(free_port())],
+            env={key: here(value) for key, value in environment(service).items()},
+            cwd=here(service["WorkingDirectory"][0]),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    started = [start("fedhet-server.service")]
+    try:
+        connection = Connection(
+            tmp_path / "flower", f"127.0.0.1:{control}", keys / certs.CA_CERTIFICATE
+        )
+        connection.prepare()
+        until(connection.answers)
+        connection.register(tmp_path / "etc/fedhet/site-a.pub", "client-0")
+        started.append(start("fedhet-site@.service"))
+        config = small("local", clients=1, models=["mlp"], rounds=1, join_timeout=300.0)
+        said = []
+        submit(resolve({**config.flat(), "out": "runs/first"}), connection, said.append)
+    finally:
+        end_trees([psutil.Process(each.pid) for each in started])
+    assert (tmp_path / "var/lib/fedhet-server/runs/first/summary.json").exists(), "\n".join(said)
+    kept = (tmp_path / "var/lib/fedhet-site-a/state").rglob("*")
+    assert any(path.is_file() for path in kept)
 
 
 def pods():
@@ -62,12 +194,29 @@ def test_a_pod_runs_as_the_images_user_without_rights():
         assert mounted == claimed | {each["name"] for each in spec["volumes"]}
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pod_has_probes_of_what_it_serves(index):
+    (container,) = pods()[index]["spec"]["template"]["spec"]["containers"]
+    probes = {"livenessProbe", "readinessProbe"}
+    assert probes <= container.keys()
+    for probe in sorted(probes):
+        if "tcpSocket" in container[probe]:
+            served = [port["containerPort"] for port in container["ports"]]
+            assert container[probe]["tcpSocket"]["port"] in served
+        else:
+            python, script, address = container[probe]["exec"]["command"]
+            assert f"--health-server-address={address}" in container["command"]
+            assert (python, script) == ("python", "/opt/fedhet/healthy.py")
+            assert f"docker/{Path(script).name} " in DOCKERFILE.read_text()
+
+
 def test_the_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
     by_kind = {}
     for each in manifests():
         by_kind.setdefault(each["kind"], []).append(each["spec"])
     (service,) = by_kind["Service"]
     assert [port["port"] for port in service["ports"]] == [9092]
+    assert service["type"] == "LoadBalancer", "the sites are outside the cluster"
     for policy in by_kind["NetworkPolicy"]:
         assert policy["policyTypes"] == ["Ingress", "Egress"]
         for rule in policy["ingress"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import email.utils
 import http.client
+import pwd
 import socket
 import ssl
 import stat
@@ -23,6 +24,10 @@ from fedhet.errors import FedhetError, one_line, reason_of
 from fedhet.runs.units import human_bytes, plural
 from fedhet.settings.address import host_and_port
 
+FIRST_PERSON = 1000
+"""Lowest user ID of a person, as on most Linux systems; services have lower ones."""
+NO_LOGIN = ("nologin", "false")
+"""Shells of users that only run services."""
 Level = Literal["ok", "warning", "error"]
 LEAST_MEMORY, LEAST_DISK = 2 * 2**30, 2 * 2**30
 LARGEST_SKEW = 60.0
@@ -71,6 +76,8 @@ def of_keys(folder: Path) -> Iterator[Finding]:
             yield from _guarded(lambda path=path: _pair(path))  # type: ignore[misc]
         if path.is_file() and (path.suffix == ".key" or _public(path).exists()):
             yield from _mode(path)
+        if path.name == certs.CA_KEY:
+            yield from _guarded(lambda path=path: _authority_key(path))  # type: ignore[misc]
     if not (folder / certs.SERVER_CERTIFICATE).exists():
         return
     yield from _guarded(lambda: _signature(folder))
@@ -211,6 +218,23 @@ def _mode(path: Path) -> Iterator[Finding]:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         yield error("key", f"{path} can be read by others ({mode:o}): chmod 600 {path}")
+
+
+def _authority_key(path: Path) -> Iterator[Finding]:
+    """Check who owns the CA's key. A service that owns it could sign certificates if taken over."""
+    uid = path.stat().st_uid
+    advice = f"expected root. `chown root: {path}`, or move it to a machine without a network"
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:  # of another machine, or of a container's image
+        yield warning("CA key", f"{path}: belongs to the unknown user {uid}, {advice}")
+        return
+    if user.pw_uid == 0:
+        yield ok("CA key", f"{path} belongs to root")
+    elif Path(user.pw_shell).name in NO_LOGIN or user.pw_uid < FIRST_PERSON:
+        yield error("CA key", f"{path}: belongs to the service user '{user.pw_name}', {advice}")
+    else:
+        yield warning("CA key", f"{path}: belongs to '{user.pw_name}', {advice}")
 
 
 def _answer(address: str, authority: Path) -> Iterator[Finding]:

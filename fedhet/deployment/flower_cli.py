@@ -231,6 +231,7 @@ class Connection:
             "FLWR_TELEMETRY_ENABLED": "0",
             "no_proxy": without_proxy,
             "NO_PROXY": without_proxy,
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
             # Their output is read here, and a site's log must not depend on the locale.
             "PYTHONIOENCODING": "utf-8",
