@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedhet.config.resolve import resolve
+from fedhet.deployment import control
 from fedhet.deployment import flower_cli as connection
 from fedhet.deployment.certs import make, make_node_key
 from fedhet.deployment.flower_cli import Connection, readable, submit
@@ -197,3 +198,88 @@ def test_flowers_programs_reach_this_machine_without_a_proxy_and_a_path(monkeypa
     assert found["https_proxy"] == "http://127.0.0.1:9"
     assert str(Path(sys.executable).parent) in found["PATH"].split(":")
     assert found["PYTHONIOENCODING"] == "utf-8"
+
+
+class FlowerServer:
+    """Flower's rules for registered keys: a key is accepted once, a name any number of times."""
+
+    def __init__(self, monkeypatch, folder):
+        self.registered, self.removed = [], []
+        monkeypatch.setattr(control, "sites", lambda connection: list(self.registered))
+        monkeypatch.setattr(control, "_unregister", self.unregister)
+        monkeypatch.setattr(Connection, "register", lambda _, path, name: self.register(path, name))
+        self.connection = Connection(folder / "home", "fed.example.org:8000", folder / "ca.crt")
+
+    def register(self, path, name):
+        key = control._public_key(path)
+        if any(site.key == key for site in [*self.registered, *self.removed]):
+            return False
+        self.registered.append(control.Site(name, len(self.registered), "registered", None, key))
+        return True
+
+    def unregister(self, connection, site):
+        self.registered.remove(site)
+        self.removed.append(site)
+
+    def ask(self, *pairs, **options):
+        return list(control.register(self.connection, pairs, **options))
+
+    def keys(self):
+        return [(site.name, site.key) for site in self.registered]
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    return FlowerServer(monkeypatch, tmp_path)
+
+
+def public(tmp_path, name):
+    return make_node_key(tmp_path / name)[1]
+
+
+def test_a_taken_name_is_refused_unless_its_key_is_to_be_replaced(server, tmp_path):
+    first, second = public(tmp_path, "first"), public(tmp_path, "second")
+    assert server.ask(("site-a", first)) == ["site-a is now registered"]
+    before = server.keys()
+    with pytest.raises(
+        FedhetError, match=r"another key is registered as 'site-a' at fed.*--replace"
+    ):
+        server.ask(("site-b", public(tmp_path, "third")), ("site-a", second))
+    assert server.keys() == before, "nothing is registered if one of the keys is refused"
+    assert server.ask(("site-a", first)) == ["site-a is already registered with this key"]
+    assert server.keys() == before
+    said = server.ask(("site-a", second), replace=True)
+    assert said[1] == "the key that was registered as site-a before is no longer accepted"
+    assert server.keys() == [("site-a", control._public_key(second))]
+    with pytest.raises(FedhetError, match=r"first\.pub: this key was removed from the server"):
+        server.ask(("site-a", first), replace=True)
+    assert server.keys() == [("site-a", control._public_key(second))]
+
+
+def test_a_key_has_one_name_and_files_have_different_names(server, tmp_path):
+    first, second = public(tmp_path, "first"), public(tmp_path, "second")
+    server.ask(("site-a", first))
+    before = server.keys()
+    with pytest.raises(FedhetError, match="registered as 'site-a', expected 'site-b'"):
+        server.ask(("site-b", first))
+    for pairs in ([("site-b", second), ("site-b", public(tmp_path, "third"))],
+                  [("site-b", second), ("site-c", second)]):  # fmt: skip
+        with pytest.raises(FedhetError, match="expected a different name and key in each file"):
+            server.ask(*pairs)
+    assert server.keys() == before
+
+
+def test_what_is_no_public_key_is_one_line(server, tmp_path):
+    make_node_key(tmp_path / "private")
+    (tmp_path / "ed25519.pub").write_bytes(
+        b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIDdLJOFkiKOhFHNNMaFR7EzdNJgqVG1LXoyYkcm7WFL x\n"
+    )
+    for name, fault in (
+        ("private", "cannot be read as a public key"),
+        ("nothing.pub", "No such file"),
+        ("ed25519.pub", "expected an EC key"),
+    ):
+        with pytest.raises(FedhetError, match=fault) as caught:
+            server.ask(("site-a", tmp_path / name))
+        assert "\n" not in str(caught.value)
+    assert server.keys() == []

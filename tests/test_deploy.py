@@ -20,6 +20,7 @@ from fedhet.data.examples import write_example
 from fedhet.deployment import certs, control
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
+from fedhet.errors import FedhetError
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 
@@ -132,6 +133,25 @@ def check_control(deployment, said):
     assert control.unregister(place, "client-1") == 1
     assert "client-1" not in {site.name for site in control.sites(place)}
     assert control.unregister(place, "client-1") == 0
+    check_names(deployment)
+
+
+def check_names(deployment):
+    """A name is refused to a second key, and goes over to it with --replace."""
+    place, keys = deployment.connection, deployment.certs / certs.NODES
+    with pytest.raises(FedhetError, match=r"site-1\.pub: this key was removed from the server"):
+        list(control.register(place, [("client-1", keys / "site-1.pub")]))
+    _, second = certs.make_node_key(keys / "second")
+    before = [site.node for site in control.sites(place)]
+    with pytest.raises(FedhetError, match="another key is registered as 'client-2'"):
+        list(control.register(place, [("client-2", second)]))
+    assert list(control.register(place, [("client-0", keys / "site-0.pub")])) == [
+        "client-0 is already registered with this key"
+    ]
+    assert [site.node for site in control.sites(place)] == before
+    assert len(list(control.register(place, [("client-2", second)], replace=True))) == 2
+    (site,) = (site for site in control.sites(place) if site.name == "client-2")
+    assert (site.state, site.node in before) == ("registered", False)
 
 
 TEXT_MODELS = ["text-cnn", "text-gru", "text-bag"]

@@ -53,20 +53,24 @@ def register_command(
     name: Annotated[
         str, typer.Option(metavar="NAME", show_default="the file's", help="The client's name.")
     ] = "",
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Let a key take the place of another with the same name."),
+    ] = False,
 ) -> None:
     """Register nodes at a deployed server; a file's name is the client's.
 
-    Only this key can then take part under that name, and only under that name.
+    Only this key can then take part under that name, and only under that name. A name that another
+    key has is refused, unless --replace is given.
     """
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
+    from fedhet.deployment import control
+
     with connected(server, ca) as connection:
-        for key in keys:
-            known = name or key.name.removesuffix(".pub")
-            if connection.register(key, known):
-                say(f"{known} is now registered")
-            else:
-                say(f"{key}: the key is already registered, under the name given first")
+        named = [(name or key.name.removesuffix(".pub"), key) for key in keys]
+        for line in control.register(connection, named, replace=replace):
+            say(line)
 
 
 @with_settings(*TRAINING)
