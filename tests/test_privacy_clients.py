@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from torch import nn
 
 from fedhet.client_app import client_fn
 from fedhet.client_runtime.limits import within_limits
-from fedhet.client_runtime.node import Budget, NodeSettings
+from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import PrivacyError, SettingsError, StateError
@@ -29,7 +30,7 @@ from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy import noise as secret_noise
 from fedhet.privacy import sgd
-from fedhet.privacy.accounting import Plan, Release, epsilon_of, solved
+from fedhet.privacy.accounting import Noise, Plan, Release, epsilon_of, solved
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -631,6 +632,145 @@ def test_the_command_shows_what_was_spent_by_which_run(tmp_path, call):
     assert [(r["run"], r["rounds"]) for r in rows] == [("one", 2), ("two", 1), ("all", 3)]
     assert rows[0]["epsilon"] == pytest.approx(epsilon_of([Release(4.0, count=2)], 1e-5))
     assert read_ledger(Ledger(tmp_path, "a").path)
+
+
+# Runs without privacy at a site, and copies of a ledger
+
+
+def at_site(config, directory, **own):
+    """Return a client whose private state outlives the run, as in a deployment."""
+    about = {"partition-id": 1, "num-partitions": config.run.clients, "state-dir": str(directory)}
+    return config.method.client(config, read_node({**about, **own}, config.run))
+
+
+def open_config(**changes):
+    return resolve({**SMALL, **settings("felo", models=["mlp"], clients=2, **changes)})
+
+
+def test_a_site_records_its_runs_without_privacy_before_they_train(tmp_path, monkeypatch):
+    client, seen = at_site(open_config(), tmp_path), []
+    train = type(client).train
+    monkeypatch.setattr(
+        type(client),
+        "train",
+        lambda self, *args: (seen.append(entries(tmp_path)), train(self, *args))[1],
+    )
+    for number in (1, 2):
+        client.state.restore("run", before=number)
+        replied(client, number, Knowledge())
+    message = encode(Envelope("run", "felo", 2, "server"), Knowledge())
+    assert "error" not in client.evaluate(message, {})[2]
+    again = at_site(open_config(), tmp_path)  # each message of a deployment has its own process
+    assert "error" not in again.evaluate(message, {})[2]
+    found = entries(tmp_path)
+    assert [(e.run, e.round, e.is_private) for e in found] == [("run", 1, False), ("run", 2, False)]
+    assert {e.data for e in found} == {digest_of(client.x, client.y)}
+    assert seen == [found[:1], found]
+
+
+def test_a_simulated_client_records_no_run_without_privacy(tmp_path):
+    client = opened(open_config(), tmp_path)
+    replied(client, 1, Knowledge())
+    assert entries(tmp_path) == []
+
+
+CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
+         "training.batch-size": 4096}  # fmt: skip
+"""A run whose epsilon is computed at once: its batches have all samples."""
+
+
+def test_a_private_run_says_that_the_same_data_was_used_without_privacy(tmp_path, caplog, call):
+    replied(at_site(open_config(), tmp_path), 1, Knowledge())
+    for number in (1, 2):
+        client = at_site(private("felo", clients=2, **CHEAP), tmp_path)
+        client.state.restore("second", before=number)
+        envelope = Envelope("second", "felo", number, "server")
+        assert client.fit(encode(envelope, Knowledge()), {})[2]["epsilon"] < np.inf
+    said = [each for each in caplog.messages if "no privacy guarantee" in each]
+    assert len(said) == 1
+    assert "client-1: run second has no privacy guarantee" in said[0]
+    assert "used without privacy by run." in said[0]
+    rows = json.loads(call("privacy", str(tmp_path), "--json")[1])
+    found = [(r["run"], r["epsilon"] is None, r["guarantee"]) for r in rows]
+    assert found == [("run", True, False), ("second", False, False), ("all", True, False)]
+    status, out, _ = call("privacy", str(tmp_path))
+    assert status == 0
+    assert "no privacy" in out
+    assert f"no guarantee for data {rows[0]['data'][:12]}, because runs without privacy" in out
+
+
+def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
+    """A run without privacy voids the guarantee, but does not end the private runs."""
+    replied(at_site(open_config(), tmp_path), 1, Knowledge())
+    given = []
+    monkeypatch.setattr(promises, "solved", lambda *words: given.append(words) or Noise(9.0, 9, 9))
+    client = at_site(private("felo", clients=2), tmp_path, privacy="epsilon=8 delta=1e-5")
+    client.promise.begin("second", 1)
+    assert client.promise.noise == Noise(9.0, 9, 9)
+    assert [words[3:] for words in given] == [(), ((),)]
+    client.promise._check(entries(tmp_path), Release(50.0))
+
+
+def test_other_data_keeps_its_guarantee(tmp_path, call):
+    ledger = Ledger(tmp_path, "a")
+    ledger.record_unprotected("open", 1, "felo", "a", "first data")
+    ledger.charge([Release(4.0)], lambda past: None, **entry(run="private", data="other data"))
+    rows = json.loads(call("privacy", str(ledger.path), "--json")[1])
+    assert {r["run"]: r["guarantee"] for r in rows} == {
+        "open": False,
+        "private": True,
+        "all": False,
+    }
+
+
+@pytest.mark.parametrize(("method", "charged"), [("felo", {1, 2}), ("fedmd", {1, 2, 3})])
+def test_scores_are_logged_with_the_round_of_the_server(method, charged, tmp_path, caplog):
+    """Also if a method trains once more after the last round, which is charged as another one."""
+    with caplog.at_level("INFO", "fedhet"):
+        run(private(method, clients=2, rounds=2, **CHEAP), tmp_path)
+    rounds = re.findall(r"client-1: round (\d+): accuracy", caplog.text)
+    assert set(rounds) == {"1", "2"}
+    assert {each.round for each in entries(tmp_path / "state")} == charged
+
+
+def test_copies_of_a_ledger_are_merged_without_losing_or_doubling_an_entry(tmp_path, call):
+    """A backup is restored over a ledger that has grown, and both go on."""
+    ledger, copy = Ledger(tmp_path / "state", "a"), Ledger(tmp_path / "copy", "a")
+    twice = [Release(4.0), Release(4.0)]  # alike in all, and both count
+    for each in (ledger, copy):
+        each.charge(twice, lambda past: None, **entry(run="before"))
+    if ledger.entries() != copy.entries():  # the clock's second has changed
+        copy.path.write_bytes(ledger.path.read_bytes())
+    ledger.charge([Release(5.0)], lambda past: None, **entry(run="restored"))
+    copy.charge([Release(6.0)], lambda past: None, **entry(run="lost"))
+    copy.charge([Release(7.0)], lambda past: None, **entry(run="lost", round=2))
+    for added in (2, 0):
+        status, _, err = call("privacy", str(ledger.path), "--merge", str(copy.path))
+        assert status == 0
+        assert f"{added} of 4 entries" in " ".join(err.split())
+    assert sorted(e.noise for e in ledger.entries()) == [4, 4, 5, 6, 7]
+    ledger.path.unlink()  # the disk is new
+    assert call("privacy", str(ledger.path), "--merge", str(copy.path))[0] == 0
+    assert ledger.entries() == copy.entries()
+    assert ledger.path.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_no_copy_of_the_ledger_is_not_merged(tmp_path, call):
+    ledger, other = Ledger(tmp_path, "a"), Ledger(tmp_path, "b")
+    ledger.charge([Release(4.0)], lambda past: None, **entry())
+    other.charge([Release(4.0)], lambda past: None, **entry(client="b"))
+    before = ledger.path.read_bytes()
+    (tmp_path / "damaged.jsonl").write_text("{}\n")
+    for into, copy, fault in (
+        (ledger.path, other.path, "expected the ledger of 'a', got 'b'"),
+        (ledger.path, tmp_path / "damaged.jsonl", "line 1 is damaged"),
+        (ledger.path, tmp_path / "nothing.jsonl", "cannot be read"),
+        (tmp_path / "loose.jsonl", ledger.path, "to merge into"),
+    ):
+        status, _, err = call("privacy", str(into), "--merge", str(copy))
+        assert status != 0
+        assert fault in " ".join(err.split())
+    assert ledger.path.read_bytes() == before
 
 
 # What cannot be private

@@ -1,4 +1,4 @@
-"""`fedhet privacy`: what a ledger says was spent on which data, by which run."""
+"""`fedhet privacy`: the budget consumed by each run, as recorded in a ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fedhet.cli.listing import listing
-from fedhet.cli.options import console, say
+from fedhet.cli.options import NONE, console, say
 from fedhet.errors import SettingsError
 
 
@@ -26,11 +26,24 @@ def privacy_command(
     delta: Annotated[
         float, typer.Option("--delta", help="The delta at which epsilon is given.")
     ] = 1e-5,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="COPY",
+            show_default=NONE,
+            help="First add the entries of another copy of LEDGER, such as a backup's.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Show what was spent of the privacy of a client's samples: by data, by run, and in total."""
+    """Show the privacy budget that runs have consumed: by data, by run, and in total.
+
+    Runs without privacy are listed too: they void the guarantee for the same data.
+    """
     if not 0 < delta < 1:
         raise SettingsError(f"--delta is {delta:g}: it takes a number between 0 and 1")
+    if merge is not None:
+        _merge(ledger, merge)
     rows = [row for path in _ledgers(ledger) for row in _spent(path, delta)]
     if as_json:
         finite = [
@@ -40,7 +53,7 @@ def privacy_command(
         return
     shown = [
         (r["client"], r["data"][:12], r["run"], r["method"], str(r["rounds"]), r["from"], r["to"],
-         f"{r['epsilon']:.4g}")
+         "no privacy" if math.isinf(r["epsilon"]) and not r["infinite"] else f"{r['epsilon']:.4g}")
         for r in rows
     ]  # fmt: skip
     heads = "client", "data", "run", "method", "rounds", "from", "to", f"epsilon at {delta:g}"
@@ -51,6 +64,25 @@ def privacy_command(
             f"{client}: {count} entries have infinite epsilon: they are of a version whose noise "
             "can be removed, or have too little noise. docs/privacy.md says how to continue."
         )
+    for client, data in sorted({(r["client"], r["data"]) for r in rows if not r["guarantee"]}):
+        if data != "all":
+            say(
+                f"{client}: no guarantee for data {data[:12]}, because runs without privacy used "
+                "the same data"
+            )
+
+
+def _merge(ledger: Path, copy: Path) -> None:
+    from fedhet.privacy.ledger import FOLDER, Ledger, read_ledger
+
+    if ledger.parent.name != FOLDER or ledger.suffix != ".jsonl":
+        raise SettingsError(f"{ledger}: expected a file STATE/{FOLDER}/NAME.jsonl to merge into")
+    entries = read_ledger(copy)
+    if others := sorted({each.client for each in entries} - {ledger.stem}):
+        raise SettingsError(f"{copy}: expected the ledger of '{ledger.stem}', got '{others[0]}'")
+    added = Ledger(ledger.parent.parent, ledger.stem).merge(entries)
+    said = f"{added} of {len(entries)} entries of {copy} were missing in {ledger}, and were added"
+    typer.echo(said, err=True)
 
 
 def _ledgers(path: Path) -> list[Path]:
@@ -58,21 +90,30 @@ def _ledgers(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.rglob("_privacy/*.jsonl")) or sorted(path.glob("*.jsonl"))
     if not found:
-        raise SettingsError(f"{path}: there is no ledger in it; a private run makes the first one")
+        raise SettingsError(
+            f"{path}: no ledger found. The first private run creates one, and so does the first "
+            "run at a site"
+        )
     return found
 
 
 def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
-    """Return a row for each run on the same data, and the total of all."""
+    """Return a row for each run on the same data, and the total of all.
+
+    `epsilon` is None for runs without privacy, and `guarantee` is False for all runs on their data.
+    """
     from fedhet.privacy.accounting import epsilon_of
     from fedhet.privacy.ledger import Entry, read_ledger
 
     entries = read_ledger(path)
+    void = {each.data for each in entries if not each.is_private}
     by_run: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
     for each in entries:
         by_run[each.data, each.run].append(each)
 
     def row(found: list[Entry], data: str, run: str, method: str) -> dict[str, Any]:
+        is_private = all(each.is_private for each in found)
+        epsilon = epsilon_of([e.release for e in found], delta) if is_private else math.inf
         return {
             "client": path.stem,
             "data": data,
@@ -81,9 +122,12 @@ def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
             "rounds": len({(each.run, each.round) for each in found}),
             "from": min(each.at for each in found),
             "to": max(each.at for each in found),
-            "epsilon": epsilon_of([each.release for each in found], delta),
-            "infinite": sum(math.isinf(epsilon_of([each.release], delta)) for each in found),
+            "epsilon": epsilon,
+            "infinite": sum(
+                math.isinf(epsilon_of([e.release], delta)) for e in found if e.is_private
+            ),
             "delta": delta,
+            "guarantee": void.isdisjoint(each.data for each in found),
         }
 
     rows = [row(found, *key, found[0].method) for key, found in by_run.items()]

@@ -114,6 +114,8 @@ class Node:
     """What its samples may cost over all runs; None: what each run says."""
     declared: Declaration | None = None
     """How a private site reads its own directory; None for all other clients."""
+    is_site: bool = False
+    """Whether its private state outlives the run, unlike that of a simulated client."""
 
     def load_data(self, config: Config) -> ClientData:
         """Return the client's data: from its own folder, or its partition of the run's dataset.
@@ -167,6 +169,7 @@ def read_node(
         most_model_bytes=settings.most_model_bytes,
         budget=settings.budget(),
         declared=declared,
+        is_site=not state_dir,
         data=data or RunData.of(run),
     )
 

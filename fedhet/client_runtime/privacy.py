@@ -70,15 +70,25 @@ class Open:
 
     is_on = False
 
-    def __init__(self, least_per_class: int) -> None:
-        self._least = least_per_class
+    def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
+        self._config, self._node, self._samples = config, node, samples
+        self._least = config.run.engine.least_per_class
+        self._ledger = Ledger(node.state_dir, node.name)
+        self._run, self._round = "", 0
+        # Computed here because a method may split the samples later.
+        own, is_needed = samples.own, self.is_on or node.is_site
+        self._digest = digest_of(own.x, own.y) if is_needed else ""
 
     def described(self, info: ClientInfo) -> ClientInfo:
         """Return what the client says of itself."""
         return info
 
     def begin(self, run: str, round: int) -> None:
-        """Begin a round."""
+        """Begin a round. At a site, it is recorded before anything is trained or sent."""
+        if self._node.is_site and (run, round) != (self._run, self._round):
+            method, client = self._config.method.name, self._node.name
+            self._ledger.record_unprotected(run, round, method, client, self._digest)
+        self._run, self._round = run, round
 
     @contextlib.contextmanager
     def training(
@@ -151,14 +161,11 @@ class Private(Open):
         At a site with a budget it is the delta of the budget: the run's could be chosen to find
         out the number of samples.
         """
-        super().__init__(config.run.engine.least_per_class)
-        self._config, self._settings = config, config.run.privacy
-        self._node, self._samples, self._compute = node, samples, compute
-        self._ledger = Ledger(node.state_dir, node.name)
-        self._run, self._round = "", 0
+        super().__init__(config, node, samples)
+        self._settings, self._compute = config.run.privacy, compute
         if node.folder:  # otherwise the classes of its own samples
             samples.space = torch.arange(samples.info.classes, device=compute.device)
-        self._digest, rows = digest_of(samples.own.x, samples.own.y), len(samples.own.y)
+        rows = len(samples.own.y)
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
             name, delta = "delta in node-config 'privacy'", node.budget.delta
@@ -173,9 +180,20 @@ class Private(Open):
         return replace(info, samples=LEAST_SAMPLES)
 
     def begin(self, run: str, round: int) -> None:
-        """Begin a round, whose steps are charged to `run`."""
+        """Begin a round, whose steps are charged to `run`.
+
+        Logs a warning at the start of a run if the same data was used without privacy.
+        """
         if run != self._run:
             self.__dict__.pop("noise", None)
+            past = self._ledger.entries()
+            void = {e.run: e for e in past if not e.is_private and e.data == self._digest}
+            if void and run not in {e.run for e in past}:
+                LOG.warning(
+                    "%s: run %s has no privacy guarantee: the same data was used without privacy "
+                    "by %s. `fedhet privacy %s` lists all runs.",
+                    *(self._node.name, run, ", ".join(void), self._ledger.path),
+                )
         self._run, self._round = run, round
 
     @cached_property
@@ -184,7 +202,8 @@ class Private(Open):
         noise = solved(self._settings, self.plan, self._settings.epsilon)
         if self._node.budget is None:
             return noise
-        past = tuple(each.release for each in self._ledger.entries() if each.run != self._run)
+        entries = self._ledger.entries()
+        past = tuple(e.release for e in entries if e.run != self._run and e.is_private)
         within = self._settings.model_copy(update={"delta": self._node.budget.delta})
         spent = epsilon_of(past, within.delta)
         try:
@@ -349,7 +368,7 @@ class Private(Open):
         of_run = [each.release for each in past if each.run == self._run]
         limits = [("the run's 'privacy.epsilon'", settings.epsilon, settings.delta, of_run)]
         if (own := self._node.budget) is not None:
-            everything = [each.release for each in past]
+            everything = [each.release for each in past if each.is_private]
             limits.append(("this site's 'privacy'", own.epsilon, own.delta, everything))
         for name, epsilon, delta, spent in limits:
             cost = epsilon_of([*spent, release], delta)
@@ -385,5 +404,6 @@ def _packed(arrays: NDArrays) -> bytes:
 
 def promise(config: Config, node: Node, samples: ClientSamples, compute: Compute) -> Open:
     """Return the promise that a run and a node make for a client's samples."""
-    least = config.run.engine.least_per_class
-    return Private(config, node, samples, compute) if config.run.privacy.is_on else Open(least)
+    if config.run.privacy.is_on:
+        return Private(config, node, samples, compute)
+    return Open(config, node, samples)

@@ -1,8 +1,9 @@
-"""A client's ledger: what of its samples' privacy was spent, by which run, over the data's life.
+"""The privacy ledger of a client: the budget that each run has consumed, over all runs.
 
-A file of one JSON object a line, in the client's own folder outside all runs. A line is written and
-synced before the step that it pays for begins. So whatever is killed, and whenever, nothing that
-could leave the client is missing; what was paid for and never sent counts too.
+The ledger is a file with one JSON object per line, in the client's private state and outside all
+runs. A line is written and synced before the step that it accounts for begins. So the ledger is
+complete whenever a process is killed; it also counts releases that were never sent. At a site, runs
+without privacy are recorded too, since they void any guarantee for the same data.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,7 +32,7 @@ MOST_BYTES = 256 * 2**20
 
 
 class Entry(BaseModel):
-    """One line: what a client paid in one go."""
+    """One line of a ledger: a release, or a round of a run without privacy."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -43,6 +45,7 @@ class Entry(BaseModel):
     data: str
     """A digest of the samples (`digest_of`)."""
     noise: float
+    """0 for a round without privacy."""
     sampling: float
     count: int
     source: str = ""
@@ -56,6 +59,11 @@ class Entry(BaseModel):
         """
         noise = self.noise if self.source == CIPHER else 0.0
         return Release(noise, self.sampling, self.count)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the entry belongs to a run with privacy."""
+        return self.noise != 0
 
 
 class Ledger:
@@ -90,6 +98,30 @@ class Ledger:
     def entries(self) -> list[Entry]:
         """Return all entries; none if nothing was ever spent. Raises StateError."""
         return read_ledger(self.path) if self.path.exists() else []
+
+    def record_unprotected(self, run: str, round: int, method: str, client: str, data: str) -> None:
+        """Record a round of a run without privacy, once. Raises StateError."""
+        about: dict[str, str | int] = {"run": run, "round": round, "data": data}
+        about |= {"method": method, "client": client}
+        known = (e.model_dump(include={*about}) for e in self.entries() if not e.is_private)
+        if about not in known:
+            self.charge([Release(0.0)], lambda past: None, **about)
+
+    def merge(self, others: Sequence[Entry]) -> int:
+        """Append the entries of another copy of this ledger that are missing here.
+
+        Both copies may have grown since one was made from the other. An entry that occurs several
+        times in one copy occurs as often in the result. Returns the number of entries added. Raises
+        StateError.
+        """
+        with self._locked() as file:
+            own = _parsed(self.path, _complete(file, self.path))
+            missing = [*(Counter(others) - Counter(own)).elements()]
+            if missing:
+                self._append(file, "".join(f"{e.model_dump_json()}\n" for e in missing).encode())
+        with self._folder.opened() as folder:
+            os.fsync(folder)
+        return len(missing)
 
     def _append(self, file: int, lines: bytes) -> None:
         """Write lines to the disk, or none of them. Raises StateError."""
