@@ -63,10 +63,12 @@ COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constrain
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --output-file
 WANTED := build/wanted.txt
 
-constraints: install ## write docker/constraints.txt: the newest versions that fit, of all packages of the image
+constraints: install ## write docker/constraints.txt and overrides.txt: the newest versions that fit, of all packages of the image
 	@mkdir -p build
 	@$(BIN)/python docker/wanted.py image build > $(WANTED)
 	$(COMPILE) docker/constraints.txt --upgrade $(WANTED)
+	@echo 'cryptography>=50,<51' > build/overrides.in
+	$(COMPILE) docker/overrides.txt --upgrade --no-deps build/overrides.in
 
 constraints-check: install ## check that docker/constraints.txt still fits pyproject.toml, with all dependencies
 	@mkdir -p build

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
@@ -148,6 +149,22 @@ def test_every_package_is_installed_with_its_constraints():
     held = ("-c constraints.txt", "--no-deps", "--require-hashes -r pip.txt")
     assert all(any(words in step for words in held) for step in installs)
     assert "--no-build-isolation" in DOCKERFILE, "else the build's packages are not pinned"
+
+
+def test_versions_with_known_faults_are_not_in_the_image():
+    """The last step of the image's packages replaces what Flower's bounds hold back."""
+    (certifi,) = pins()["certifi"].specifier
+    assert Version(certifi.version) >= Version("2026.10.19")
+    text = (DOCKER / "overrides.txt").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all(re.search(r" --hash=sha256:[0-9a-f]{64}( |$)", line) for line in lines)
+    (cryptography,) = (line.split()[0] for line in lines)
+    name, version = cryptography.split("==")
+    assert (name, Version(version) >= Version("50")) == ("cryptography", True)
+    steps = re.findall(r"-r (\w+\.txt)", DOCKERFILE)
+    assert steps.index("overrides.txt") > steps.index("image.txt")
+    (flower,) = pins()["flwr"].specifier
+    assert Version("1.39") <= Version(flower.version) < Version("1.40")
 
 
 # --- a run's name, and the server's log --------------------------------------------------------
