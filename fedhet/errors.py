@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 MOST_CHARACTERS = 500
 _AT_A_CLIENT = re.compile(
@@ -106,6 +108,19 @@ def typed(error: BaseException) -> str:
     """Return an error's type and message, such as "ValueError: too few samples"."""
     words = words_of(error)
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def place_of(error: BaseException, module: str) -> str:
+    """Return " (FILE, line N)" for the last line of a user's package that led to an error, or "".
+
+    `module` is the import path of the module that was being imported.
+    """
+    package = module.partition(".")[0]
+    places = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    own = [each for each in places if package in Path(each[0]).with_suffix("").parts]
+    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def where_looked(error: BaseException, path: str) -> str:

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from federation import SMALL, Server, client_of, settings
+from rounds import reply_of, state_of
 
+from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 
@@ -21,11 +25,12 @@ QUICK += ["--set", "max-samples=200", "--set", "min-samples=20", "--set", "proto
 def elsewhere(tmp_path_factory):
     """A folder with the package `mymethods`, as if its author had pasted the page."""
     page = (ROOT / "docs" / "own-method.md").read_text()
-    code = re.search(r"```python\n(# mymethods/prototypes\.py\n.*?)```", page, re.DOTALL)
-    assert code, "docs/own-method.md shows no mymethods/prototypes.py"
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "mymethods").mkdir()
-    (folder / "mymethods" / "prototypes.py").write_text(code[1])
+    for name in ("prototypes.py", "heads.py"):
+        code = re.search(rf"```python\n(# mymethods/{re.escape(name)}\n.*?)```", page, re.DOTALL)
+        assert code, f"docs/own-method.md shows no mymethods/{name}"
+        (folder / "mymethods" / name).write_text(code[1])
     return folder
 
 
@@ -72,6 +77,39 @@ def test_ray_and_a_deployment_give_the_same(elsewhere, inline, command):
     found = summary_of(elsewhere, name, command[0], "mymethods.prototypes", *command[1:])
     for part in ("accuracy", "bytes_up", "bytes_down", "models", "rounds"):
         assert found[part] == inline[part]
+
+
+def test_the_example_that_sends_weights_averages_classifiers_and_keeps_extractors(
+    elsewhere, tmp_path, monkeypatch
+):
+    """Two rounds of clients with different models; NumPy averages what they have trained."""
+    monkeypatch.syspath_prepend(str(elsewhere))
+    method = "mymethods.heads"
+    config = resolve({**SMALL, **settings("local", models=["mlp", "cnn2"], clients=2),
+                      "method": method, "heads.feature-dim": 8})  # fmt: skip
+    server, names = Server(config, tmp_path), ["classifier.bias", "classifier.weight"]
+    for number in (1, 2):
+        sent = {key: np.copy(value) for key, value in server.strategy.head.items()}
+        assert sorted(sent) == ([] if number == 1 else names)
+        asked, answers = server.play(number)
+        assert [proxy.name for proxy, _ in asked] == ["client-0", "client-1"]
+        heads, samples = [], []
+        for proxy, result in answers:
+            client = client_of(proxy)
+            state = state_of(client.network)
+            reply = reply_of(result).tensors
+            assert sorted(reply) == [f"head/{name}" for name in names]
+            assert all(np.array_equal(reply[f"head/{name}"], state[name]) for name in names)
+            heads.append({name: state[name].astype(np.float64) for name in names})
+            samples.append(len(client.y))
+        for name in names:
+            mean = np.average([head[name] for head in heads], axis=0, weights=samples)
+            np.testing.assert_allclose(server.strategy.head[name], mean, rtol=1e-5, atol=1e-7)
+            assert not np.array_equal(heads[0][name], heads[1][name])
+    copy = server.strategy.state_dict()
+    server.strategy.init()
+    server.strategy.load_state_dict(copy)
+    assert sorted(server.strategy.head) == names
 
 
 def test_its_settings_are_checked_and_shown(elsewhere):
@@ -127,7 +165,10 @@ def test_the_baseline_runs_on_its_settings(elsewhere, inline):
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
-        ("import nothing_like_it", "cannot import 'broken0.mine': .*nothing_like_it"),
+        (
+            "import nothing_like_it",
+            r"cannot import 'broken0\.mine' \(.*mine\.py, line 1\): .*nothing_like_it",
+        ),
         (
             "",
             "must hold one class that extends HetStrategy of fedhet.strategies.base, it holds none",
@@ -156,6 +197,65 @@ def test_what_is_no_method_is_named(tmp_path, monkeypatch, code, fault, request)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match=fault):
         find_method(f"{package}.mine")
+
+
+DECLARED = """from fedhet.clients.base import HetClient
+from fedhet.methods.spec import MethodSpec
+from fedhet.strategies.base import HetStrategy
+from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
+FIELD = ScalarField("steps", int, "steps")
+def declared(**changes):
+    return MethodSpec(**{"title": "x", "paper": "y", "headline": "personal", **changes})
+class Mine(HetStrategy):
+    spec = declared(replies=Contract((FIELD,)))
+class MyClient(HetClient):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ('ScalarField("steps", "int")', "missing 1 required positional argument: 'help'"),
+        (
+            'ScalarField("steps", "int", "steps")',
+            "ScalarField 'steps': 'type' must be bool, int, float or str, got 'int'",
+        ),
+        ('ScalarField("steps", int, "steps", low="0")', "'low' must be int or float or None"),
+        ('TensorField("a", "float23", ("P",), "a")', "'dtype' must be 'uint' or a dtype of NumPy"),
+        ('TensorField("a", "float32", ("P"), "a")', "TensorField 'a': 'axes' must be tuple"),
+        ('WeightsField("a", True)', "WeightsField 'a': 'help' must be str, got True"),
+        ("Contract((FIELD))", "Contract: 'fields' must be tuple, got ScalarField"),
+        ('Contract(("steps",))', "Contract: 'fields' must be a tuple of fields, got"),
+        ("Contract((FIELD, FIELD))", "Contract: two fields are named 'steps'"),
+        ("declared(kinds=('private'))", "MethodSpec: 'kinds' must be tuple, got 'private'"),
+        ("declared(headline='own')", "'headline' must be one of personal, common, got 'own'"),
+        ("declared(replies=(FIELD,))", "MethodSpec: 'replies' must be Contract, got"),
+        ("declared(settings=dict)", "'settings' must be a subclass of MethodSettings, got"),
+        ("declared(sizes={})", "MethodSpec: 'sizes' must be a function, got {}"),
+        ("declared(", "SyntaxError"),
+    ],
+)
+def test_a_fault_of_a_declaration_is_one_line_with_its_place(
+    tmp_path, monkeypatch, fault, said, request
+):
+    package = f"declared{request.node.callspec.indices['fault']}"
+    (tmp_path / package).mkdir()
+    file = tmp_path / package / "mine.py"
+    file.write_text(DECLARED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_method(f"{package}.mine").spec.title == "x"
+    (tmp_path / package / "faulty.py").write_text(f"{DECLARED}{fault}\n")
+    with pytest.raises(SettingsError) as caught:
+        find_method(f"{package}.faulty")
+    text, line = str(caught.value), DECLARED.count("\n") + 1
+    assert said in text
+    assert "\n" not in text
+    place = f"cannot import '{package}.faulty' ({file.with_name('faulty.py')}, line "
+    assert text.startswith(f"setting 'method' = '{package}.faulty': {place}")
+    number = int(re.search(r", line (\d+)\)", text)[1])
+    # In a call that a function of the module makes, that function's line is the last one.
+    assert number in (line, 7 if fault.startswith("declared") else line)
 
 
 def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):

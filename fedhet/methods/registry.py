@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, unknown_name, where_looked
+from fedhet.errors import SettingsError, place_of, typed, unknown_name, where_looked
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
@@ -119,8 +119,8 @@ def _external(name: str, path: str) -> Method:
         importlib.import_module(path)
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
-            f"setting 'method' = '{name}': cannot import '{path}': {error!r}"
-            f"{where_looked(error, path)}"
+            f"setting 'method' = '{name}': cannot import '{path}'{place_of(error, path)}: "
+            f"{typed(error)}{where_looked(error, path)}"
         ) from error
     strategy, _ = (_half(name, path, base) for base in HALVES)
     if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedhet.kinds import Kind, Shape
 from fedhet.settings.defence import Average
 from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings
-from fedhet.wire.contract import Contract, Sizes
+from fedhet.wire.contract import Contract, Sizes, require
 from fedhet.wire.identity import ClientInfo
 
 NOTHING = Contract()
@@ -153,6 +153,24 @@ class MethodSpec:
     """What a user must know before a run starts."""
     simulation_only: bool = False
     """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a declaration that no run could follow."""
+        require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
+        require(self, figures=Mapping, models=Mapping, own_models=Mapping, defences=tuple)
+        require(self, resists=str, warning=str, privacy=Protection)
+        if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
+            raise TypeError(
+                f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
+            )
+        for name in ("sizes", "suits"):
+            if not callable(value := getattr(self, name)):
+                raise TypeError(f"MethodSpec: '{name}' must be a function, got {value!r}")
+        for name, choices in (("headline", ("personal", "common")), ("late", get_args(Late))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"MethodSpec: '{name}' must be one of {', '.join(choices)}, got {value!r}"
+                )
 
     @property
     def offers(self) -> str:

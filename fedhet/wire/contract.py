@@ -28,6 +28,28 @@ SUM_TOLERANCE = 1e-3
 """How far the sum of a probability distribution in float32 may be from 1."""
 
 
+def require(owner: object, **expected: type | tuple[type, ...]) -> None:
+    """Raise TypeError if an attribute of a declaration has a type other than the expected ones.
+
+    A method is declared in its author's module: a fault is reported there, not in a later round.
+    """
+    for name, types in expected.items():
+        value = getattr(owner, name)
+        if not isinstance(value, types):
+            kinds = types if isinstance(types, tuple) else (types,)
+            rule = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TypeError(_declared(owner, name, rule, value))
+
+
+def _declared(owner: object, name: str, rule: str, value: object) -> str:
+    title = getattr(owner, "name", None)
+    where = f"{type(owner).__name__}{f' {title!r}' if isinstance(title, str) else ''}"
+    return f"{where}: '{name}' must be {rule}, got {value!r:.100}"
+
+
+_LIMIT = (int, float, type(None))
+
+
 @dataclass(frozen=True)
 class TensorField:
     """A named tensor.
@@ -53,6 +75,19 @@ class TensorField:
     needs: tuple[str, ...] = ()
     """Fields that must be present if this one is."""
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a declaration that no message could satisfy."""
+        require(self, name=str, dtype=str, axes=tuple, help=str, ids=str, numbers=str, needs=tuple)
+        require(self, required=bool, distribution=bool, low=_LIMIT)
+        if not all(isinstance(axis, int | str) for axis in self.axes):
+            raise TypeError(_declared(self, "axes", "letters and numbers", self.axes))
+        if self.dtype != "uint":
+            try:
+                np.dtype(self.dtype)
+            except TypeError:
+                rule = "'uint' or a dtype of NumPy"
+                raise ValueError(_declared(self, "dtype", rule, self.dtype)) from None
+
     def describe(self) -> str:
         """Return the dtype and axes, such as `float32 [P, D]`."""
         return f"{self.dtype} [{', '.join(map(str, self.axes))}]"
@@ -71,6 +106,10 @@ class WeightsField:
     """Letter of an additional first axis of every tensor: the number of models stacked along it."""
     nested: bool = False
     """Whether the tensors of smaller models are the leading parts of those of larger ones."""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for a declaration that no message could satisfy."""
+        require(self, name=str, help=str, required=bool, stacked=str, nested=bool, low=_LIMIT)
 
     def describe(self) -> str:
         """Return a short name of the type."""
@@ -100,6 +139,12 @@ class ScalarField:
     high: float | None = None
     """Maximum value; None: MAX_MAGNITUDE."""
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for a declaration that no message could satisfy."""
+        require(self, name=str, help=str, required=bool, low=_LIMIT, high=_LIMIT)
+        if self.type not in (bool, int, float, str):
+            raise TypeError(_declared(self, "type", "bool, int, float or str", self.type))
+
     def describe(self) -> str:
         """Return the type's name."""
         return self.type.__name__
@@ -127,6 +172,15 @@ class Contract:
     """The fields of the knowledge that one half of a method sends."""
 
     fields: tuple[Field, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError unless `fields` holds fields with different names."""
+        require(self, fields=tuple)
+        for index, field in enumerate(self.fields):
+            if not isinstance(field, TensorField | WeightsField | ScalarField):
+                raise TypeError(_declared(self, "fields", "a tuple of fields", self.fields))
+            if any(field.name == other.name for other in self.fields[:index]):
+                raise ValueError(f"Contract: two fields are named {field.name!r}")
 
     @property
     def weights(self) -> tuple[str, ...]:
