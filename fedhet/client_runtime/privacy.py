@@ -83,7 +83,7 @@ class Open:
         """Return what the client says of itself."""
         return info
 
-    def begin(self, run: str, round: int) -> None:
+    def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round. At a site, it is recorded before anything is trained or sent."""
         if self._node.is_site and (run, round) != (self._run, self._round):
             method, client = self._config.method.name, self._node.name
@@ -162,6 +162,7 @@ class Private(Open):
         out the number of samples.
         """
         super().__init__(config, node, samples)
+        self._charged = 0
         self._settings, self._compute = config.run.privacy, compute
         if node.folder:  # otherwise the classes of its own samples
             samples.space = torch.arange(samples.info.classes, device=compute.device)
@@ -179,8 +180,8 @@ class Private(Open):
         """Return the description without the number of samples: every client counts alike."""
         return replace(info, samples=LEAST_SAMPLES)
 
-    def begin(self, run: str, round: int) -> None:
-        """Begin a round, whose steps are charged to `run`.
+    def begin(self, run: str, round: int, charged: int = 0) -> None:
+        """Begin a round, whose steps are charged to `run`, and to the round `charged` if given.
 
         Logs a warning at the start of a run if the same data was used without privacy.
         """
@@ -194,7 +195,7 @@ class Private(Open):
                     "by %s. `fedhet privacy %s` lists all runs.",
                     *(self._node.name, run, ", ".join(void), self._ledger.path),
                 )
-        self._run, self._round = run, round
+        self._run, self._round, self._charged = run, round, charged or round
 
     @cached_property
     def noise(self) -> Noise:
@@ -357,7 +358,7 @@ class Private(Open):
             [release],
             lambda past: self._check(past, release),
             run=self._run,
-            round=self._round,
+            round=self._charged,
             method=self._config.method.name,
             client=self._node.name,
             data=self._digest,
@@ -381,7 +382,7 @@ class Private(Open):
             if epsilon and cost > epsilon * (1 + 1e-9):
                 raise PrivacyError(
                     f"nothing more is released: {name} is {epsilon:g} at delta {delta:g}, and "
-                    f"round {self._round} would raise what is spent from "
+                    f"round {self._charged} would raise what is spent from "
                     f"{epsilon_of(spent, delta):.3g} to {cost:.3g}"
                 )
 

@@ -285,15 +285,12 @@ class HetClient(NumPyClient):
         try:
             with self.state.resting(), self.promise.guarded():
                 envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
-                self.promise.begin(envelope.run, envelope.round)
+                self.promise.begin(envelope.run, envelope.round, charged=envelope.round + 1)
                 self.state.restore(envelope.run, before=envelope.round + 1)
                 learns = self.config.method.spec.learns_last and instruction.tensors
                 if learns and self.state.participations > 0:
-                    # This training is charged to a round of its own, but evaluated as the last one.
-                    self.promise.begin(envelope.run, envelope.round + 1)
                     self._train(envelope.round + 1, instruction)
                     self.state.save(envelope.round + 1)
-                    self.promise.begin(envelope.run, envelope.round)
                 judge = judging(self, envelope.round, config)
                 scores, seconds = timed(self.promise.evaluated, judge, instruction)
                 measured = self.promise.measured(measures(scores, None, 0.0, seconds))
