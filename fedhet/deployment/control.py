@@ -79,7 +79,8 @@ def register(
         FedhetError: If a file is no public key, a name belongs to another key, or the key was
             registered under another name.
     """
-    known, given = sites(connection), [(name, path, _public_key(path)) for name, path in keys]
+    given = [(name, path, _public_key(path)) for name, path in keys]
+    known = sites(connection)
     for index, (name, path, key) in enumerate(given):
         if any(name == other or key == theirs for other, _, theirs in given[:index]):
             raise FedhetError(f"{path}: expected a different name and key in each file")
