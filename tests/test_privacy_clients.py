@@ -21,6 +21,7 @@ from rounds import opened, replied
 from torch import nn
 
 from fedhet.client_app import client_fn
+from fedhet.client_runtime import privacy as promises
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.config.resolve import resolve
