@@ -23,9 +23,11 @@ from pydantic import ValidationError
 
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, dataset_names, images, load, site_data
+from fedhet.data.partition import partition
 from fedhet.data.spec import stratified
 from fedhet.devices import scaled
 from fedhet.errors import DataError, FedhetError, SettingsError
+from fedhet.seeding import derive, numpy_rng
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import build
 from fedhet.wire.identity import client_name
@@ -93,6 +95,56 @@ def test_partition_depends_on_the_seed_alone(kind: str) -> None:
     np.random.seed(7)
     assert digest(RunData(spec).partition()) == digest(RunData(again).partition())
     assert digest(RunData(spec).partition()) != digest(RunData(other).partition())
+
+
+@pytest.mark.parametrize(
+    ("changes", "made_by"),
+    [
+        ({"partition": "iid"}, lambda flwr, seed: flwr.IidPartitioner(8)),
+        ({}, lambda flwr, seed: flwr.DirichletPartitioner(8, "label", 0.5, 10, False, False, seed)),
+        (  # its first draws give a client less than 35 samples
+            {"alpha": 0.2, "min_samples": 35},
+            lambda flwr, seed: flwr.DirichletPartitioner(8, "label", 0.2, 35, False, False, seed),
+        ),
+        (
+            {"partition": "shards", "shards": 3},
+            lambda flwr, seed: flwr.ShardPartitioner(8, "label", 3, shuffle=False, seed=seed),
+        ),
+        (
+            {"partition": "classes", "classes_per_client": 3},
+            lambda flwr, seed: flwr.PathologicalPartitioner(
+                8, "label", 3, shuffle=False, seed=seed
+            ),
+        ),
+    ],
+    ids=["iid", "dirichlet", "dirichlet-again", "shards", "classes"],
+)
+def test_partitions_are_those_of_flwr_datasets(changes, made_by) -> None:
+    import datasets
+    from flwr_datasets import partitioner as flwr
+
+    labels = load(DIGITS).train.y.numpy()
+    for seed in range(3):
+        spec = DIGITS.but(seed=seed, **changes)
+        theirs: list[np.ndarray] = []
+        for attempt in range(20):
+            order = numpy_rng(seed, "partition", attempt, "order").permutation(len(labels))
+            partitioner = made_by(flwr, derive(seed, "partition", attempt))
+            partitioner.dataset = datasets.Dataset.from_dict(
+                {"label": labels[order], "index": order}
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of draws that are repeated
+                try:
+                    parts = [partitioner.load_partition(k) for k in range(spec.clients)]
+                except ValueError:
+                    continue
+            theirs = [np.sort(part.with_format("numpy")["index"][:]) for part in parts]
+            held = np.unique(labels[np.concatenate(theirs)])
+            if min(map(len, theirs)) >= spec.min_samples and len(held) == 10:
+                break
+        ours = partition(load(spec), spec)
+        assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 
 
 PROBE = """

@@ -1,9 +1,8 @@
-"""Partitions a training set by flwr-datasets' partitioners, and splits off test splits."""
+"""Partition a training set among clients, and split off their test sets."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +11,8 @@ from fedhet.errors import DataError
 from fedhet.seeding import derive, numpy_rng
 
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
+_DIRICHLET_DRAWS = 11
+"""Number of Dirichlet draws from one seed, as in flwr-datasets."""
 _LEAST_TRAIN = 2
 
 
@@ -68,7 +69,7 @@ def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
         try:
             drawn = _draw(spec, labels, attempt)
         except ValueError as error:
-            fault = _first_sentence(error)
+            fault = str(error)
             continue
         smallest = min(map(len, drawn))
         if smallest < spec.min_samples:
@@ -110,54 +111,81 @@ def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:
 
 
 def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:
-    """Run the partitioner over shuffled rows (IidPartitioner itself does not shuffle)."""
+    """Draw each client's rows. Raises ValueError if the draw fails."""
     order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(len(labels))
-    partitioner = _partitioner(spec, derive(spec.seed, "partition", attempt))
-    partitioner.dataset = _table(label=labels[order], index=order)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about repeated draws; the conditions are checked here
-        drawn = [partitioner.load_partition(k) for k in range(spec.clients)]
-    return tuple(np.sort(part.with_format("numpy")["index"][:]) for part in drawn)
-
-
-def _table(**columns: Index) -> Any:
-    """Return an in-memory Hugging Face dataset of these columns."""
-    import datasets
-
-    class Table(datasets.Dataset):  # type: ignore[misc]
-        """Returns columns as lists, as the partitioners expect: a lazy column costs a second."""
-
-        def __getitem__(self, key: Any) -> Any:
-            """Return a column or rows."""
-            found = super().__getitem__(key)
-            return found[:] if isinstance(key, str) else found
-
-    return Table.from_dict(columns)
-
-
-def _partitioner(spec: DataSpec, seed: int) -> Any:
-    """Return the flwr-datasets partitioner (imported only here, as the import takes a second)."""
-    from flwr_datasets import partitioner as flwr
-
-    common: dict[str, Any] = {"partition_by": "label", "shuffle": False, "seed": seed}
+    rng = np.random.default_rng(derive(spec.seed, "partition", attempt))
+    shuffled = labels[order]
     if spec.partition == "iid":
-        return flwr.IidPartitioner(spec.clients)
-    if spec.partition == "dirichlet":
-        return flwr.DirichletPartitioner(
-            spec.clients,
-            alpha=spec.alpha,
-            min_partition_size=spec.min_samples,
-            self_balancing=False,
-            **common,
-        )
-    if spec.partition == "shards":
-        return flwr.ShardPartitioner(spec.clients, num_shards_per_partition=spec.shards, **common)
-    return flwr.PathologicalPartitioner(
-        spec.clients,
-        num_classes_per_partition=spec.classes_per_client,
-        class_assignment_mode="random",
-        **common,
-    )
+        drawn: Sequence[Index] = np.array_split(np.arange(len(labels)), spec.clients)
+    elif spec.partition == "dirichlet":
+        drawn = _dirichlet(shuffled, spec, rng)
+    elif spec.partition == "shards":
+        drawn = _shards(shuffled, spec, rng)
+    else:
+        drawn = _some_classes(shuffled, spec, rng)
+    return tuple(np.sort(order[rows]) for rows in drawn)
+
+
+# The same draws as flwr-datasets 0.6, on labels alone: its import takes longer than a small run.
+
+
+def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
+    """Split each class between the clients by fractions from a Dirichlet distribution.
+
+    Yurochkin et al., *Bayesian Nonparametric Federated Learning of Neural Networks*, ICML 2019.
+    """
+    for _ in range(_DIRICHLET_DRAWS):
+        parts: list[list[Index]] = [[] for _ in range(spec.clients)]
+        for label in np.unique(labels):
+            rows = np.flatnonzero(labels == label)
+            fractions = rng.dirichlet(np.full(spec.clients, spec.alpha))
+            ends = (np.cumsum(fractions) * len(rows)).astype(int)[:-1]
+            for part, some in zip(parts, np.split(rows, ends), strict=True):
+                part.append(some)
+        drawn = [np.concatenate(part) for part in parts]
+        if min(map(len, drawn)) >= spec.min_samples:
+            return drawn
+    raise ValueError("a client has too few samples")
+
+
+def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
+    """Sort the rows by class, cut them into shards of one size, and deal the shards at random.
+
+    McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data*,
+    AISTATS 2017.
+    """
+    count = spec.clients * spec.shards
+    size = len(labels) // count
+    by_class = np.argsort(labels, kind="stable")
+    dealt = rng.permutation(len(labels) // size)[:count].reshape(spec.clients, spec.shards)
+    return [
+        np.concatenate([by_class[shard * size : (shard + 1) * size] for shard in own])
+        for own in dealt
+    ]
+
+
+def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
+    """Draw `data.classes-per-client` classes for each client; a class's clients share its rows.
+
+    Li et al., *Federated Learning on Non-IID Data Silos: An Experimental Study*, ICDE 2022.
+    """
+    classes = np.unique(labels)
+    held = [
+        rng.choice(classes, size=spec.classes_per_client, replace=False)
+        for _ in range(spec.clients)
+    ]
+    parts: list[list[Index]] = [[] for _ in held]
+    for label in classes:
+        owners = [part for part, own in zip(parts, held, strict=True) if label in own]
+        rows = np.flatnonzero(labels == label)
+        if len(owners) > len(rows):
+            raise ValueError(
+                f"class {label} has {len(rows)} samples, and {len(owners)} clients drew it"
+            )
+        if owners:
+            for part, some in zip(owners, np.array_split(rows, len(owners)), strict=True):
+                part.append(some)
+    return [np.concatenate(part) for part in parts]
 
 
 def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
@@ -191,7 +219,3 @@ def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
         f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
         f"{change}lower data.min-samples or clients"
     )
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

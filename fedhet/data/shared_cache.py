@@ -102,10 +102,7 @@ def write_rows(parts: Sequence[Index], folder: Path) -> None:
 
 
 def read_rows(folder: Path) -> tuple[Index, ...]:
-    """Return the rows of each client. Raises StateError.
-
-    Drawing them again would be quick, but importing flwr-datasets takes more than a second.
-    """
+    """Return the rows of each client. Raises StateError."""
     path = folder / _PARTITION
     try:
         found = load_file(path)
