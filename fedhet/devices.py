@@ -6,10 +6,12 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,51 @@ twice the time with some models: tensors leave its cache, and glibc returns thei
 system after every batch."""
 LEAST, MOST_ON_PROCESSOR, MOST_ON_ACCELERATOR = 32, 1024, 8192
 """Bounds of a batch of evaluation, in samples."""
+
+
+class _DeferredCompiler(ModuleType):
+    """Stand-in for `torch._dynamo` until a name other than those defined here is used.
+
+    PyTorch's optimizers and torchvision import PyTorch's compiler, although only a compiled graph
+    needs it, and the import takes longer than a small run. Any other name imports the compiler.
+    """
+
+    @classmethod
+    def install(cls) -> None:
+        """Defer the import of the compiler, unless something has imported it already."""
+        if "torch._dynamo" not in sys.modules:
+            for name in ("torch._dynamo", "torch._dynamo.utils"):
+                sys.modules[name] = cls(name)
+            torch._dynamo = sys.modules["torch._dynamo"]
+
+    def __getattr__(self, name: str) -> Any:
+        """Import the compiler in place of the stand-ins, and return its attribute."""
+        is_package = self.__name__ == "torch._dynamo"
+        if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
+            raise AttributeError(name)  # `inspect` asks every module for its file
+        for each, module in list(sys.modules.items()):
+            if isinstance(module, _DeferredCompiler):
+                del sys.modules[each]
+        if isinstance(vars(torch).get("_dynamo"), _DeferredCompiler):
+            del torch._dynamo
+        return getattr(importlib.import_module(self.__name__), name)
+
+    @staticmethod
+    def disable(function: Any, recursive: bool = True, wrapping: bool = True) -> Any:
+        """Return the function unchanged, because it is not compiled."""
+        return function
+
+    @staticmethod
+    def graph_break(msg: str = "") -> None:
+        """Do nothing, because no graph is being compiled."""
+
+    @staticmethod
+    def is_compile_supported(device_type: Any) -> Any:
+        """Import the compiler, and return whether it supports a type of device."""
+        return importlib.import_module("torch._dynamo").utils.is_compile_supported(device_type)
+
+
+_DeferredCompiler.install()
 
 
 @dataclass(frozen=True)
