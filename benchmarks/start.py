@@ -72,7 +72,18 @@ def seconds_to_the_first_round() -> float:
     """Return the seconds by the clock from the start of `fedhet run` to its first round."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        words = ["run", "felo", "--preset", "demo", "--rounds", "1", "--out", str(out)]
+        words = [
+            "run",
+            "felo",
+            "--preset",
+            "demo",
+            "--rounds",
+            "1",
+            "--backend",
+            "ray",
+            "--out",
+            str(out),
+        ]
         command = [sys.executable, "-m", "fedhet", *words]
         subprocess.run(command, capture_output=True, check=True)
         found: float = json.loads((out / "summary.json").read_text())["seconds"]["start"]

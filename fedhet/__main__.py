@@ -8,6 +8,6 @@ import sys
 if sys.path[0] == os.getcwd() and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
     del sys.path[0]
 
-from fedhet.cli import main
+from fedhet.cli import command
 
-main()
+command()

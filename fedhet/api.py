@@ -17,7 +17,7 @@ from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.errors import SettingsError
 from fedhet.inference.result import ComparedRuns, Result
 from fedhet.metrics import ACCURACY
-from fedhet.objects import dataset_name, hold, method_name, model_name
+from fedhet.objects import HERE, dataset_name, hold, method_name, model_name
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
@@ -57,8 +57,8 @@ def run(
     functions (shape, classes) that return an extractor and a classifier. `dataset` may be a
     `fedhet.Dataset`, a pair (x, y), a mapping of `train` and `test` to such pairs, or a function
     that returns one of these. `method` may be a module, or a pair of classes (strategy, client).
-    With the backend "ray" such an object must be at the top level of a module, from which the
-    workers import it; with "inline" it may be any object.
+    With the backend "ray", such an object must be at the top level of a module, from which the
+    workers import it. With "inline" it can be any object, and "auto" then trains in this process.
 
     `resume` is the directory of a run to continue after its last complete round, with its own
     settings. The arguments may add rounds, and change where it runs. Modules of your own that these
@@ -137,7 +137,8 @@ def _path(given: str | Path | None) -> Path | None:
 
 def _resolved(method: Any, given: Sequence[tuple[str, Any]], layers: Layers) -> Config:
     """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    inline = _backend([*given, *layers.values().items()]) == "inline"
+    backend = _backend([*given, *layers.values().items()])
+    inline = backend != "ray"
 
     def named(method: str | None) -> dict[str, object]:
         values = by_full_name(given, method)
@@ -146,6 +147,8 @@ def _resolved(method: Any, given: Sequence[tuple[str, Any]], layers: Layers) -> 
     values = layers.under(named, None if method is None else method_name(method, inline=inline))
     if "method" not in values:
         raise SettingsError("METHOD is missing, as in fedhet.run('felo', ...)")
+    if backend == "auto" and any(HERE in str(value) for value in values.values()):
+        values[BACKEND] = "inline"  # Ray's workers cannot import an object of this process
     return resolve(values)
 
 

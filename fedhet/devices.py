@@ -59,12 +59,12 @@ class _DeferredCompiler(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
     @staticmethod
-    def disable(function: Any, recursive: bool = True, wrapping: bool = True) -> Any:
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
         """Return the function unchanged, because it is not compiled."""
         return function
 
     @staticmethod
-    def graph_break(msg: str = "") -> None:
+    def graph_break(*_: Any, **__: Any) -> None:
         """Do nothing, because no graph is being compiled."""
 
     @staticmethod

@@ -15,8 +15,10 @@ from federation import SMALL, without_figures
 from torch import nn
 
 import fedhet
+from fedhet import api
 from fedhet.client_runtime.permissions import permitted
 from fedhet.clients.local import LocalClient
+from fedhet.config.layers import Layers
 from fedhet.data import dataset_names, sample_kind
 from fedhet.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.kinds import TABLE
@@ -295,6 +297,12 @@ def test_a_mistake_is_one_line(given, says):
     with pytest.raises(FedhetError, match=says) as fault:
         fedhet.run(**{"method": "felo", "rounds": 1, "backend": "ray", **given})
     assert "\n" not in str(fault.value)
+
+
+def test_an_object_that_no_worker_can_import_trains_in_this_process():
+    given = [("models.pool", [lambda shape, classes: tiny(shape, classes)])]
+    assert api._resolved("felo", given, Layers()).run.engine.backend == "inline"
+    assert api._resolved("felo", [], Layers()).run.engine.backend == "auto"
 
 
 def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):

@@ -3,16 +3,23 @@
 Time depends on the machine; what is imported does not. `benchmarks/start.py` measures the time.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from fedhet.config.resolve import resolve
 from fedhet.config.values import validated
-from fedhet.data import DataSpec, load
+from fedhet.data import DataSpec, RunData, load
+from fedhet.engines import choice
+from fedhet.engines.choice import with_backend
+from fedhet.engines.simulate import concurrently
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import shipped_names
 
@@ -50,6 +57,7 @@ def imported_by(*words, **environment):
         (["methods", "felo"], 0, "felo.share-weights"),
         (["presets"], 0, "felo-cifar10"),
         (["settings"], 0, "engine.round-timeout"),
+        (["table"], 0, "tiny 222, small 222, paper 222"),
         (["run", "felo", "--set", "lrr=1"], 2, "did you mean 'training.lr'?"),
         (["run", "felo", "--set", "lr=-1"], 2, "'training.lr' = -1"),
         (["run", "felo", "--set", "felo.alpha=-1"], 2, "'felo.alpha' = -1 is not allowed"),
@@ -67,9 +75,220 @@ def test_a_command_that_does_not_train_imports_nothing_heavy(words, status, says
     assert not modules & HEAVY
 
 
-def test_one_that_trains_does():
-    _, _, modules = imported_by("models")
-    assert "torch" in modules  # or the list above would prove nothing
+TRAINING = """
+import sys
+from pathlib import Path
+from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import train
+values = {"clients": 2, "rounds": 1, "data.max-samples": 60, "training.local-epochs": 1}
+values |= {"method": "felo", "models.pool": ["mlp", "resnet10"]}
+train(resolve(values), Path(sys.argv[1]))
+print("IMPORTED", *sys.modules)
+"""
+
+
+def test_a_small_run_imports_neither_ray_nor_a_compiler_nor_what_draws(tmp_path):
+    """Unlike the commands above, it imports PyTorch, or the list above would prove nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    modules = set(done.stdout.rpartition("IMPORTED ")[2].split())
+    assert {"torch", "torchvision", "flwr"} <= modules
+    assert (tmp_path / "run" / "summary.json").exists()
+    unneeded = {
+        "torch._inductor",
+        "ray",
+        "datasets",
+        "flwr_datasets",
+        "pandas",
+        "matplotlib",
+        "seaborn",
+    }
+    assert not modules & unneeded
+
+
+COMPILED = """
+import sys
+import fedhet.devices, torch
+layer = torch.nn.Linear(2, 1)
+for kind in (torch.optim.SGD, torch.optim.Adam):
+    optimizer = kind(layer.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+assert "torch._inductor" not in sys.modules
+from torch._dynamo.utils import counters
+import torch._dynamo.config
+compiled = torch.compile(layer, backend="eager")
+assert torch.equal(compiled(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+assert counters["stats"]["unique_graphs"] == 1
+assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.__file__
+optimizer.step()
+"""
+
+
+def test_pytorchs_compiler_is_imported_when_it_is_used():
+    command = [sys.executable, "-c", COMPILED]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+FIRST = """
+import sys
+sys.modules["fedhet.cli.training"] = None  # its import fails
+from fedhet.cli import main
+try:
+    main()
+except ImportError:
+    print("IMPORTED", *{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["run", "felo", "--clients", "4"],
+            "starting felo on digits: 4 clients, 10 rounds, backend auto",
+        ),
+        (
+            ["sweep", "felo", "felo.alpha=0.1,1", "--rounds", "1", "--backend", "inline"],
+            "starting felo on digits: 10 clients, 1 round, 2 runs, backend inline",
+        ),
+    ],
+    ids=["run", "sweep"],
+)
+def test_the_first_line_comes_before_the_heavy_imports(words, line):
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    first, imported = done.stdout.splitlines()
+    assert first == line
+    assert not set(imported.split()) & HEAVY
+
+
+ENDING = """
+import atexit, sys
+from concurrent.futures import ThreadPoolExecutor
+from fedhet.cli import command
+pool = ThreadPoolExecutor(1)  # the end waits for its thread
+pool.submit(lambda: print("thread"))
+atexit.register(lambda: print("atexit"))
+sys.argv = ["fedhet", *sys.argv[1:]]
+command()
+"""
+
+
+@pytest.mark.parametrize(("word", "status"), [("--version", 0), ("nosuch", 2)])
+def test_the_program_ends_with_its_status_and_what_is_registered(word, status):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, word],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == status
+    assert {"thread", "atexit"} <= set(done.stdout.split())
+
+
+def test_the_list_of_tables_is_counted_from_the_tables():
+    from fedhet.cli.table import tables_listed
+
+    stored = json.loads((ROOT / "fedhet" / "papers" / "list.json").read_text(encoding="utf-8"))
+    assert stored == [list(row) for row in tables_listed()]  # if not: make reference
+
+
+@pytest.fixture
+def two_cpus(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+
+
+def backend_of(directory=Path("none"), **settings):
+    values = {name.replace("__", ".").replace("_", "-"): each for name, each in settings.items()}
+    config = resolve({"method": "felo", "clients": 4, "models.pool": ["mlp"], **values})
+    chosen, reason = with_backend(config, RunData.of(config.run), directory)
+    return chosen.run.engine.backend, reason
+
+
+def test_a_small_run_trains_in_this_process(two_cpus):
+    backend, reason = backend_of(rounds=1)
+    assert backend == "inline"
+    assert re.fullmatch(r"training in this process: about \d+ s of work", reason)
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_backend_that_is_given_stays(backend):
+    assert backend_of(engine__backend=backend) == (backend, "")
+
+
+def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
+    """15 s for Ray; two workers save half of the work, so the bound is 30 s."""
+    for seconds, backend, about in [(29, "inline", "about"), (31, "ray", "more than")]:
+        monkeypatch.setattr(choice, "_seconds_of_work", lambda *_, work=seconds: work)
+        place = {"inline": "in this process", "ray": "on Ray"}[backend]
+        assert backend_of() == (backend, f"training {place}: {about} {seconds} s of work")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert backend_of() == ("inline", "training in this process: Ray would have one worker")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"engine__ray_address": "auto"}, "'engine.ray-address' is set"),
+        ({"engine__cpus_per_client": 2.0}, "'engine.cpus-per-client' is set"),
+        ({"engine__gpus_per_client": 0.5}, "'engine.gpus-per-client' is set"),
+        ({"pace__enough": 0.5}, "rounds close by this machine's clock"),
+        ({"pace__stragglers": 0.5}, "rounds close by this machine's clock"),
+    ],
+)
+def test_what_needs_ray_chooses_it(settings, reason):
+    assert backend_of(**settings) == ("ray", f"training on Ray: {reason}")
+
+
+def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(choice, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4)
+    settings = {"rounds": 10, "training.local-epochs": 2, "models.pool": ["mlp", "cnn2"]}
+    config = resolve({"method": "felo", "clients": 4, **settings}).replacing(resume=True)
+    data = RunData.of(config.run)
+    train = sum(len(data.split_rows(client)[0]) for client in range(4))
+    own = sum(len(data.split_rows(client)[1]) for client in range(4))
+    (tmp_path / "metrics.jsonl").write_text("{}\n" * 3)
+    for directory, rounds in [(tmp_path / "new", 10), (tmp_path, 7)]:
+        work = choice._seconds_of_work(config, data, directory, 1e9)
+        samples = rounds * (2 * train + (own + 4 * len(data.common_test)) / 3)
+        assert work == pytest.approx(1e-4 * samples)
+    assert set(asked) == {"mlp", "cnn2"}
+
+
+def test_what_is_closed_while_the_report_is_written_is_waited_for():
+    events, begun = [], threading.Event()
+
+    def close():
+        begun.set()
+        events.append("closed")
+
+    with concurrently(close):
+        assert begun.wait(30)  # it does not wait for the block
+        events.append("reported")
+    assert sorted(events) == ["closed", "reported"]
+    with pytest.raises(OSError, match="full"), concurrently(lambda: _raise(OSError("full"))):
+        pass
+
+
+def _raise(error):
+    raise error
 
 
 def test_a_declaration_imports_neither_pytorch_nor_flower():

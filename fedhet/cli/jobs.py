@@ -74,7 +74,7 @@ def fault_of(
 
 
 def jobs_that_fit(config: Config) -> int:
-    """Return how many runs the processors allow at once: one on Ray, which takes all of them."""
+    """Return the number of runs that the CPUs allow at once: one on Ray, which uses all CPUs."""
     if config.run.engine.backend == "ray":
         return 1
     return max(1, (os.cpu_count() or 1) // config.run.engine.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Annotated
 import typer
 
 from fedhet.cli import completion
-from fedhet.cli.options import NONE, loading, read_seeds, with_settings
+from fedhet.cli.options import NONE, loading, read_seeds, say, with_settings
+from fedhet.cli.show import list_tables
 from fedhet.cli.sweep import check_names, read_grid, refuse_of_each_run
 from fedhet.config.sources import of_method, parse_pairs
-from fedhet.config.values import validated
+from fedhet.config.values import Given, validated
 from fedhet.engines.ray.connection import starting
 from fedhet.errors import SettingsError
 
@@ -55,9 +57,11 @@ def run_command(
     if seed is not None:
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
-    engine = validated(values).run.engine
+    given = validated(values)
+    engine = given.run.engine
     if against is not None:
         _check_baseline(values, against)
+    _say_first(given, "" if several is None else f", {len(several)} seeds")
     on_own_ray = engine.backend == "ray" and not engine.ray_address
     with starting() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
@@ -67,6 +71,15 @@ def run_command(
             training.train_one(values, against)
         else:
             training.train_seeds(values, several, against)
+
+
+def _say_first(given: Given, more: str) -> None:
+    """Say what is started, because the imports that follow take seconds."""
+    run = given.run
+    clients = f"{run.clients} client{'s' * (run.clients != 1)}"
+    rounds = f"{run.rounds} round{'s' * (run.rounds != 1)}"
+    what = f"{given.method.name} on {run.data.dataset}: {clients}, {rounds}{more}"
+    say(f"starting {what}, backend {run.engine.backend}")
 
 
 def _check_baseline(values: dict[str, object], against: str) -> None:
@@ -117,6 +130,8 @@ def sweep_command(
         validated({**values, **dict(zip(swept, point, strict=True))})
     check_names(swept)
     several = read_seeds(seeds) if seeds is not None else [validated(values).run.seed]
+    runs = len(several) * math.prod(map(len, swept.values()))
+    _say_first(validated(values), f", {runs} runs")
     with loading():
         from fedhet.cli import training
 
@@ -214,15 +229,18 @@ def table_command(
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     refuse_of_each_run(over)
-    with loading():
-        from fedhet.cli import claims, field, making, table
-
     if as_json and name != "claims":
         raise SettingsError("'--json' is of the claims: `fedhet table claims --json`")
     if methods and name != "field":
         raise SettingsError("'--methods' is of the table field: `fedhet table field`")
     if rows and name in (None, "claims", "field"):
         raise SettingsError("'--rows' is of a paper's tables: `fedhet table NAME --rows FedAvg`")
+    if name is None:
+        list_tables()
+        return
+    with loading():
+        from fedhet.cli import claims, field, making, table
+
     wanted = making.Wanted(
         size=size,
         seeds=several,
@@ -233,9 +251,7 @@ def table_command(
         dry_run=dry_run,
         latex=latex,
     )
-    if name is None:
-        table.list_tables()
-    elif name == "claims":
+    if name == "claims":
         claims.show_claims(out, TABLES, as_json=as_json)
     elif name == "field":
         field.make_field(_words(methods), wanted)

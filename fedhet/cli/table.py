@@ -1,7 +1,11 @@
-"""The command `table`: tables of papers, next to their printed numbers."""
+"""The command `table`: tables of papers, next to their printed numbers.
+
+`python -m fedhet.cli.table` writes the list of tables that `fedhet table` prints.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +14,12 @@ from rich.table import Table
 from fedhet.cli.listing import listing
 from fedhet.cli.making import Wanted, make_runs, raise_faults, show_plan
 from fedhet.cli.options import console, say
+from fedhet.cli.show import LIST
 from fedhet.config.resolve import resolve
 from fedhet.errors import SettingsError
 from fedhet.field import plan_field, read_field
 from fedhet.field.declaration import NAME
-from fedhet.methods.registry import all_methods
+from fedhet.methods.registry import shipped_names
 from fedhet.papers import (
     SIZES,
     Plan,
@@ -33,11 +38,6 @@ from fedhet.papers import (
 from fedhet.papers.write import LEGEND, cells, claims
 from fedhet.report.tables import Cells
 from fedhet.runs.directory import make_parent
-
-
-def list_tables() -> None:
-    """Print the available tables, and how many runs each takes."""
-    console.print(_listed())
 
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
@@ -86,7 +86,8 @@ def _check_rows(rows: Sequence[str], word: str, plans: Sequence[Plan]) -> None:
             raise SettingsError(f"'--rows {start}': {word} has the rows {'; '.join(names)}")
 
 
-def _listed() -> Table:
+def tables_listed() -> list[tuple[str, str, str, str]]:
+    """Return the rows of the list of tables, with the number of runs that each table takes."""
     rows = []
     for name in table_names():
         table = read_table(name)
@@ -94,11 +95,11 @@ def _listed() -> Table:
         sizes = ", ".join(f"{size} {count}" for size, count in counts.items())
         rows.append((name, table.title, table.source, sizes))
     rows.append(_field_listed())
-    return listing("table", "what it is", "source", "runs a seed", rows=rows)
+    return rows
 
 
 def _field_listed() -> tuple[str, str, str, str]:
-    table, methods = read_field(), [*all_methods()[0]]
+    table, methods = read_field(), sorted(shipped_names())
     counts = {s: len(plan_field(table, s, methods, [0], Path()).runs) for s in table.sizes}
     sizes = ", ".join(f"{size} {count}" for size, count in counts.items())
     return NAME, table.title, "no paper", sizes
@@ -115,3 +116,8 @@ def printed(found: Cells) -> Table:
     """Return a table for the terminal."""
     rows = [[cell.text for cell in row] for row in found.rows]
     return listing(*found.headers, rows=rows, words=found.words)
+
+
+if __name__ == "__main__":
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in tables_listed())
+    Path(str(LIST)).write_text(f"[\n{lines}\n]\n", encoding="utf-8")

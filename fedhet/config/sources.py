@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
     return {k: v for k, v in values.items() if table_of(k) in tables} | {"method": method}
 
 
+@cache
 def preset_names() -> dict[str, str]:
     """Return the presets by name, each with the first line of its file."""
     files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)

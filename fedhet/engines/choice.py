@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+import torch
 from flwr.server import ServerAppComponents
 from flwr.server.client_manager import ClientManager
 
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
+from fedhet.devices import compute_for, find_device
 from fedhet.engines.gpu_memory import with_gpu_share
 from fedhet.engines.inline import run_inline
 from fedhet.errors import one_line
+from fedhet.models import Refitted, assign, build_any
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
+from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 
 if TYPE_CHECKING:
     from fedhet.engines.ray.local_cluster import LocalCluster
+
+
+RAY_SECONDS = 15.0
+"""Processor time for starting and ending Ray, its workers, and their imports, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,106 @@ class Engine:
     """What the run waits for before the first round."""
     manager: ClientManager | None = None
     """The clients, if the engine knows them from the start."""
+
+
+def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config, str]:
+    """Return the settings with the backend that `auto` means for a run, and the reason.
+
+    Ray trains if it is needed, or if its workers save more time than Ray takes to start. The
+    results are the same on both backends.
+    """
+    engine, pace, default = config.run.engine, config.run.pace, EngineSettings()
+    if engine.backend != "auto":
+        return config, ""
+    device = find_device(engine.device)
+    waits = pace.may_be_late or pace.stragglers > 0
+    reasons = {
+        "'engine.ray-address' is set": bool(engine.ray_address),
+        "'engine.cpus-per-client' is set": engine.cpus_per_client != default.cpus_per_client,
+        "'engine.gpus-per-client' is set": engine.gpus_per_client != default.gpus_per_client,
+        "the device is a GPU": device.type == "cuda" and device.index is None,
+        "rounds close by this machine's clock": waits and not pace.is_simulated,
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), ""):
+        backend = "ray"
+    else:
+        cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+        # A run of several in parallel, each in a child process, leaves the other CPUs to them.
+        workers = min(len(cpus), config.run.clients) if parent_process() is None else 1
+        bound = RAY_SECONDS / (1 - 1 / workers) if workers > 1 else math.inf
+        work = _seconds_of_work(config, data, directory, bound) if workers > 1 else 0.0
+        backend = "ray" if work > bound else "inline"
+        about = "more than" if work > bound else "about"
+        reason = f"{about} {work:.0f} s of work" if workers > 1 else "Ray would have one worker"
+    chosen = config.replacing(engine=engine.model_copy(update={"backend": backend}))
+    place = {"ray": "on Ray", "inline": "in this process"}[backend]
+    return chosen, f"training {place}: {reason}"
+
+
+def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: float) -> float:
+    """Estimate the processor time of the remaining rounds, from one training step of each model.
+
+    Returns a lower estimate as soon as it exceeds `bound`.
+    """
+    run, clients = config.run, config.run.clients
+    done = 0
+    with contextlib.suppress(OSError):
+        if run.resume:
+            done = (directory / "metrics.jsonl").read_bytes().count(b"\n")
+    rounds = max(run.rounds - done, 0)
+    epochs = run.training.local_epochs
+    epochs = fmean(epochs) if isinstance(epochs, tuple) else epochs
+    sizes = [tuple(map(len, data.split_rows(client))) for client in range(clients)]
+    common = len(data.common_test) if data.common_test is not None else 0
+    trained = rounds * run.fraction * epochs * fmean(train for train, _ in sizes)
+    evaluated = rounds / run.evaluate_every * fmean(test + common for _, test in sizes)
+    own, spec = config.flat(), config.method.spec
+    others = [str(own[f"{run.method}.{name.replace('_', '-')}"]) for name in spec.own_models]
+    models = Counter(assign(run.models.pool, clients, run.seed, run.models.assignment))
+    models.update(dict.fromkeys(others, clients))
+    work = 0.0
+    for name, count in models.items():
+        # Evaluation takes a forward pass, about a third of a training step.
+        samples = count * (trained + evaluated / 3)
+        work += samples * _seconds_per_sample(name, data, config)
+        if work > bound:
+            break
+    return work
+
+
+def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
+    """Measure the processor time of a training step, in seconds for each sample.
+
+    Returns infinity for a model that cannot be trained like that.
+    """
+    run, dataset = config.run, data.dataset
+    compute = compute_for(run.engine)
+    largest = run.training.batch_size
+    largest = max(largest) if isinstance(largest, tuple) else largest
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that this thread does all the work
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = build_any(name, dataset.shape, len(dataset.classes), seed=run.seed)
+            if isinstance(model, Refitted):
+                return 0.0
+            compute.place(model).train()
+            seconds = size = 0.0
+            for step, size in enumerate((2, 2, min(largest, len(dataset.train)))):
+                batch = dataset.train.take(torch.arange(int(size)).numpy())
+                begun = time.thread_time()
+                with compute.autocast():
+                    logits = model(compute.images(batch.x)).float()
+                    loss = torch.nn.functional.cross_entropy(logits, compute.held(batch.y))
+                loss.backward()  # type: ignore[no-untyped-call]
+                seconds = time.thread_time() - begun
+                if step and seconds > 0.5:  # the first step warms up
+                    break
+            return seconds / size
+    except Exception:  # the first round reports it
+        return math.inf
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,14 @@ This is the only module that starts simulations; `fedhet.engines` is what trains
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,7 @@ from fedhet.config.sources import of_method, read_toml
 from fedhet.data import RunData
 from fedhet.devices import settled
 from fedhet.disk.folder import Folder, write_text
-from fedhet.engines.choice import cluster_for, engine_of, show_waiting
+from fedhet.engines.choice import cluster_for, engine_of, show_waiting, with_backend
 from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.errors import SettingsError
 from fedhet.runs.files import BASELINE
@@ -43,10 +46,10 @@ def simulate(
     `begun` is when the command began, by `time.perf_counter`; None: now. Raises FedhetError before
     any training if this machine cannot run it.
     """
-    train(config, directory, watchers, begun=begun)
-    from fedhet import report  # pandas and matplotlib: the clients need not wait for them
+    with _trained(config, directory, watchers, begun):
+        from fedhet import report  # pandas and matplotlib: the clients need not wait for them
 
-    return report.write(directory)
+        return report.write(directory)
 
 
 def train(
@@ -60,6 +63,23 @@ def train(
 
     They take longer than a small run; `fedhet report` writes them from what is in `directory`.
     """
+    with _trained(config, directory, watchers, begun, reported=False):
+        pass
+
+
+@contextlib.contextmanager
+def _trained(
+    config: Config,
+    directory: Path,
+    watchers: Iterable[Watcher],
+    begun: float | None,
+    *,
+    reported: bool = True,
+) -> Iterator[None]:
+    """Run `config` to its end; Ray, if it trains, ends while the block runs.
+
+    `reported`: the block writes a report, whose libraries are imported while workers train.
+    """
     begun = time.perf_counter() if begun is None else begun
     forget_peak()
     watchers = tuple(watchers)
@@ -71,10 +91,20 @@ def train(
     with contextlib.ExitStack() as ending:
         # Clients of this run may stay open in this process; its data does not.
         ending.callback(data.forget)
-        own = ending.enter_context(cluster_for(config, data, directory, watchers))
-        check(config, data)
-        check_own_models(config, data)
-        engine = ending.enter_context(engine_of(config, data, directory, watchers, own))
+        checked = config.run.engine.backend == "auto"
+        if checked:
+            check(config, data)
+            check_own_models(config, data)
+        on, reason = with_backend(config, data, directory)
+        if reason:
+            show_waiting(watchers, reason)
+        own = ending.enter_context(cluster_for(on, data, directory, watchers))
+        if not checked:
+            check(config, data)
+            check_own_models(config, data)
+        engine = ending.enter_context(engine_of(on, data, directory, watchers, own))
+        if reported and on.run.engine.backend == "ray":
+            threading.Thread(target=_import_report, daemon=True).start()
         parts = components(
             config,
             directory,
@@ -91,6 +121,22 @@ def train(
             for line in data.dataset.notes:
                 logging.getLogger("flwr").info("%s", line)
             engine.run(parts)
+        with concurrently(ending.pop_all().close):
+            yield
+
+
+def _import_report() -> None:
+    with contextlib.suppress(Exception):  # the report's own import raises it again
+        importlib.import_module("fedhet.report")
+
+
+@contextlib.contextmanager
+def concurrently(close: Callable[[], None]) -> Iterator[None]:
+    """Call `close` in a thread while the block runs, and wait for it."""
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(close)
+        yield
+        closed.result()
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:

@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic.fields import FieldInfo
 
-from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import find_method
 from fedhet.papers.source import Change, Line, PaperTable, Row, Size
@@ -19,6 +19,9 @@ from fedhet.runs.statistics import tail_begins
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text
+
+if TYPE_CHECKING:
+    from fedhet.config.resolve import Config
 
 Values = dict[str, object]
 
@@ -42,6 +45,8 @@ class PlannedRun:
 
         Only rounds that a table shows are evaluated, unless the settings say from when.
         """
+        from fedhet.config.resolve import resolve  # PyTorch: a list of the runs needs none
+
         found = resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
         late = "evaluate-from" not in self.values and shows_its_end(found)
         return found.replacing(evaluate_from=tail_begins(found.run.rounds)) if late else found

@@ -57,9 +57,10 @@ class ComputeSettings(Schema):
 class EngineSettings(ComputeSettings):
     """How a run is executed: backend, resources, timeouts and limits."""
 
-    backend: Literal["ray", "inline"] = machine(
-        "ray",
-        "ray: workers on this machine or on a cluster (ray-address); inline: all in this process",
+    backend: Literal["auto", "ray", "inline"] = machine(
+        "auto",
+        "ray: workers on this machine or on a cluster (ray-address); inline: all in this process; "
+        "auto: inline if starting Ray takes longer than it saves (docs/performance.md)",
     )
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine(
         "none", "where a run's metrics are sent, besides its own files (docs/trackers.md)"
@@ -133,7 +134,7 @@ class EngineSettings(ComputeSettings):
 
     @model_validator(mode="after")
     def _only_ray_joins_a_cluster(self) -> EngineSettings:
-        if self.ray_address and self.backend != "ray":
+        if self.ray_address and self.backend == "inline":
             raise ValueError(
                 f"setting 'engine.ray-address' = {self.ray_address!r} is not allowed: it takes "
                 f"nothing with 'engine.backend' = {self.backend!r}"

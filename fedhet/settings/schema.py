@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -59,14 +60,7 @@ class Schema(BaseModel):
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
         """Return the settings by their public names, in the order of declaration."""
-        found: dict[str, FieldInfo] = {}
-        for name, info in cls.model_fields.items():
-            if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
-                inner = info.annotation.fields()
-                found |= {f"{kebab(name)}.{own}": setting for own, setting in inner.items()}
-            else:
-                found[kebab(name)] = info
-        return found
+        return dict(_fields(cls))
 
     def flat(self) -> dict[str, Any]:
         """Return the values by their public names, as TOML and JSON have them: lists for tuples."""
@@ -78,6 +72,18 @@ class Schema(BaseModel):
             else:
                 found[own] = plain(value)
         return found
+
+
+@cache
+def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
+    found: dict[str, FieldInfo] = {}
+    for name, info in schema.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
+            inner = _fields(info.annotation)
+            found |= {f"{kebab(name)}.{own}": setting for own, setting in inner.items()}
+        else:
+            found[kebab(name)] = info
+    return found
 
 
 class MethodSettings(Schema):
