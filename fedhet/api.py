@@ -53,8 +53,9 @@ def run(
     of a name is enough where it is unique. Arguments take precedence over `config`, a TOML file,
     which takes precedence over `preset`.
 
-    Python objects may stand for names. `models` is a model or a list of models: names, and
-    functions (shape, classes) that return an extractor and a classifier. `dataset` may be a
+    Python objects may stand for names. `models` is a model or a list of models: names,
+    also as text such as "cnn2,mlp*3", and functions (shape, classes) that return an extractor and a
+    classifier. `dataset` may be a
     `fedhet.Dataset`, a pair (x, y), a mapping of `train` and `test` to such pairs, or a function
     that returns one of these. `method` may be a module, or a pair of classes (strategy, client).
     With the backend "ray", such an object must be at the top level of a module, from which the
@@ -162,7 +163,7 @@ def _named(setting: str, value: Any, inline: bool) -> Any:
     """Return a setting's value with names for objects, as TOML could have it."""
     if setting == "data.dataset":
         return dataset_name(value, inline=inline)
-    if setting == "models.pool":
+    if setting == "models.pool" and not isinstance(value, str):
         several = value if isinstance(value, list | tuple) else [value]
         return [model_name(each, inline=inline) for each in several]
     return str(value) if isinstance(value, Path) else value

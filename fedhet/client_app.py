@@ -13,6 +13,7 @@ from fedhet.client_runtime.node import NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
 from fedhet.client_runtime.privacy import told_the_type_alone
 from fedhet.config.resolve import resolve_items
+from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data import DataSpec, RunData
 from fedhet.runs.logs import configure
 from fedhet.settings.schema import build
@@ -24,6 +25,8 @@ def client_fn(context: Context) -> Client:
     with told_without_paths(site):
         configure()
         settings = permitted(context.node_config, context.run_config)
+        if settings.get(CLIENTS) == FOLLOW and site.num_partitions:
+            settings[CLIENTS] = site.num_partitions
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)

@@ -11,14 +11,16 @@ from flwr.common import Context, Parameters, Scalar
 from flwr.server import History, Server, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import ClientManager, SimpleClientManager
 from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
+from flwr.serverapp import Grid
 from rich.console import Console
 
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
+from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data import RunData
 from fedhet.errors import FedhetError, SettingsError, typed
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
-from fedhet.runs.logs import console_for
+from fedhet.runs.logs import console_for, log_error
 from fedhet.runs.records import Summary
 from fedhet.runs.status import StatusFile
 from fedhet.runs.trackers import trackers_of
@@ -28,6 +30,8 @@ FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | 
 EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
 
 
+START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
+"""How long to wait for a simulation's nodes, and for no further one."""
 ASKED_A_WORKER = 2
 """Clients that are asked at once for each worker: one trains, and the next waits for the worker."""
 
@@ -55,17 +59,21 @@ class FederationServer(Server):
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
         """Run the remaining rounds, then write the summary.
 
-        Raises FedhetError if no client has answered in the last rounds: the run then has no result.
+        Raises FedhetError if the run has no result: in the last rounds no client has replied, or
+        none could be evaluated. The reason is recorded in the run's directory.
         """
         result: tuple[History, float] = (History(), 0.0)
         self._method.collector.open(self.max_workers or 1)
         try:
             with contextlib.suppress(_StoppedEarly):
                 result = super().fit(num_rounds - self._log.done, timeout)
+            if fault := self._log.missing_result():
+                raise FedhetError(fault)
+        except Exception as error:
+            self._log.fail(error)
+            raise
         finally:
             self._method.collector.close()
-        if fault := self._log.unanswered():
-            raise FedhetError(fault)
         self._log.finish()
         return result
 
@@ -149,6 +157,18 @@ class Reported(Watcher):
         self._say(f"report, at the server: {self._directory / 'report.html'}")
         self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
 
+    def run_failed(self, reason: str) -> None:
+        """Write the report of the rounds that a failed run has recorded, if there are any."""
+        if (self._directory / "metrics.jsonl").exists():
+            try:
+                from fedhet import report
+
+                report.write(self._directory)
+            except Exception as error:
+                self._say(f"the report of the recorded rounds failed: {typed(error)}")
+            else:
+                self._say(f"report of the recorded rounds: {self._directory / 'report.html'}")
+
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -162,4 +182,47 @@ def server_fn(context: Context) -> ServerAppComponents:
     return components(config, directory, workers=config.run.clients, watchers=shown, deployed=True)
 
 
-app = ServerApp(server_fn=server_fn)
+class FedhetServerApp(ServerApp):
+    """Flower's ServerApp, with `clients` set to the number of simulated nodes."""
+
+    def __call__(self, grid: Grid, context: Context) -> None:
+        """Run the app. A FedhetError is logged as one line, and still fails Flower's run."""
+        try:
+            if nodes := simulated_nodes(grid):
+                given = context.run_config.get(CLIENTS, FOLLOW)
+                if given not in (FOLLOW, nodes):
+                    raise SettingsError(
+                        f"clients = {given}: expected {nodes}, the number of simulated nodes. "
+                        "Omit 'clients' from --run-config, or add --federation-config "
+                        f"'num-supernodes={given}' to `flwr run`"
+                    )
+                context.run_config = {**context.run_config, CLIENTS: nodes}
+            super().__call__(grid, context)
+        except FedhetError as error:
+            log_error(error)
+            raise
+
+
+def simulated_nodes(grid: Grid) -> int:
+    """Return the number of nodes of a simulation by Flower, or 0 for a deployment.
+
+    Flower starts the app before it has registered all nodes, in one go and within this process,
+    and tells the app nothing of their number. So wait until the number no longer changes.
+    """
+    # Import lazily: flwr.superlink loads SQLAlchemy (about 1 s).
+    from flwr.superlink.grid import InMemoryGrid
+
+    if not isinstance(grid, InMemoryGrid):
+        return 0
+    count, end = 0, time.monotonic() + START_SECONDS
+    changed = time.monotonic()
+    while (now := time.monotonic()) < end:
+        if (found := len(list(grid.get_node_ids()))) != count:
+            count, changed = found, now
+        if count and now - changed >= SETTLED_SECONDS:
+            return count
+        time.sleep(0.02)
+    raise FedhetError(f"no node of the simulation was registered within {START_SECONDS:g} s")
+
+
+app = FedhetServerApp(server_fn=server_fn)

@@ -145,7 +145,7 @@ def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundl
         return done.stdout
 
     with superlink(tmp_path, environment):
-        settings = f'rounds=1 clients=2 models.pool="mlp" training.local-epochs=1 out="{out}"'
+        settings = f'rounds=1 models.pool="mlp" training.local-epochs=1 out="{out}"'
         federation = "num-supernodes=2 client-resources-num-cpus=1"
         words = ["--run-config", settings, "--federation-config", federation, "--format", "json"]
         run = json.loads(flwr("run", str(app), *words))["run-id"]

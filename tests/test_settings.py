@@ -386,9 +386,21 @@ def test_a_lone_value_is_a_list_of_one(name, lone, several):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "several"),
+    [
+        ("models.pool", "cnn2, mlp", ["cnn2", "mlp"]),
+        ("models.pool", "mlp*2", ["mlp", "mlp"]),
+        ("training.lr", "0.1,0.2", [0.1, 0.2]),
+        ("training.milestones", "3,5", [3, 5]),
+    ],
+)
+def test_a_list_may_be_text_from_python_and_toml_as_on_the_command_line(name, text, several):
+    assert resolve({name: text}).flat()[name] == several
+
+
+@pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("models.pool", "cnn2,mlp", 'it takes a list, such as ["cnn2", "mlp"]'),
         ("models.pool", ["mlp", 3], "it takes a list, each text in quotes"),
         ("models.pool", 3, "it takes a list, each text in quotes"),
         ("models.pool", [["mlp"]], "it takes a list, each text in quotes"),

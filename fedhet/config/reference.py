@@ -16,7 +16,7 @@ from pathlib import Path
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from fedhet.config.sources import defaults, to_flower
+from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import MethodSpec
@@ -195,7 +195,7 @@ def with_run_config(pyproject: str) -> str:
     """Return the text of pyproject.toml with every setting's default as the run config."""
     before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
     after = rest[rest.index("[tool.ruff]") :]
-    content = tomli_w.dumps(nest(to_flower(defaults())))
+    content = tomli_w.dumps(nest(to_flower(defaults() | {CLIENTS: FOLLOW})))
     settings = re.sub(r"^\[", "[tool.flwr.app.config.", content, flags=re.MULTILINE)
     return f"{before}{start}{settings.strip()}\n\n{after}"
 

@@ -19,6 +19,8 @@ from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
 from fedhet.settings.text import as_text, holds_several, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
+CLIENTS, FOLLOW = "clients", 0
+"""In Flower's run config, `clients = 0` follows the number of nodes of a simulated federation."""
 
 
 def all_settings() -> dict[str, FieldInfo]:
@@ -40,8 +42,9 @@ def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
 def from_flower(values: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of Flower's run config: the inverse of `to_flower`.
 
-    Raises SettingsError; the run's method is imported.
+    `clients` = 0 becomes the default. Imports the run's method. Raises SettingsError.
     """
+    values = {k: v for k, v in values.items() if (k, v) != (CLIENTS, FOLLOW)}
     known = known_settings(values)
     several = {k: known[k] for k, v in values.items() if k in known and isinstance(v, str)}
     read = {

@@ -12,7 +12,8 @@ from fedhet.config.sources import all_settings
 from fedhet.errors import SettingsError
 from fedhet.methods.registry import Method, find_method
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import MethodSettings, build, plain, refused, unknown
+from fedhet.settings.schema import MethodSettings, build, is_assigned, plain, refused, unknown
+from fedhet.settings.text import holds_several, read_text
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ def validated(values: Mapping[str, object]) -> Given:
     of_method, of_all = method.settings(), RunSettings.fields()
     foreign: dict[str, object] = {}
     for name, value in values.items():
+        info = (of_all | of_method).get(name)
+        # Accept a list as text, "cnn2,mlp", from Python and TOML, as the command line does.
+        if isinstance(value, str) and info is not None and holds_several(info):
+            value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
         if name in of_method:
             own[name.partition(".")[2]] = value
         elif name in of_all:

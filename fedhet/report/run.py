@@ -128,8 +128,15 @@ class Run:
 
     @property
     def models(self) -> Mapping[str, str]:
-        """Each client's model, if there is a summary."""
-        return self.summary.models if self.summary else {}
+        """Each client's model; of an unfinished run, as far as it is known."""
+        return self.summary.models if self.summary else self.origin.models
+
+    @property
+    def peak_memory_mb(self) -> float:
+        """The peak memory of any process in MB, of a client's if the run is unfinished; or NaN."""
+        if self.summary:
+            return self.summary.peak_memory_mb
+        return max(record.peak_memory_mb for record in self.records) or NAN
 
     @cached_property
     def clients(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def recall_cells(run: Run) -> Cells | None:
     if not names:
         return None
     labels = [int(name.rpartition(".")[2]) for name in names]
-    known = run.partition.classes if run.partition else []
+    known = run.partition.classes if run.partition else run.origin.classes
     views = [run.measuring(name) for name in names]
     columns: dict[str, list[Cell]] = {
         "class": [Cell(printable(known[n]) if n < len(known) else str(n)) for n in labels]

@@ -119,7 +119,8 @@ def final_table(run: Run) -> Blocks:
     """
     cells = client_cells(run, besides=False)
     last = run.last_evaluated.round if run.last_evaluated else run.done
-    state = f"last round ({last})" if run.finished else f"unfinished, round {last}"
+    ended = "failed" if run.origin.fault else "unfinished"
+    state = f"last round ({last})" if run.finished else f"{ended}, round {last}"
     best, hidden, rest = _ends(cells, run.columns)
     lines = filter(None, [baseline_line(run), relative_line(run), *away_lines(run), legend(run)])
     return Blocks(

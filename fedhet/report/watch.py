@@ -168,7 +168,7 @@ def _of_run(name: str, link: str, run: Run, status: Status) -> Listed:
 
 def _version(path: Path) -> Version:
     """Return what changes when the files do from which a run and its baseline are read."""
-    names = ("config.toml", "metrics.jsonl", "summary.json", "partition.json")
+    names = ("config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json")
     found = [folder / name for folder in (path, path / BASELINE) for name in names]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in found)
 

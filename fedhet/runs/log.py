@@ -20,7 +20,7 @@ from fedhet.arrays import Array
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.disk.folder import Folder, write_text
-from fedhet.errors import one_line
+from fedhet.errors import FedhetError, one_line, typed
 from fedhet.metrics import ACCURACY
 from fedhet.runs.directory import (
     check_same,
@@ -80,8 +80,14 @@ class Watcher:
     def notice(self, text: str) -> None:
         """A message for the user."""
 
+    def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
+        """The run resumes after these rounds, which an earlier process recorded."""
+
     def run_finished(self, summary: Summary) -> None:
         """The last round has ended."""
+
+    def run_failed(self, reason: str) -> None:
+        """The run has ended without a result; `reason` is one line."""
 
 
 class RunLog:
@@ -152,7 +158,9 @@ class RunLog:
     def _go_on(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
         self.run_name = read_run_name(self.directory)
-        self._origin.started = read_origin(self.directory / "run.json").started
+        before = read_origin(self.directory / "run.json")
+        self._origin = before.model_copy(update={"deployed": self._origin.deployed, "fault": ""})
+        self._write_origin()
         recorded = whole_rounds(self._metrics)
         self.resumed = self._checkpoints.newest(self.notice, len(recorded))
         self._checkpoints.forget_after(self.done)
@@ -209,14 +217,17 @@ class RunLog:
         """The last round, as far as it is known now: early stopping may bring it forward."""
         return last_round(self._history, self.config)
 
-    def begin(self, clients: Iterable[ClientInfo]) -> None:
-        """Record the clients that the run starts with."""
+    def begin(self, clients: Iterable[ClientInfo], classes: Sequence[str] = ()) -> None:
+        """Record the clients that the run starts with, and the class names if they are known."""
         found = list(clients)
         self.joined(found)
         self._origin.own_data = any(client.own_data for client in found)
+        self._origin.classes = list(classes)
         self._write_origin()
         for watcher in self.watchers:
             watcher.run_started(self.config, self.directory, self.models, self.dataset)
+            if self._history:
+                watcher.rounds_restored(self._history)
         privacy = self.config.run.privacy
         if privacy.is_on:
             self.notice(privacy.promise(self.config.run.rounds))
@@ -234,6 +245,9 @@ class RunLog:
         models = self.models | {client.name: client.model for client in found}
         training = self.training | {client.name: client.training for client in found}
         self.models, self.training = dict(sorted(models.items())), dict(sorted(training.items()))
+        if self._origin.models != self.models:
+            self._origin.models = self.models
+            self._write_origin()
 
     def round_started(
         self, number: int, asked: Sequence[str], aside: Mapping[str, str] | None = None
@@ -309,12 +323,27 @@ class RunLog:
         self._claim.close()
         return summary
 
-    def unanswered(self) -> str:
-        """Return what to tell the user if nobody has answered in the last rounds, or ""."""
+    def fail(self, error: Exception) -> None:
+        """Record why the run failed, in run.json, and notify watchers."""
+        self._origin.fault = str(error) if isinstance(error, FedhetError) else typed(error)
+        self._write_origin()
+        for watcher in self.watchers:
+            watcher.run_failed(self._origin.fault)
+
+    def missing_result(self) -> str:
+        """Return why the run has no result, or "" if it has one.
+
+        It has none if no client has answered in the last rounds, or if no model could be evaluated.
+        """
         asked = [record for record in self._history if record.asked]
         last = list(takewhile(lambda record: not record.answered, reversed(asked)))
         if not last:
-            return ""
+            record = self._history[-1] if self._history else RoundRecord(0)
+            if record.accuracy or not self._history:
+                return ""
+            found = {**record.failed, **record.unevaluated}
+            why = [f"; client {name}: {reason}" for name, reason in sorted(found.items())]
+            return f"no client could be evaluated in round {record.round}{why[0] if why else ''}"
         why = [f"{name}: {reason}" for name, reason in sorted(last[0].failed.items())]
         since = "in any round" if len(last) == len(asked) else f"since round {last[-1].round}"
         return f"no client has answered {since}: {why[0] if why else 'see the notices'}"

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from fedhet.errors import SettingsError
+from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.units import make_output_lenient
 
 FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"
@@ -89,6 +89,22 @@ def configure() -> None:
             logger.handlers[0].setFormatter(logging.Formatter(PLAIN))
         for handler in logger.handlers if _is_json() else ():
             handler.setFormatter(JsonFormatter())
+
+
+def log_error(error: FedhetError) -> None:
+    """Write an error of this process as one line, and keep Flower from writing its traceback."""
+    message = f"error: {error}"
+    line = json_line("ERROR", "fedhet", message) if _is_json() else message
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    logging.getLogger("flwr").addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Drop the traceback of a FedhetError: `log_error` has written its message."""
+    if record.exc_info and isinstance(record.exc_info[1], FedhetError):
+        record.exc_info = None
+    return True
 
 
 def _is_json() -> bool:

@@ -115,7 +115,9 @@ class Progress(Watcher):
         self.summary: Summary | None = None
         """The run's summary, once it has ended."""
         self.bytes_moved = 0
-        """Bytes of all rounds seen so far, up and down."""
+        """Bytes sent to train and replied, in all rounds of the run that have ended."""
+        self.fault = ""
+        """Why the run has failed."""
         self._began = NAN
         """When the current round began; NaN between two rounds."""
         self._durations: list[float] = []
@@ -137,6 +139,17 @@ class Progress(Watcher):
         self.protocol, self.notices = config.method.spec.headline, []
         self.clients = {name: ClientProgress(name, model) for name, model in models.items()}
         self._show(f"{self.title} -> {directory}")
+
+    def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
+        """Count the bytes and accuracies of earlier rounds, so that totals are the whole run's."""
+        self.bytes_moved = sum(record.bytes_up + record.bytes_down for record in records)
+        found = [shown_scores(record, self.protocol)[1] for record in records]
+        self.means = [next(iter(kinds.values())).mean for kinds in found if kinds]
+
+    def run_failed(self, reason: str) -> None:
+        """Take note of why the run has failed."""
+        self.fault = reason
+        self._changed()
 
     def set_aside(self, clients: Mapping[str, str]) -> None:
         """Take note of the clients that the next round leaves out, and why."""

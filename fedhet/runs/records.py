@@ -144,6 +144,8 @@ class RoundRecord:
     answered: list[Text] = field(default_factory=list)
     failed: dict[Text, Text] = field(default_factory=dict)
     """Client -> reason."""
+    unevaluated: dict[Text, Text] = field(default_factory=dict)
+    """Client -> why its models could not be evaluated."""
     late: list[Text] = field(default_factory=list)
     """The clients that were still at work when the round closed."""
     ages: dict[Text, Round] = field(default_factory=dict)
@@ -289,6 +291,12 @@ class Origin(BaseModel):
     """When it was started first, in UTC: 2026-11-23 18:40."""
     own_data: bool = False
     """Whether clients had data of their own, in place of parts of the run's data set."""
+    models: dict[Text, Text] = {}
+    """Client -> model, as known so far: an unfinished run has no summary."""
+    classes: list[Text] = []
+    """The names of the classes, or empty if the server does not know them."""
+    fault: Text = ""
+    """Why the run failed; empty while it goes on, and if it was stopped from outside."""
 
 
 class Partition(BaseModel):

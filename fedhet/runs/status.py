@@ -74,11 +74,13 @@ class Status(BaseModel):
     rounds: Round = 0
     seconds_left: Number = NAN
     bytes: Number = Field(default=0.0, ge=0)
-    """Sent up and down since the process has started, in rounds that have ended."""
+    """Sent up, and down to train, in all rounds that have ended."""
     mean: Number = NAN
     """The mean accuracy of the last round that was evaluated."""
     clients: list[ClientStatus] = []
     notices: list[Text] = []
+    fault: Text = ""
+    """Why the run failed."""
     updated: Number = 0.0
     """When this was written, in seconds since 1970."""
 
@@ -87,6 +89,7 @@ class Status(BaseModel):
         """Return the status of a run that `progress` follows."""
         everyone = sorted(progress.clients.values(), key=lambda client: natural(client.name))
         stage: Stage = "running" if progress.round else "starting"
+        stage = "stopped" if progress.fault else stage
         return cls(
             title=progress.title,
             stage="finished" if progress.summary else stage,
@@ -98,6 +101,7 @@ class Status(BaseModel):
             mean=progress.means[-1] if progress.means else NAN,
             clients=[ClientStatus.of(each, progress.seconds_of(each)) for each in everyone],
             notices=list(progress.notices),
+            fault=progress.fault,
             updated=time.time(),
         )
 
@@ -111,6 +115,9 @@ class Status(BaseModel):
         """Where the run is, in one line."""
         if self.stage == "starting":
             return f"starting: {self.phase or 'its clients load data and models'}"
+        if self.stage == "stopped" and self.fault:
+            where = f" in round {self.round} of {self.rounds}" if self.round else ""
+            return f"failed{where}: {self.fault}"
         parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
         if math.isfinite(self.mean):
             parts.append(f"mean accuracy {score(self.mean)}")
@@ -130,7 +137,7 @@ class StatusFile:
 
     def _note(self) -> None:
         self._changed.note()
-        if self.progress.summary:
+        if self.progress.summary or self.progress.fault:
             self._changed.end()
 
     def _write(self) -> None:

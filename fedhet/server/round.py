@@ -180,6 +180,7 @@ class RoundState:
         """Record that a client could not be evaluated."""
         if outcome is not None:
             self._outcomes.setdefault(name, outcome)
+        self.record.unevaluated[name] = one_line(reason)
         self._notice(f"client {name} was not evaluated: {reason}")
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ evaluation.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
@@ -20,7 +21,7 @@ from torch import nn
 from fedhet.arrays import Array, refuse_other_types
 from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
-from fedhet.errors import StateError
+from fedhet.errors import FedhetError, StateError
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures
@@ -160,7 +161,8 @@ class HetStrategy(Strategy):
         self._messages.clear(resumed=bool(self.log.resumed))
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.members = self._held_back.taken_from(every)
-        self.log.begin(member.info for member in every.values())
+        infos = [member.info for member in every.values()]
+        self.log.begin(infos, self._class_names(infos))
         self._held_back.tell(self.log.notice)
         self.state.scores.outdate(self.members)
         self.spec.suits(self.settings, self.task.model, self.task.shape, self.task.classes)
@@ -274,6 +276,13 @@ class HetStrategy(Strategy):
         return None, {}
 
     # What these methods call.
+
+    def _class_names(self, infos: Sequence[ClientInfo]) -> Sequence[str]:
+        """Return the class names for per-class metrics, or () if the server cannot read them."""
+        if "recall" in self.run.metrics and not any(info.own_data for info in infos):
+            with contextlib.suppress(FedhetError):
+                return self.data.dataset.classes
+        return ()
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""

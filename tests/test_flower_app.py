@@ -1,0 +1,182 @@
+"""Flower's entry points: `clients` of a simulation, errors in one line, runs without a result."""
+
+import io
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+from federation import Server, records, run, small
+from flwr.common import Code, Context, EvaluateRes, GetPropertiesIns, RecordDict, Status
+from flwr.superlink.grid import InMemoryGrid
+from interruption import CutError, CutOff, resumed
+from rich.console import Console
+
+from fedhet import api, report, server_app
+from fedhet.client_app import client_fn
+from fedhet.config.layers import Layers
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import to_flower
+from fedhet.engines import inline, simulate
+from fedhet.errors import FedhetError, SettingsError
+from fedhet.runs.progress import Progress
+from fedhet.runs.status import Status as RunStatus
+from fedhet.runs.status import read_status
+from fedhet.server_app import FedhetServerApp, Reported
+
+
+def grid_of(counts):
+    """A grid of Flower's simulation that lists as many nodes as `counts` says, call by call."""
+    grid = object.__new__(InMemoryGrid)
+    left = list(counts)
+    grid.get_node_ids = lambda: range(left.pop(0) if len(left) > 1 else left[0])
+    return grid
+
+
+def context_of(**changes):
+    values = {**to_flower(small().flat()), "clients": 0, **changes}
+    return Context(1, 1, {}, RecordDict(), values)
+
+
+@pytest.fixture
+def clients_of(monkeypatch):
+    """Start the app on a grid; return the clients that the run was given."""
+    monkeypatch.setattr(server_app, "SETTLED_SECONDS", 0.1)
+    found = []
+
+    def stop(context):
+        found.append(context.run_config["clients"])
+        raise SettingsError("enough: nothing is to be trained")
+
+    def start(grid, context):
+        with pytest.raises(SettingsError) as raised:
+            FedhetServerApp(server_fn=stop)(grid, context)
+        return found, str(raised.value)
+
+    return start
+
+
+def test_clients_follow_the_simulated_nodes_once_all_are_registered(clients_of):
+    assert clients_of(grid_of([0, 0, 1, 2, 3, 7]), context_of())[0] == [7]
+
+
+def test_clients_that_are_set_as_the_federation_has_them_stay(clients_of):
+    assert clients_of(grid_of([4]), context_of(clients=4))[0] == [4]
+
+
+def test_other_clients_than_simulated_nodes_are_refused_at_once(clients_of, capsys):
+    found, fault = clients_of(grid_of([2]), context_of(clients=4))
+    assert not found
+    assert fault.startswith("clients = 4: expected 2, the number of simulated nodes.")
+    assert "--federation-config 'num-supernodes=4'" in fault
+    assert capsys.readouterr().out == f"error: {fault}\n"
+
+
+def test_a_deployment_keeps_the_clients_that_it_is_given(clients_of):
+    assert clients_of(object(), context_of(clients=3))[0] == [3]
+
+
+def test_an_error_of_ours_is_logged_by_flower_without_its_traceback(clients_of):
+    clients_of(grid_of([2]), context_of(clients=4))
+    lines, logger = [], logging.getLogger("flwr")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(logging.Formatter().format(record))
+    logger.addHandler(handler)
+    try:
+        for error in (FedhetError("ours"), ValueError("a fault of the code")):
+            logger.error("ServerApp raised an exception", exc_info=error)
+    finally:
+        logger.removeHandler(handler)
+    assert lines[0] == "ServerApp raised an exception"
+    assert "ValueError: a fault of the code" in lines[1]
+
+
+def test_a_simulated_client_takes_the_number_of_partitions(tmp_path):
+    node = {"partition-id": 2, "num-partitions": 3, "state-dir": str(tmp_path)}
+    settings = {**to_flower(small().flat()), "clients": 0}
+    asked = GetPropertiesIns({})
+    client = client_fn(SimpleNamespace(node_config=node, run_config=settings))
+    assert client.get_properties(asked).properties["name"] == "client-2"
+    settings["clients"] = 2  # it is not one of two
+    with pytest.raises(SettingsError, match="partition-id"):
+        client_fn(SimpleNamespace(node_config=node, run_config=settings))
+
+
+def test_a_failing_report_is_one_line_and_the_run_stays_complete(tmp_path, monkeypatch):
+    directory = tmp_path / "run"
+
+    def fail(path):
+        raise FileNotFoundError("no fedhet.mplstyle\nhere")
+
+    console = Console(file=io.StringIO(), width=400)
+    monkeypatch.setattr(report, "write", fail)
+    simulate.train(small(rounds=1, clients=2), directory, [Reported(directory, console)])
+    (line,) = console.file.getvalue().splitlines()
+    assert line.startswith("the run is complete, but its report failed: FileNotFoundError: no fed")
+    assert f"`fedhet report {directory}` writes it" in line
+    assert json.loads((directory / "summary.json").read_text())["accuracy"]
+
+
+@pytest.fixture
+def without_result(tmp_path, monkeypatch):
+    """A run all of whose clients train, and none of which can evaluate its models."""
+    directory = tmp_path / "run"
+
+    def evaluate(self, ins, timeout, group_id):
+        fault = {"error": "its batch norm has diverged"}
+        return EvaluateRes(Status(Code.OK, ""), 0.0, 1, fault)
+
+    monkeypatch.setattr(inline.InlineProxy, "evaluate", evaluate)
+    progress = Progress()
+    with pytest.raises(FedhetError) as raised:
+        run(small("fedavg", rounds=1, clients=2, models="mlp"), directory, [progress])
+    return directory, str(raised.value), progress
+
+
+def test_a_run_none_of_whose_models_can_be_evaluated_fails_with_the_reason(without_result):
+    directory, fault, progress = without_result
+    assert fault.startswith("no client could be evaluated in round 1; client client-0: ")
+    assert "its batch norm has diverged" in fault
+    assert not (directory / "summary.json").exists()
+    assert progress.fault == fault
+    assert read_status(directory).in_words == f"failed in round 1 of 1: {fault}"
+
+
+def test_the_page_of_a_failed_run_says_why_and_knows_its_models_and_memory(without_result):
+    directory, fault, _ = without_result
+    report.write(directory)
+    page = (directory / "report.html").read_text()
+    assert f"failed: 1 of 1 rounds; {fault}" in page.replace("&#39;", "'")
+    found = report.load_run(directory)
+    assert found.models == {"client-0": "mlp", "client-1": "mlp"}
+    assert found.peak_memory_mb == records(directory)[0]["peak_memory_mb"] > 0
+    assert "model unknown" not in page
+
+
+def test_class_names_of_a_run_whose_partition_is_not_known_are_the_datas(tmp_path):
+    server = Server(small(rounds=1, clients=2, metrics=["accuracy", "recall"]), tmp_path / "run")
+    server.play(1)
+    server.close(1)
+    found = report.load_run(tmp_path / "run")
+    assert found.partition is None
+    assert found.origin.classes == [str(number) for number in range(10)]
+
+
+def test_a_resumed_run_counts_the_bytes_and_forgets_the_fault_of_before(tmp_path):
+    config, directory = small(rounds=2, clients=2), tmp_path / "run"
+    with pytest.raises(CutError):
+        run(config, directory, [CutOff(2, "before")])
+    progress = Progress()
+    run(resumed(config, directory), directory, [progress])
+    lines = records(directory)
+    assert len(lines) == 2
+    assert progress.bytes_moved == sum(each["bytes_up"] + each["bytes_down"] for each in lines)
+    assert len(progress.means) == 2
+    assert RunStatus.of(progress).bytes == progress.bytes_moved
+    assert json.loads((directory / "run.json").read_text())["fault"] == ""
+
+
+@pytest.mark.parametrize("models", ["cnn2,mlp", ["cnn2", "mlp"]])
+def test_models_from_python_may_be_text(models):
+    config = api._resolved("felo", [("models.pool", models)], Layers(None, None, None, ""))
+    assert config == resolve({"method": "felo", "models.pool": ["cnn2", "mlp"]})
