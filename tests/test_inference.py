@@ -1,8 +1,10 @@
 """What was trained can be used after the run: predictions, exports, and their cards."""
 
 import csv
+import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -15,6 +17,7 @@ import pytest
 import torch
 from federation import run, small, without_figures
 from rounds import SPACES
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 from torch import nn
@@ -23,6 +26,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.data.examples import write_example
 from fedhet.errors import DataError, FedhetError, ModelError, StateError
 from fedhet.inference import FORMATS, clients_in, export, open_client, read_inputs, samples_for
+from fedhet.inference.export import Encoder
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 MLP, CNN, TREE = "client-0", "client-1", "client-2"
@@ -385,8 +389,113 @@ def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
     card = json.loads(export(client, "pt2", tmp_path / "m.pt2").read_text())
     assert card["input"] == {
         "name": "x", "shape": ["N", 1, 8, 8], "type": "uint8", "scaling": "in the file",
+        "axes": ["N", "channel", "row", "column"], "channels": ["grey"], "size": "8 x 8 pixels",
     }  # fmt: skip
     assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", pixels), wanted, atol=1e-6)
+
+
+PATIENTS = ["age", "sex", "admitted", "dose", "died"]
+
+
+@pytest.fixture(scope="module")
+def patients(tmp_path_factory):
+    """A run on a table of 60 patients, and rows with what a schema does not know."""
+    root = tmp_path_factory.mktemp("patients")
+    rows = [
+        [
+            "" if k % 7 == 0 else str(20 + k), "fm"[k % 2], f"2024-01-{k % 28 + 1:02d}",
+            f"{k / 8:g}", ("no", "yes")[k * 5 % 3 > 0],
+        ]
+        for k in range(60)
+    ]  # fmt: skip
+    new = [
+        ["33", "m", "2024-02-01T12:00", "1e3"],
+        ["", "f", "20240105", "-2.5"],
+        ["NULL", "x", "2024-01-31T23:00:00-05:00", "0"],
+        ["51.5", "NA", "-", "unknown"],
+    ]
+    for name, content in (("all", [PATIENTS, *rows]), ("new", [PATIENTS[:4], *new])):
+        with (root / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(content)
+    config = small(
+        "local", dataset=f"table:{root / 'all.csv'}", target="died", clients=2, rounds=1,
+        models="mlp", max_samples=0, max_test_samples=0, min_samples=5, partition="iid",
+    )  # fmt: skip
+    with without_figures():
+        run(config, root / "run")
+    return root
+
+
+def test_the_onnx_file_of_a_table_and_the_loader_of_the_docs_suffice(
+    patients, tmp_path, monkeypatch, capsys
+):
+    """The loader has neither fedhet nor the card's file, only model.onnx and new.csv."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    client = open_client(patients / "run", "client-0")
+    export(client, "onnx", tmp_path / "model.onnx").unlink()
+    shutil.copy(patients / "new.csv", tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "use.md").read_text()
+    (loader,) = re.findall(r"```python\n(import csv.*?)```", page, re.DOTALL)
+    assert "fedhet" not in loader
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, object] = {}
+    exec(loader, found)
+    wanted = client.predict(read_inputs([patients / "new.csv"], client.record)[1])
+    assert np.allclose(found["probabilities"], wanted.probabilities, atol=1e-6)
+    assert len(np.unique(wanted.probabilities[:, 0])) == 4
+    assert capsys.readouterr().out == f"sex: unknown category 'x'\n{wanted.names}\n"
+
+
+def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, tmp_path):
+    """The features of each row are known by hand from the training rows."""
+    client = open_client(patients / "run", "client-0")
+    with (patients / "all.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    ages = np.array([float(row["age"]) for row in rows if row["age"]])
+    encoder = Encoder(client.record.table)
+    x = torch.tensor([[33, 1, 19_754.5, 1e3], [np.nan, -1, 19_754.5, 0]], dtype=torch.float64)
+    features = encoder(x).numpy()
+    age, gone, f, m = features[:, 0], features[:, 1], features[:, 2], features[:, 3]
+    columns = json.loads(export(client, "safetensors", tmp_path / "m").read_text())["input"]
+    stated = {column["name"]: column for column in columns["columns"]}
+    assert age == pytest.approx([(33 - stated["age"]["mean"]) / stated["age"]["deviation"], 0])
+    assert ages.min() < stated["age"]["mean"] < ages.max()
+    assert (gone.tolist(), f.tolist(), m.tolist()) == ([0, 1], [0, 0], [1, 0])
+    assert columns["shape"] == ["N", features.shape[1]]
+    assert stated["sex"]["categories"] == ["f", "m"]
+    with safe_open(tmp_path / "m", "pt") as file:
+        assert json.loads(file.metadata()["card"])["input"] == columns
+    card = export(client, "pt2", tmp_path / "m.pt2").read_text()
+    files = {"card.json": ""}
+    program = torch.export.load(tmp_path / "m.pt2", extra_files=files).module()
+    assert files["card.json"] == card
+    assert json.loads(card)["input"]["shape"] == ["N", 4]
+    wanted = client.predict(torch.from_numpy(features)).probabilities
+    assert np.allclose(program(x).detach().numpy(), wanted, atol=1e-6)
+
+
+def test_the_card_of_a_text_model_says_how_tokens_are_made(tmp_path):
+    """A program of texts takes tokens, which can be made by hand from the card."""
+    (tmp_path / "all.csv").write_text(
+        "text,label\n" + "".join(f"word{k} again,{'ab'[k % 2]}\n" for k in range(40))
+    )
+    config = small(
+        "local", dataset=f"text:{tmp_path / 'all.csv'}", clients=2, rounds=1, models="text-bag",
+        max_samples=0, max_test_samples=0, min_samples=5, partition="iid", max_tokens=6,
+    )  # fmt: skip
+    with without_figures():
+        run(config, tmp_path / "run")
+    client = open_client(tmp_path / "run", "client-0")
+    described = json.loads(export(client, "pt2", tmp_path / "m.pt2").read_text())["input"]
+    assert described["shape"] == ["N", 6]
+    assert described["padding"] == 0
+    digests = [hashlib.blake2b(word.encode(), digest_size=8).digest() for word in ("word3", ",")]
+    tokens = [1 + int.from_bytes(d, "big") % (described["vocabulary"] - 1) for d in digests]
+    x = np.array([[*tokens, 0, 0, 0, 0]])
+    assert "BLAKE2b" in described["tokens"]
+    wanted = client.predict(samples_for(client.record, ["Word3,"])).probabilities
+    assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", x), wanted, atol=1e-6)
 
 
 def test_weights_are_those_of_the_state_and_the_card_says_how_good_they_are(trained, tmp_path):

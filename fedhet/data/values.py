@@ -30,7 +30,7 @@ MISSING = frozenset(
     """? na n/a nan null <na> nat \\n #n/a #na #nv #n/d (null) <null> <missing> <nan>""".split()
 ) | {"", "#n/a n/a"}
 """Marks of a missing value in any column, in lower case: of pandas, R, SQL, and spreadsheets."""
-_MISSING_NUMBER = frozenset(
+MISSING_NUMBER = frozenset(
     """- -- --- – — . .. ... … * ** / _ ._ none nil undef undefined missing unknown unk blank
     (blank) empty nd n.d. n/d nr n.r. n.a. n.a s/d s.d. n/v n/k n/s nc n.c. n.n. k.a. k.a na. -nan
     nan(ind) -nan(ind) 1.#ind -1.#ind 1.#qnan -1.#qnan 0000-00-00 desconocido inconnu manquant
@@ -120,7 +120,7 @@ def is_missing(text: str, marks: Sequence[str] = ()) -> bool:
 
 def is_no_number(text: str) -> bool:
     """Return whether a value stands for a missing number."""
-    return text.lower() in _MISSING_NUMBER or _MISSING_FORM.fullmatch(text) is not None
+    return text.lower() in MISSING_NUMBER or _MISSING_FORM.fullmatch(text) is not None
 
 
 # --- numbers ------------------------------------------------------------------------------------

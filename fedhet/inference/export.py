@@ -7,7 +7,7 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedhet.data.tables import TableSchema
 from fedhet.devices import scaled
-from fedhet.disk.folder import Folder
+from fedhet.disk.folder import Folder, write_text
 from fedhet.errors import FedhetError, ModelError, SettingsError, one_line
-from fedhet.inference.card import card, write_card
+from fedhet.inference.card import card
 from fedhet.inference.client import TrainedClient
+from fedhet.kinds import TEXT
 from fedhet.models import Refitted
 from fedhet.storage import apart
 
@@ -27,26 +29,65 @@ FORMATS = ("safetensors", "pt2", "onnx")
 """Weights alone; torch.export's program; ONNX."""
 NEEDED = ("onnx", "onnxscript")
 """What torch needs to write ONNX."""
+_NUMBER, _CODE, _MISSING = range(3)
+"""The features of a table: a scaled number, one of several categories, or a missing value."""
+
+
+class Encoder(nn.Module):
+    """The features of a table's rows, as `TableSchema.encode` makes them.
+
+    Computes in float64 like the schema: float32 has too few digits for dates.
+    """
+
+    def __init__(self, schema: TableSchema) -> None:
+        super().__init__()
+        rows: list[tuple[int, int, float, float, int]] = []
+        for place, column in enumerate(schema.columns):
+            if column.kind == "category":
+                rows += [(place, _CODE, 0.0, 1.0, code) for code in range(len(column.categories))]
+            else:
+                rows.append((place, _NUMBER, column.mean, column.deviation, 0))
+            if column.missing:
+                rows.append((place, _MISSING, 0.0, 1.0, 0))
+        place, of, mean, deviation, code = zip(*rows, strict=True)
+        self.place: Tensor
+        self.of: Tensor
+        self.register_buffer("place", torch.tensor(place))
+        self.register_buffer("of", torch.tensor(of))
+        for name, values in (("mean", mean), ("deviation", deviation), ("code", code)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features [N, F] float32 of x [N, columns] float64.
+
+        A category is its place in the schema, and a missing value is NaN.
+        """
+        x = x[:, self.place]
+        absent = x.isnan()
+        numbers = ((x - self.mean) / self.deviation).float()
+        numbers = torch.where(absent, 0.0, numbers)
+        codes = torch.where(self.of == _CODE, (x == self.code).float(), absent.float())
+        return torch.where(self.of == _NUMBER, numbers, codes)
 
 
 class Packaged(nn.Module):
-    """A model with what surrounds it in training: samples as stored in, probabilities out."""
+    """A model from samples, as the client's files store them, to probabilities."""
 
-    def __init__(self, model: nn.Module, *, takes_bytes: bool) -> None:
+    def __init__(self, model: nn.Module, before: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.model = model
-        self.takes_bytes = takes_bytes
+        self.model, self.before = model, before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the probabilities [N, C] of x [N, *shape]: bytes, or float32 as it is."""
-        probabilities: Tensor = self.model(scaled(x) if self.takes_bytes else x).softmax(1)
+        """Return the probabilities [N, C] of samples, which `before` prepares for the model."""
+        probabilities: Tensor = self.model(self.before(x)).softmax(1)
         return probabilities
 
 
 def export(trained: TrainedClient, form: str, path: Path, kind: str = "private") -> Path:
     """Write a client's model to `path` and its card to `path`.json; return the card's path.
 
-    The formats pt2 and onnx take a batch of any size. Raises SettingsError for another format,
+    The card is stored in the file, too, so that the file can be used alone. The formats pt2 and
+    onnx take a batch of any size. Raises SettingsError for another format,
     ModelError for a model that the format cannot hold, StateError if the file cannot be written.
     """
     if form not in FORMATS:
@@ -58,31 +99,40 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
             "stored but fitted again on the client's data; use it where these are, by "
             "`fedhet predict` or `fedhet.load(DIR).model(CLIENT)`"
         )
-    content = card(trained, kind, form, scales_itself=form != "safetensors")
+    text = card(trained, kind, form, scales_itself=form != "safetensors")
     with Folder(path.parent).replacing(path.name) as temporary:
         if form == "safetensors":
-            _write_weights(trained.network(kind), temporary)
+            weights = apart(trained.network(kind).state_dict())
+            save_file(weights, temporary, metadata={"format": "pt", "card": text})
         else:
-            _write_program(trained, model, form, temporary)
-    return write_card(path, content)
+            _write_program(trained, model, form, temporary, text)
+    return write_text(path.with_name(path.name + ".json"), text)
 
 
-def _write_weights(network: nn.Module, path: Path) -> None:
-    save_file(apart(network.state_dict()), path, metadata={"format": "pt"})
-
-
-def _write_program(trained: TrainedClient, model: nn.Module, form: str, path: Path) -> None:
+def _write_program(
+    trained: TrainedClient, model: nn.Module, form: str, path: Path, text: str
+) -> None:
+    """Write a program whose metadata holds `text`, the card."""
     record = trained.record
-    takes_bytes = record.stored == "bytes"
     if form == "onnx":
         _require_onnx()
-    example = torch.zeros(2, *record.shape, dtype=torch.uint8 if takes_bytes else torch.float32)
-    packaged = Packaged(model, takes_bytes=takes_bytes).eval()
+    if record.table is not None:
+        columns = len(record.table.columns)
+        example = torch.zeros(2, columns, dtype=torch.float64)
+        packaged = Packaged(model, Encoder(record.table)).eval()
+    else:
+        shape = tuple(record.shape)
+        if TEXT.fits(shape):  # of full length, which is fixed in the program
+            example = torch.ones(2, shape[1], dtype=torch.int64)
+        else:
+            example = torch.zeros(2, *shape)
+            example = example.to(torch.uint8) if record.stored == "bytes" else example
+        packaged = Packaged(model, scaled).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
             program = torch.export.export(packaged, (example,), dynamic_shapes=(batch,))
-            _save(program, form, path)
+            _save(program, form, path, text)
     except FedhetError:
         raise
     except Exception as error:  # torch's tracer and its ONNX converter have many of their own
@@ -92,14 +142,15 @@ def _write_program(trained: TrainedClient, model: nn.Module, form: str, path: Pa
         ) from error
 
 
-def _save(program: Any, form: str, path: Path) -> None:
+def _save(program: Any, form: str, path: Path, text: str) -> None:
     if form == "pt2":
         with path.open("wb") as file:
-            torch.export.save(program, file)
+            torch.export.save(program, file, extra_files={"card.json": text})
         return
     made: Any = torch.onnx.export(
         program, (), dynamo=True, input_names=["x"], output_names=["probabilities"], verbose=False
     )
+    made.model.metadata_props["card"] = text
     made.save(str(path), external_data=False)
 
 

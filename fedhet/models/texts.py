@@ -30,7 +30,12 @@ KERNELS = (3, 4, 5)
 
 
 def trimmed(x: Tensor) -> Tensor:
-    """Return tokens [N, L] without the columns at the end in which all texts have padding."""
+    """Return tokens [N, L] without the columns at the end in which all texts have padding.
+
+    An exported program keeps these columns, because its shapes must not depend on values.
+    """
+    if torch.compiler.is_exporting():
+        return x
     used = (x != PADDING).any(0).nonzero()
     return x[:, : int(used[-1]) + 1 if len(used) else 1]
 
