@@ -158,8 +158,8 @@ class RunLog:
     def _go_on(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
         self.run_name = read_run_name(self.directory)
-        before = read_origin(self.directory / "run.json")
-        self._origin = before.model_copy(update={"deployed": self._origin.deployed, "fault": ""})
+        origin = read_origin(self.directory / "run.json")
+        self._origin = origin.model_copy(update={"deployed": self._origin.deployed, "fault": ""})
         self._write_origin()
         recorded = whole_rounds(self._metrics)
         self.resumed = self._checkpoints.newest(self.notice, len(recorded))
