@@ -17,6 +17,7 @@ import pytest
 import torch
 from federation import SMALL, Server, client_of, records, run, settings, without_times
 from flwr.common import Context, RecordDict
+from opacus.grad_sample import GradSampleHooks
 from rounds import opened, replied
 from torch import nn
 
@@ -269,6 +270,22 @@ def test_the_planned_noise_lasts_for_all_rounds(method, tmp_path):
     assert set(summary["privacy"]) == {"client-0", "client-1"}
     assert all(each_["epsilon"] <= 8.0 for each_ in summary["privacy"].values())
     assert all(not r["failed"] for r in records(tmp_path))
+
+
+def test_the_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
+    """In the memory format in which it trains: channels_last is the default without privacy."""
+    client = opened(private("fedavg", models=["cnn2-gn"]), tmp_path)
+    model, x = client.network.train(), client.compute.images(client.samples.own.x[:5])
+    y = client.samples.own.y[:5]
+    hooks = GradSampleHooks(model, strict=False)
+    nn.functional.cross_entropy(model(x), y).backward()
+    found = [p.grad_sample.clone() for p in model.parameters()]
+    hooks.cleanup()
+    for row in range(5):
+        loss = nn.functional.cross_entropy(model(x[row : row + 1]), y[row : row + 1])
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        for grads, grad in zip(found, expected, strict=True):
+            assert torch.allclose(grads[row], grad, atol=1e-5)
 
 
 def test_a_client_pays_for_each_pass_and_release_before_it_begins(tmp_path, monkeypatch):

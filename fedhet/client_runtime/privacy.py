@@ -240,7 +240,8 @@ class Private(Open):
         one = epoch(rows, size, noise)
         epochs = options.get("epochs") or settings.local_epochs
         self._charge(replace(one, count=one.count * epochs))
-        with privately(optimizing, models, noise, norm, min(size, rows)) as private:
+        shape = self._samples.info.shape
+        with privately(optimizing, models, noise, norm, min(size, rows), shape) as private:
             yield private
 
     @torch.no_grad()

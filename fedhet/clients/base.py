@@ -59,6 +59,10 @@ class HetClient(NumPyClient):
         self.config = config.replacing(engine=engine, training=node.training)
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
+        if self.run.privacy.is_on:
+            # Opacus reads a convolution's input as if it were contiguous: its per-sample gradients
+            # are wrong in channels_last format.
+            self.compute = replace(self.compute, channels_last=False)
         self.samples = samples or load_samples(config, node, self.compute)
         self.promise = promise(self.config, node, self.samples, self.compute)
         self.info, self.space = self.promise.described(self.samples.info), self.samples.space

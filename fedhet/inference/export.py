@@ -49,12 +49,15 @@ class Encoder(nn.Module):
                 rows.append((place, _NUMBER, column.mean, column.deviation, 0))
             if column.missing:
                 rows.append((place, _MISSING, 0.0, 1.0, 0))
-        place, of, mean, deviation, code = zip(*rows, strict=True)
+        places, of, *scales = zip(*rows, strict=True)
         self.place: Tensor
         self.of: Tensor
-        self.register_buffer("place", torch.tensor(place))
+        self.mean: Tensor
+        self.deviation: Tensor
+        self.code: Tensor
+        self.register_buffer("place", torch.tensor(places))
         self.register_buffer("of", torch.tensor(of))
-        for name, values in (("mean", mean), ("deviation", deviation), ("code", code)):
+        for name, values in zip(("mean", "deviation", "code"), scales, strict=True):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,8 +69,8 @@ class Encoder(nn.Module):
         absent = x.isnan()
         numbers = ((x - self.mean) / self.deviation).float()
         numbers = torch.where(absent, 0.0, numbers)
-        codes = torch.where(self.of == _CODE, (x == self.code).float(), absent.float())
-        return torch.where(self.of == _NUMBER, numbers, codes)
+        codes = torch.where(self.of.eq(_CODE), x.eq(self.code).float(), absent.float())
+        return torch.where(self.of.eq(_NUMBER), numbers, codes)
 
 
 class Packaged(nn.Module):

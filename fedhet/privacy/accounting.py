@@ -130,8 +130,9 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
             accountant.compose(event, count)
             bound += count * math.log1p(sampling**2 * math.expm1(noise**-2))
         epsilon = float(accountant.get_epsilon(delta))
-    # 0 is right if the total variation is at most delta; otherwise the accountant has erred.
-    is_nothing = bound <= 2 * delta**2
+    # 0 is right if the total variation is at most delta, here that of Gaussians of equal
+    # divergence; otherwise the accountant has erred.
+    is_nothing = math.erf(math.sqrt(bound / 8)) <= 1.01 * delta
     return epsilon if epsilon > 0 or (epsilon == 0 and is_nothing) else math.inf
 
 

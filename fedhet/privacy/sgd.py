@@ -130,7 +130,8 @@ def refuse_unfit(model: nn.Module, shape: Shape | None = None, name: str = "") -
     fault = str(faults[0]) if faults else ""
     if not fault and shape is not None and isinstance(model, HetModel):
         # The same classes with the same arguments compute the same function.
-        key = (str(model), tuple(map(type, model.modules())), tuple(shape))
+        layout = tuple(each.is_contiguous() for each in model.parameters())
+        key = (str(model), tuple(map(type, model.modules())), layout, tuple(shape))
         if key not in _TESTED:
             _TESTED[key] = _dependence(model, tuple(shape))
         fault = _TESTED[key]
@@ -139,7 +140,7 @@ def refuse_unfit(model: nn.Module, shape: Shape | None = None, name: str = "") -
         raise ModelError(f"{own} cannot be trained by DP-SGD: {fault}")
 
 
-_TESTED: dict[tuple[str, tuple[type, ...], Shape], str] = {}
+_TESTED: dict[tuple[object, ...], str] = {}
 """The fault of each architecture that was tested in this process, empty for independent samples."""
 
 
@@ -202,6 +203,9 @@ def _dependence(model: HetModel, shape: Shape) -> str:
     def tested() -> str:
         for training in (True, False):
             own.train(training)
+            for each in own.modules():
+                if isinstance(each, nn.modules.dropout._DropoutNd):
+                    each.eval()
             where = f"in {'training' if training else 'evaluation'} mode"
             with torch.no_grad():
                 for count in (2, 7, 40):
@@ -223,6 +227,9 @@ def _dependence(model: HetModel, shape: Shape) -> str:
         x = inputs(5)
         others = torch.cat([x[:1], inputs(3)])
         own.train()
+        for each in own.modules():
+            if isinstance(each, nn.modules.dropout._DropoutNd):
+                each.eval()
         alone = gradients(x[:1])
         for batch in (x, others):
             if any(differ(*pair) for pair in zip(alone, gradients(batch), strict=True)):
