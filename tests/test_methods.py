@@ -125,7 +125,7 @@ def test_every_preset_resolves_for_each_method(name):
 # --- the rooms --------------------------------------------------------------------------------
 
 MOST_FLAT_FILES = 14
-MOST_LINES_OF_A_CLASS = 280
+MOST_LINES_OF_A_CLASS = 300
 
 
 def _name_of(path: Path) -> str:
