@@ -9,6 +9,9 @@ import hypothesis
 import pytest
 import torch
 
+# Before fedhet.cli reads it: a test runner's workers may set the width of a terminal.
+os.environ.pop("COLUMNS", None)
+
 from fedhet.cli import main
 from fedhet.engines.ray import connection
 

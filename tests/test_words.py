@@ -143,7 +143,7 @@ def test_every_option_shows_its_default(name):
 @pytest.mark.parametrize(
     ("command", "option", "choices", "default"),
     [
-        ("run", "backend", "ray|inline", "ray"),
+        ("run", "backend", "auto|ray|inline", "auto"),
         ("run", "rounds", "INT", "10"),
         ("run", "dataset", "NAME[:PLACE]", "digits"),
         ("compare", "protocol", "personal|common", "the methods' own"),
