@@ -242,7 +242,12 @@ def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatc
 
 @pytest.mark.parametrize(
     ("words", "begins"),
-    [((), 1), (("--backend", "inline"), 0), (("--set", "engine.ray-address=auto"), 0)],
+    [
+        (("--backend", "ray"), 1),
+        ((), 0),  # only when the work is found to be worth it
+        (("--backend", "inline"), 0),
+        (("--backend", "ray", "--set", "engine.ray-address=auto"), 0),
+    ],
 )
 def test_which_runs_begin_a_ray_at_once(monkeypatch, tmp_path, words, begins):
     seen = []

@@ -188,7 +188,7 @@ def test_the_setting_is_a_list_in_any_order():
 
 
 def test_an_unknown_metric_is_refused_with_those_there_are():
-    with pytest.raises(SettingsError, match=r"'metrics' = 'acu' .*macro-f1, auc.*did you mean"):
+    with pytest.raises(SettingsError, match=r"'metrics' = \['acu'\] .*macro-f1, auc.*did you mean"):
         small(metrics="acu")
 
 

@@ -499,7 +499,7 @@ def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
     [
         ("training.lr", [0.1, -1], "a number > 0"),
         ("training.lr", [], "a number > 0"),
-        ("training.lr", "0.1,", "a number > 0"),
+        ("training.lr", [0.1, ""], "a number > 0"),
         ("training.lr", "fast", "a number > 0"),
         ("training.optimizer", ["adam", "sdg"], "one of adam, adamw, sgd"),
         ("training.local-epochs", [1, 2.5], "an integer >= 1"),
@@ -508,7 +508,7 @@ def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
         ("training.milestones", [5, 3], "a list of integers >= 1, ascending"),
         ("training.milestones", [5, 5], "a list of integers >= 1, ascending"),
         ("training.milestones", [0, 5], "a list, each an integer >= 1"),
-        ("training.milestones", "5,7", "a list, such as "),
+        ("training.milestones", ["5;7"], "a list, each an integer >= 1"),
     ],
 )
 def test_each_value_is_checked(name, value, rule):

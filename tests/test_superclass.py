@@ -245,9 +245,11 @@ def test_what_is_no_range_of_numbers_is_refused(name, value):
         resolve(parse_pairs([f"{name}={value}"]))
 
 
-@pytest.mark.parametrize("value", ["6-8", [3, 2], 0, [0, 3], [1, 2, 3], True, [], [1.5, 2], None])
+@pytest.mark.parametrize("value", ["6-", [3, 2], 0, [0, 3], [1, 2, 3], True, [], [1.5, 2], None])
 def test_a_range_has_two_ends(value):
-    said = f"setting 'data.label-space' = {value!r} is not allowed: it takes an integer >= 1, or a"
     with pytest.raises(SettingsError) as caught:
         resolve({"data.label-space": value})
-    assert str(caught.value).startswith(said)
+    shown = [6, ""] if value == "6-" else value
+    assert str(caught.value).startswith(
+        f"setting 'data.label-space' = {shown!r} is not allowed: it takes an integer >= 1, or a"
+    )

@@ -82,8 +82,16 @@ class Blocks:
         """
         cells, every = self.cells, list(self.cells.columns.items())
         widths = [
-            max(map(cell_len, (header, *(printable(cell.text) for cell in column))))
-            for header, column in every[: cells.words]
+            max(
+                cell_len(text)
+                for text in (
+                    header,
+                    *(printable(cell.text) for cell in column),
+                    *(row[number] for row in cells.foot),
+                    self.between if number == 0 and len(self.parts or ()) > 1 else "",
+                )
+            )
+            for number, (header, column) in enumerate(every[: cells.words])
         ]
         while sum(widths) > width // 2 and max(widths, default=0) > LEAST_TEXT:
             widths[widths.index(max(widths))] -= 1

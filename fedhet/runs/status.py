@@ -20,7 +20,7 @@ from fedhet.errors import StateError
 from fedhet.runs.directory import is_claimed
 from fedhet.runs.files import read_validated
 from fedhet.runs.progress import ClientProgress, Progress
-from fedhet.runs.records import NAN, READING, Number, Round, Text
+from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, Text
 from fedhet.runs.repeated import Repeated
 from fedhet.runs.units import human_bytes, natural, score, time_left
 
@@ -97,7 +97,7 @@ class Status(BaseModel):
             round=progress.round,
             rounds=progress.rounds,
             seconds_left=progress.seconds_left,
-            bytes=progress.bytes_moved,
+            bytes=min(progress.bytes_moved, LARGEST),
             mean=progress.means[-1] if progress.means else NAN,
             clients=[ClientStatus.of(each, progress.seconds_of(each)) for each in everyone],
             notices=list(progress.notices),
