@@ -262,6 +262,8 @@ class Evaluation:
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by their names; see `fedhet.models.evaluation.judge`."""
+    majority: float = math.nan
+    """The accuracy of always predicting the split's most frequent class."""
 
 
 @torch.inference_mode()
@@ -328,8 +330,9 @@ def _score(
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
         if kept is not None:
             kept.append(logits)
-    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once
-    return Evaluation(right / len(y), lost / len(y))
+    most = torch.bincount(compute.held(y)).max()
+    right, lost, most_frequent = torch.stack([correct, loss, most]).tolist()  # the host waits once
+    return Evaluation(right / len(y), lost / len(y), majority=most_frequent / len(y))
 
 
 def all_finite(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedhet import api, report
 from fedhet.cli import app
-from fedhet.data import Split
+from fedhet.data import RunData, Split
 from fedhet.devices import CPU
 from fedhet.errors import KnowledgeError, SettingsError, ToldError
 from fedhet.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
@@ -199,7 +199,10 @@ def reported(**others):
 
 def test_metrics_come_through_as_they_were_sent():
     values = {"accuracy": 0.5, "auc": 0.75, "recall.1": 1.0}
-    sent = Measured({(name, "common", "private"): v for name, v in values.items()}, 1.0)
+    sent = Measured(
+        {(name, "common", "private"): v for name, v in values.items()}, 1.0,
+        majority={"common": 0.25, "personal": 1.0},
+    )  # fmt: skip
     wanted = measured_names(("accuracy", "auc", "recall"), 2)
     assert read_measures("a", write_measures(sent), ("private",), wanted) == sent
 
@@ -218,6 +221,9 @@ def test_metrics_come_through_as_they_were_sent():
         ("macro-f1.common.private", 0.5, "is not a metric of this method"),
         ("auc.common.proxy", 0.5, "is not a metric of this method"),
         ("auc.personal.private", 0.5, "comes without accuracy.personal.private"),
+        ("majority.common", 1.5, "must be from 0 to 1"),
+        ("majority.common", math.nan, "must be a finite number"),
+        ("majority.server", 0.5, "is not a metric of this method"),
     ],
 )
 def test_metrics_from_outside_are_checked(name, value, fault):
@@ -226,6 +232,19 @@ def test_metrics_from_outside_are_checked(name, value, fault):
         read_measures("a", {**reported(), name: value}, ("private",), wanted)
     assert caught.value.field == name
     assert fault in caught.value.fault
+
+
+def test_the_majority_class_is_measured_beside_the_accuracy(tmp_path):
+    config = small("local", clients=3, rounds=1, **{"data.partition": "dirichlet"})
+    run(config, tmp_path)
+    (record,) = records(tmp_path)
+    store = RunData.of(config.run)
+    for number in range(3):
+        own = store.client(number)
+        for protocol, split in (("personal", own.test), ("common", own.common)):
+            counts = np.unique(split.y.numpy(), return_counts=True)[1]
+            share = counts.max() / counts.sum()
+            assert record["majority"][protocol][own.name] == pytest.approx(share, rel=1e-6)
 
 
 def test_without_the_setting_no_metric_is_taken():

@@ -380,6 +380,27 @@ def test_a_mean_says_how_many_clients_it_is_over_and_who_was_away(tmp_path: Path
     assert re.search(r"clients +3 ?\n", shown(final_table(load_run(whole))))
 
 
+def test_models_below_the_most_frequent_class_are_named(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", clients=3, rounds=2)
+    each = lines_of(path)[-1]["accuracy"]["common"]["private"]["per_client"]
+    last = [json.dumps(line) for line in lines_of(path)]
+    shares = {
+        name: accuracy + (0.01 if name == "client-1" else -0.03) for name, accuracy in each.items()
+    }
+    last[-1] = json.dumps({**json.loads(last[-1]), "majority": {"common": shares}})
+    (path / "metrics.jsonl").write_text("\n".join(last) + "\n")
+    page, table = Page(write_report(path)).text, shown(final_table(load_run(path)))
+    below = (
+        "less accurate than always predicting the most frequent class: client-1 (common private)"
+    )
+    mean = f"{np.mean([*shares.values()]):.4f}"
+    assert below in page
+    assert f"most frequent class {mean}" in " ".join(page.split())
+    assert below in table
+    assert re.search(rf"majority +{mean}", table)
+    assert "majority: always predicting the most frequent class of the test set" in table
+
+
 def test_a_table_is_legible_in_a_narrow_terminal(tmp_path: Path) -> None:
     kinds, protocols = ("private", "proxy", "global"), ("personal", "common")
     path = make(tmp_path / "run", kinds=kinds, protocols=protocols)

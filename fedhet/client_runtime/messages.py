@@ -56,6 +56,12 @@ def measures(
     figures: Mapping[str, float] | None = None,
 ) -> Measured:
     """Return a client's measurements; `loss` is the training loss."""
+    majority = {
+        protocol: score.majority
+        for (protocol, _), score in scores.items()
+        if not math.isnan(score.majority)
+    }
     return Measured(
-        placed(scores), loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {})
-    )
+        placed(scores), loss, train_seconds, eval_seconds, peak_memory_mb(), dict(figures or {}),
+        majority=majority,
+    )  # fmt: skip

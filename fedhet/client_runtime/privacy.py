@@ -283,7 +283,8 @@ class Private(Open):
         if found.loss is not None:
             LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, found.loss)
         shared = {place: value for place, value in found.scores.items() if place[1] == "common"}
-        return Measured(shared, epsilon=self.epsilon())
+        majority = {name: each for name, each in found.majority.items() if name == "common"}
+        return Measured(shared, epsilon=self.epsilon(), majority=majority)
 
     def epsilon(self) -> float:
         """Return epsilon of the run so far, at the run's delta."""

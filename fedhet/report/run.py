@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from fedhet.disk.bounded import read_tables
@@ -203,6 +204,19 @@ class Run:
         """The last ratios to local training, and their protocol: the headline one if possible."""
         found = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, found[name]) for name in self.protocols if name in found), None)
+
+    def majority(self, protocol: str) -> Mapping[str, float]:
+        """Return, by client, the accuracy of always predicting the most frequent class.
+
+        Empty for metrics other than accuracy.
+        """
+        if self.metric != ACCURACY or self.last_evaluated is None:
+            return {}
+        return self.last_evaluated.majority.get(protocol, {})
+
+    def majority_mean(self, protocol: str) -> float:
+        """Return the mean of `majority` over the clients; NaN if it is not known."""
+        return float(np.mean([*self.majority(protocol).values()] or NAN))
 
     def last(self, protocol: str, kind: str) -> Score:
         """Return the last round's scores; empty if there are none."""

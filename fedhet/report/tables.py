@@ -28,6 +28,9 @@ from fedhet.runs.units import (
 MARK = "†"
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 TAIL_OF = "tail: mean of the last fifth of the rounds, of"
+MAJORITY = "majority: always predicting the most frequent class of the test set"
+NAMED = 3
+"""Models that are named in a sentence, at most."""
 PAIRED = (
     "Difference for the same seed: mean ± standard error over the n seeds that "
     f"both have. {MARK}: beyond two standard errors."
@@ -101,6 +104,9 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
         for statistic in STATISTICS
     ]
     foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
+    majority = [view.majority_mean(protocol) for view, (protocol, _), _ in shown]
+    if not all(map(math.isnan, majority)):
+        foot.append(["majority", *blank, *map(score, majority)])
     foot.append(["clients", *blank, *(view.counted(*column) for view, column, _ in shown)])
     return Cells({**about, **values}, foot if scores else [], words)
 
@@ -161,7 +167,24 @@ def legend(run: Run) -> str:
     """Return a line that says what the columns of a run's table are."""
     names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
     known = [f"{name}: {MEANING[name]}" for name in dict.fromkeys(names) if name in MEANING]
+    if known and any(run.majority(protocol) for protocol in run.protocols):
+        known.append(MAJORITY)
     return "; ".join([*known, "tail: mean of the last fifth of the rounds"]) if known else ""
+
+
+def majority_line(run: Run) -> str:
+    """Return a sentence on the models that are below the majority class; "" if there are none."""
+    below = [
+        f"{name} ({protocol} {kind})"
+        for protocol, kind in run.columns
+        for name, accuracy in run.last(protocol, kind).per_client.items()
+        if accuracy < run.majority(protocol).get(name, 0.0)
+    ]
+    if not below:
+        return ""
+    more = f" and {len(below) - NAMED} more" if len(below) > NAMED else ""
+    names = ", ".join(below[:NAMED])
+    return f"less accurate than always predicting the most frequent class: {names}{more}"
 
 
 def away_lines(run: Run) -> list[str]:

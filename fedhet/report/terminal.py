@@ -24,6 +24,7 @@ from fedhet.report.tables import (
     client_cells,
     comparison_cells,
     legend,
+    majority_line,
     metric_cells,
     paired_cells,
     paired_legend,
@@ -130,7 +131,10 @@ def final_table(run: Run) -> Blocks:
     ended = "failed" if run.origin.fault else "unfinished"
     state = f"last round ({last})" if run.finished else f"{ended}, round {last}"
     best, hidden, rest = _ends(cells, run.columns)
-    lines = filter(None, [baseline_line(run), relative_line(run), *away_lines(run), legend(run)])
+    lines = filter(
+        None,
+        [baseline_line(run), relative_line(run), majority_line(run), *away_lines(run), legend(run)],
+    )
     return Blocks(
         cells,
         printable(f"{run.method} on {run.dataset}: {state}"),

@@ -76,6 +76,8 @@ class Measured:
     """Of `FIGURES`, those that there are; each in [0, 1]."""
     epsilon: float | None = None
     """What the run has cost the client's samples so far; None: they are not protected."""
+    majority: dict[str, float] = field(default_factory=dict)
+    """By protocol, the accuracy of always predicting the test split's most frequent class."""
 
 
 def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[Place, float]:
@@ -97,6 +99,7 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
+    flat |= {f"{MAJORITY}.{protocol}": share for protocol, share in measured.majority.items()}
     return flat | measured.figures
 
 
@@ -109,7 +112,12 @@ FIGURES = ("pseudo_labels", "pseudo_error")
 wrong, where the truth is known."""
 WORK = "work"
 """With a simulated clock: the training samples that a client has used, each time it was used."""
-MEASURES = ("loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *FIGURES)
+MAJORITY = "majority"
+"""Before a protocol: the accuracy of always predicting the most frequent class there."""
+MEASURES = (
+    "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *FIGURES,
+    *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
+)  # fmt: skip
 """The names of `write_measures` besides the scores."""
 
 
@@ -138,6 +146,11 @@ def read_measures(
         _number(sender, metrics, "memory"),
         {name: _number(sender, metrics, name, high=1.0) for name in FIGURES if name in metrics},
         _number(sender, metrics, "epsilon") if "epsilon" in metrics else None,
+        {
+            protocol: _number(sender, metrics, name, high=1.0)
+            for protocol in PROTOCOLS
+            if (name := f"{MAJORITY}.{protocol}") in metrics
+        },
     )
 
 

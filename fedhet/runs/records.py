@@ -157,6 +157,8 @@ class RoundRecord:
     accuracy: Scores = field(default_factory=dict)
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """By protocol."""
+    majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
+    """By protocol and client, the accuracy of always predicting the most frequent class."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """The other metrics' scores, by metric."""
     loss: Loss = None

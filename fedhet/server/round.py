@@ -158,7 +158,7 @@ class RoundState:
     def measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""
         with self._lock:
-            self.scores.enter(name, measured.scores)
+            self.scores.enter(name, measured.scores, measured.majority)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             if measured.epsilon is not None:

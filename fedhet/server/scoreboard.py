@@ -20,6 +20,8 @@ class Scoreboard:
         self._scores: ByMetric = {}
         self._outdated: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
+        self._majority: dict[str, dict[str, float]] = {}
+        """The accuracy of the majority class by protocol and client."""
 
     def outdate(self, names: Iterable[str]) -> None:
         """Record that these clients' models have changed since their last evaluation."""
@@ -29,8 +31,12 @@ class Scoreboard:
         """Return whether a client's models have changed since their last evaluation."""
         return name in self._outdated
 
-    def enter(self, name: str, scores: Mapping[Place, float]) -> None:
-        """Record a client's scores; earlier ones of the same models are void."""
+    def enter(
+        self, name: str, scores: Mapping[Place, float], majority: Mapping[str, float]
+    ) -> None:
+        """Record a client's scores, and the majority class's; earlier ones of a model are void."""
+        for protocol, share in majority.items():
+            self._majority.setdefault(protocol, {})[name] = share
         for known in self._scores.values():
             for _, protocol, kind in scores:
                 known.get(protocol, {}).get(kind, {}).pop(name, None)
@@ -42,6 +48,7 @@ class Scoreboard:
 
     def write(self, record: RoundRecord) -> None:
         """Write the scores of all metrics into a record; statistics leave out outdated ones."""
+        record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
         for metric in sorted(self._scores, key=in_order):
             lower = metric_of(metric).lower_is_better
@@ -50,9 +57,13 @@ class Scoreboard:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores for a checkpoint, as JSON has them."""
-        return {"scores": self._scores, "changed": sorted(self._outdated)}
+        outdated = sorted(self._outdated)
+        return {"scores": self._scores, "changed": outdated, "majority": self._majority}
 
     def load_dict(self, known: Mapping[str, Any]) -> None:
         """Restore what `to_dict` returned. Raises ValueError, KeyError or TypeError."""
         self._scores = TypeAdapter(ByMetric).validate_python(known["scores"])
         self._outdated = set(TypeAdapter(list[str]).validate_python(known["changed"]))
+        self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
+            known.get("majority", {})  # earlier versions did not record it
+        )
