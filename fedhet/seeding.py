@@ -2,7 +2,8 @@
 
 `derive(seed, "client-3", 7, "batches")` is the same number on every machine and in every process,
 whatever ran before. A run therefore gives the same results however it is distributed, and a resumed
-run continues as if it had never stopped.
+run continues as if it had never stopped. PyTorch is imported by the functions that need it, because
+some commands do without.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -26,6 +30,8 @@ def derive(seed: int, *names: str | int) -> int:
 
 def torch_generator(seed: int, *names: str | int) -> torch.Generator:
     """Return a CPU generator seeded by `derive`."""
+    import torch
+
     return torch.Generator().manual_seed(derive(seed, *names))
 
 
@@ -36,6 +42,8 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 def random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's global generators, of the CPU and of all GPUs in use."""
+    import torch
+
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = torch.cuda.get_rng_state_all() if started else []
     return torch.get_rng_state(), gpus
@@ -43,6 +51,8 @@ def random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     """Restore what `random_states` returned."""
+    import torch
+
     torch.set_rng_state(states[0])
     torch.cuda.set_rng_state_all(states[1])
 
@@ -54,6 +64,8 @@ def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> 
     These are the generators of the CPU and of `device`. For draws that torch makes from global
     state only: weight initialisation and dropout.
     """
+    import torch
+
     derived = derive(seed, *names)
     on_gpu = device is not None and device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):

@@ -75,6 +75,17 @@ def test_a_command_that_does_not_train_imports_nothing_heavy(words, status, says
     assert not modules & HEAVY
 
 
+def test_the_schema_of_a_table_is_found_without_pytorch(tmp_path):
+    table, schema = tmp_path / "table.csv", tmp_path / "schema.toml"
+    table.write_text("age,color,ill\n1,red,no\n2,blue,yes\n3,red,no\n")
+    status, said, modules = imported_by(
+        "schema", str(table), "--target", "ill", "--out", str(schema)
+    )
+    assert status == 0, said
+    assert "classes: no, yes" in said
+    assert not modules & HEAVY
+
+
 TRAINING = """
 import sys
 from pathlib import Path

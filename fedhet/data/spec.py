@@ -1,4 +1,7 @@
-"""The types that this package shares: samples, datasets, and data settings."""
+"""The types that this package shares: samples, datasets, and data settings.
+
+PyTorch is imported by the functions that need it: `fedhet schema` does without.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from fedhet.devices import scaled
 from fedhet.errors import DataError
 from fedhet.kinds import Shape
 from fedhet.seeding import numpy_rng
@@ -21,9 +21,10 @@ from fedhet.settings.assignment import drawn_unseen
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Count, CountOrNone
-from fedhet.tensors.transfer import to_device
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedhet.data.tables import TableSchema
 
 Index = npt.NDArray[np.int64]
@@ -53,6 +54,8 @@ class Split:
 
     def take(self, index: Index | Tensor) -> Split:
         """Return a copy of the rows in `index` [M], in its order."""
+        import torch
+
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
@@ -68,6 +71,8 @@ class Split:
 
     def scaled(self) -> Split:
         """Return the split with `x` as models expect it (see `fedhet.devices.scaled`)."""
+        from fedhet.devices import scaled
+
         return Split(scaled(self.x), self.y)
 
 
@@ -199,12 +204,19 @@ def no_test(owner: str, spec: DataSpec) -> DataError:
 
 def concatenated(*parts: Tensor) -> Tensor:
     """Return samples one after the other: as they are stored, or scaled if that differs."""
+    import torch
+
+    from fedhet.devices import scaled
+    from fedhet.tensors.transfer import to_device
+
     alike, place = len({part.dtype for part in parts}) == 1, parts[0].device
     return torch.cat([to_device(part if alike else scaled(part), place) for part in parts])
 
 
 def stored_as(x: Tensor) -> Stored:
     """Return how samples `x` are stored, as far as their type says so."""
+    import torch
+
     return "bytes" if x.dtype == torch.uint8 else "given"
 
 

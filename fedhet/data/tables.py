@@ -17,12 +17,11 @@ from datetime import date, timedelta
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import tomli_w
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedhet.data.cells import ENDINGS, NO_NAME, Cells, find_table, read_table
@@ -43,6 +42,9 @@ from fedhet.data.values import (
 )
 from fedhet.disk.bounded import read_tables
 from fedhet.errors import DataError, StateError, nearest, one_line, reason_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ENDINGS", "Cells", "Column", "TableSchema", "find_table", "found_schema", "owners",
@@ -194,6 +196,8 @@ class TableSchema(_Frozen):
         take more than `data.max-bytes`, and, with `refuse`, if more than `max_unknown` of a
         column's values are unknown.
         """
+        import torch
+
         refuse_more(_FLOAT * len(cells) * sum(self.widths), cells.spec, cells.path)
         found = np.empty((len(cells), sum(self.widths)), np.float32)
         start = 0
@@ -225,6 +229,8 @@ class TableSchema(_Frozen):
 
         Rows without a class are refused, too.
         """
+        import torch
+
         words, found = Words(self.classes), Distinct.of(cells.column(self.target))
         places = np.zeros(len(found.texts), np.int64)
         for number, value in enumerate(found.texts):
