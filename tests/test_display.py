@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.live import LiveDisplay
 from fedhet.runs.log import RunLog, Watcher
-from fedhet.runs.progress import Progress, State, accuracies_of
+from fedhet.runs.progress import Progress, State, accuracies_of, round_line
 from fedhet.runs.records import RoundRecord, Score, Seconds
 from fedhet.runs.units import time_left
 
@@ -101,6 +102,12 @@ def record(number, names, values, failed=()):
         bytes_down=10_000_000,
         seconds=Seconds(total=50.0),
     )
+
+
+def test_a_round_line_shows_the_largest_epsilon():
+    private = replace(record(1, ["a", "b"], {"a": 0.5, "b": 0.6}), epsilon={"a": 1.25, "b": 7.9})
+    assert "  ε 7.9  " in round_line(private, "common")
+    assert "ε" not in round_line(record(1, ["a"], {"a": 0.5}), "common")
 
 
 class Hundred:

@@ -80,6 +80,36 @@ def test_every_command_is_explained():
     assert named == set(commands)
 
 
+def test_the_privacy_page_says_of_each_method_what_it_declares():
+    section = (DOCS / "privacy.md").read_text().partition("\n## Which methods\n")[2]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    said = [(name, what) for names, what in rows for name in re.findall("`(.*?)`", names)]
+    assert sorted(name for name, _ in said) == sorted(shipped_names())
+    for name, what in said:
+        rule = find_method(name).spec.privacy
+        assert what.startswith("refused") == bool(rule.refused), name
+        assert ("noised class sums" in what) == bool(rule.vectors), name
+        for field, allowed in rule.needs.items():
+            values = [str(each).lower() for each in allowed]
+            assert f"{field.replace('_', '-')}={values[0]}" in what, name
+            assert all(value in what for value in values), name
+
+
+def test_a_test_that_a_page_names_exists():
+    """`test_x.py::test_y`, or `::test_y` of the file that was named last."""
+    named = 0
+    for page in PAGES:
+        module = ""
+        for file, name in re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", page.read_text()):
+            module = file or module
+            if not file and not name:
+                continue
+            code = (ROOT / "tests" / module).read_text()
+            assert not name or re.search(rf"^def {name}\(", code, re.MULTILINE), (page, name)
+            named += 1
+    assert named > 60
+
+
 # --- what is made from the code ---------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from interruption import cut_and_resumed
+from interruption import Notices, cut_and_resumed
 from rounds import PLAIN, SPACES, clients, fitted, inside_of, moved_outputs, opened, same, state_of
 from torch.nn import functional as F
 
@@ -15,6 +15,7 @@ from fedhet.algorithms.distillation import distillation_loss
 from fedhet.arrays import grouped
 from fedhet.errors import KnowledgeError, SettingsError
 from fedhet.models import build
+from fedhet.runs.log import RunLog
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
@@ -392,3 +393,11 @@ def test_a_server_model_of_images_is_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "simulated").exists()
     with pytest.raises(SettingsError, match=refusal):
         Server(config, tmp_path / "deployed")
+
+
+def test_a_run_states_before_its_first_round_that_features_are_sent(tmp_path):
+    notices = Notices()
+    RunLog(small("fedgkt"), tmp_path, workers=1, watchers=[notices]).begin([])
+    assert notices.texts == [
+        "fedgkt sends the features and the class of every training sample to the server"
+    ]

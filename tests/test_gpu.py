@@ -25,6 +25,7 @@ from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
 from fedhet.errors import FedhetError, SettingsError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
+from fedhet.privacy.noise import SecretNoise
 from fedhet.report import load_run
 from fedhet.settings.engine import ComputeSettings
 from fedhet.tensors.transfer import Numbers, all_to_device, joined, separated
@@ -170,6 +171,18 @@ def test_the_host_draws_the_same_numbers_for_every_device(gpu):
     for one, other in zip(drawn("cuda"), drawn("cpu"), strict=True):
         assert torch.equal(one, other)
     assert gpu.total("up") == 3
+
+
+def test_the_noise_of_privacy_is_that_of_the_host(gpu):
+    """Its bits are drawn on the host and copied; the Gaussians are computed on the device."""
+    key, values = bytes(range(32)), torch.linspace(-1, 1, 1001)
+    host = SecretNoise(key).add([values], 1.5, 1.0)[0]
+    copies = gpu.total("up, waiting")
+    there = values.cuda()
+    found = SecretNoise(key).add([there], 1.5, 1.0)[0]
+    assert found.device.type == "cuda"
+    assert torch.allclose(found.cpu(), host, atol=1e-6)
+    assert gpu.total("up, waiting") == copies + 2, "the values, and the bits"
 
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from federation import Server, records, run, small
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import Notices, cut_and_resumed
@@ -18,6 +19,7 @@ from fedhet.engines.inline import InlineProxy
 from fedhet.errors import FedhetError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.server.reply_spool import ReplySpool
+from fedhet.storage import Checkpoints, ClientStore
 from fedhet.wire import contract
 from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -356,6 +358,18 @@ def test_replies_on_disk_are_their_owners(tmp_path):
     ReplySpool(tmp_path / "inbox", 10**6, Contract()).put("a", ndarrays_to_parameters(message))
     assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_states_and_checkpoints_are_their_owners(tmp_path):
+    store = ClientStore(tmp_path / "state", "run", "a")
+    store.save(1, {"w": torch.ones(3)}, {"version": 1})
+    (tmp_path / "run").mkdir()
+    checkpoints = Checkpoints(tmp_path / "run", {"run": "run", "method": "fedavg"})
+    checkpoints.write(1, {"w": np.ones(3, np.float32)}, {})
+    found = [path for path in tmp_path.rglob("*.safetensors") if path.is_file()]
+    assert len(found) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
 
 
 @pytest.mark.usefixtures("_usual_umask")

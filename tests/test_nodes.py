@@ -110,6 +110,17 @@ def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "2"}
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_of_two_keys_with_one_name_the_first_that_connects_takes_part(grid, joining, at_once):
+    members, manager, notices = joining
+    grid.add(1, claims="site-a", registered="site-a")
+    if not at_once:
+        members.present(manager)
+    grid.add(2, claims="site-a", registered="site-a")
+    assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
+    assert notices == ["client site-a is left out: another node has that name"]
+
+
 def test_without_keys_the_first_has_the_name(grid, joining):
     members, manager, notices = joining
     grid.add(1, claims="site-a")

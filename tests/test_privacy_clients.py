@@ -17,14 +17,18 @@ import pytest
 import torch
 from federation import SMALL, Server, client_of, records, run, settings, without_times
 from flwr.common import Context, RecordDict
+from interruption import Notices
 from opacus.grad_sample import GradSampleHooks
 from rounds import opened, replied
 from torch import nn
 
+from fedhet import report
 from fedhet.client_app import client_fn
 from fedhet.client_runtime import privacy as promises
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
+from fedhet.client_runtime.permissions import permitted
+from fedhet.config.privacy import check_trainable
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
 from fedhet.errors import PrivacyError, SettingsError, StateError
@@ -34,6 +38,8 @@ from fedhet.privacy import noise as secret_noise
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise, Plan, Release, epsilon_of, solved
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
+from fedhet.report.curves import drawings
+from fedhet.report.tables import comparison_cells
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -45,6 +51,9 @@ OWN = {
     "fedgen": {"fedgen.weighting": "clients"},
     "fedkd": {"fedkd.intensity": "sample"},
 }
+CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
+         "training.batch-size": 4096}  # fmt: skip
+"""A run whose epsilon is computed at once: its batches have all samples."""
 SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.refused)
 MEASURED = {
     "epsilon": "follows from the settings and the number of rows",
@@ -189,6 +198,21 @@ def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
         assert distance(sent(1.0, 1), sent(1.0, 2)) > 1e-3
 
 
+def test_only_a_simulated_clock_gets_the_number_of_rows(tmp_path):
+    """Neighbors have equally many; at a site, settings of a simulated clock are ignored."""
+    devices = tmp_path / "devices.csv"
+    devices.write_text("client,sample-ms,mbit\nclient-0,1,100\nclient-1,1,100\n")
+    for clock in ({}, {"pace.clock": str(devices)}):
+        config = private("felo", clients=2, **CHEAP, **clock)
+        client = opened(config, tmp_path / str(len(clock)))
+        message = encode(Envelope("run", "felo", 1, "server"), Knowledge())
+        _, count, said = client.fit(message, {})
+        assert count == 2
+        assert said.get("work") == (len(client.y) if clock else None)
+    node = {"partition-id": 0, "name": "a"}
+    assert "pace.clock" not in permitted(node, {"pace.clock": str(devices), "method": "felo"})
+
+
 @pytest.mark.parametrize("method", SUPPORTED)
 def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
     server = Server(private(method), tmp_path)
@@ -249,7 +273,9 @@ def test_personal_scores_and_losses_are_in_the_clients_own_log(tmp_path, caplog)
 
 def test_a_run_spends_what_its_settings_say(tmp_path):
     config = private("felo", clients=2, rounds=3, fraction=1.0)
-    summary = run(config, tmp_path, report=True)
+    notices = Notices()
+    summary = run(config, tmp_path, [notices], report=True)
+    assert notices.texts[0] == "3 rounds cost each client at most ε = 8 at δ = 1e-05"
     spent = summary["privacy"]
     assert set(spent) == {"client-0", "client-1"}
     for name, each_ in spent.items():
@@ -262,6 +288,15 @@ def test_a_run_spends_what_its_settings_say(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "accuracy by epsilon, at the end 7.9" in page or "at the end 8" in page
     assert ">epsilon<" in page
+
+
+def test_a_comparison_shows_epsilon(tmp_path):
+    config = private("fedavg", models=["mlp"], clients=2, rounds=1, **CHEAP)
+    spent = run(config, tmp_path / "private")["privacy"]["client-1"]["epsilon"]
+    comparison = report.compare([tmp_path / "private"])
+    (cell,) = comparison_cells(comparison).columns["epsilon"]
+    assert cell.value == pytest.approx(spent, rel=0.05)
+    assert "accuracy by epsilon" in [each.alt for each in drawings(comparison)]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cofed", "fedmd", "cronus", "fedtype", "fml"])
@@ -426,6 +461,20 @@ def test_a_delta_that_means_nothing_is_refused(tmp_path):
 
 
 # Again: resumed runs, second tries, killed clients
+
+
+def test_no_key_of_the_noise_is_stored_or_sent(tmp_path, monkeypatch):
+    keys = []
+    fresh = SimpleNamespace(token_bytes=lambda size: keys.append(os.urandom(size)) or keys[-1])
+    monkeypatch.setattr(secret_noise, "secrets", fresh)
+    client = opened(private("felo", **CHEAP), tmp_path)
+    arrays, _, said = client.fit(encode(Envelope("run", "felo", 1, "server"), Knowledge()), {})
+    assert "error" not in said
+    stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(stored) >= 3, "a state, an answer, and a ledger"
+    assert len(keys) == 2, "one for training, one for class sums"
+    for content in (*stored, *(each.tobytes() for each in arrays)):
+        assert not any(key in content or key.hex().encode() in content for key in keys)
 
 
 def test_a_second_answer_is_the_first_one(tmp_path):
@@ -692,12 +741,7 @@ def test_a_simulated_client_records_no_run_without_privacy(tmp_path):
     assert entries(tmp_path) == []
 
 
-CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
-         "training.batch-size": 4096}  # fmt: skip
-"""A run whose epsilon is computed at once: its batches have all samples."""
-
-
-def test_a_private_run_says_that_the_same_data_was_used_without_privacy(tmp_path, caplog, call):
+def test_a_private_run_says_that_runs_without_privacy_came_before_it(tmp_path, caplog, call):
     replied(at_site(open_config(), tmp_path), 1, Knowledge())
     for number in (1, 2):
         client = at_site(private("felo", clients=2, **CHEAP), tmp_path)
@@ -707,14 +751,14 @@ def test_a_private_run_says_that_the_same_data_was_used_without_privacy(tmp_path
     said = [each for each in caplog.messages if "no privacy guarantee" in each]
     assert len(said) == 1
     assert "client-1: run second has no privacy guarantee" in said[0]
-    assert "used without privacy by run." in said[0]
+    assert "used data of this site: run." in said[0]
     rows = json.loads(call("privacy", str(tmp_path), "--json")[1])
     found = [(r["run"], r["epsilon"] is None, r["guarantee"]) for r in rows]
     assert found == [("run", True, False), ("second", False, False), ("all", True, False)]
     status, out, _ = call("privacy", str(tmp_path))
     assert status == 0
     assert "no privacy" in out
-    assert f"no guarantee for data {rows[0]['data'][:12]}, because runs without privacy" in out
+    assert "client-1: no privacy guarantee, because the ledger has runs without privacy" in out
 
 
 def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
@@ -729,14 +773,15 @@ def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
     client.promise._check(entries(tmp_path), Release(50.0))
 
 
-def test_other_data_keeps_its_guarantee(tmp_path, call):
+def test_a_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path, call):
+    """Another seed, image size or sample changes the digest, and most samples are the same."""
     ledger = Ledger(tmp_path, "a")
-    ledger.record_unprotected("open", 1, "felo", "a", "first data")
-    ledger.charge([Release(4.0)], lambda past: None, **entry(run="private", data="other data"))
+    ledger.record_unprotected("open", 1, "felo", "a", "first digest")
+    ledger.charge([Release(4.0)], lambda past: None, **entry(run="private", data="other digest"))
     rows = json.loads(call("privacy", str(ledger.path), "--json")[1])
     assert {r["run"]: r["guarantee"] for r in rows} == {
         "open": False,
-        "private": True,
+        "private": False,
         "all": False,
     }
 
@@ -809,6 +854,12 @@ def test_a_method_that_cannot_be_private_says_why(method):
         ("fedtype", {"proxy": "cnn3"}, "'fedtype.proxy' = 'cnn3' .* it takes cnn3-gn"),
         ("fedtype", {"backward": "conformal"}, "it takes symmetric or topk or none"),
         ("felo", {"clip": 1.0}, "'training.clip' = 1.0 is not allowed: it takes 0"),
+        (
+            "felo",
+            {"semi": "fixmatch"},
+            "'training.semi' = 'fixmatch' is not allowed: it takes none",
+        ),
+        ("felo", {"pace.select": "power-of-choice"}, "it takes random"),
         ("felo", {"schedule": "plateau"}, "it takes constant or cosine or step"),
         ("felo", {"engine.precision": "bfloat16"}, "it takes float32"),
         ("felo", {"pace.select": "oort"}, "'pace.select' = 'oort' .* it takes random"),
@@ -841,6 +892,26 @@ def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
 
     with pytest.raises(Exception, match="cannot be trained by DP-SGD"):
         sgd.refuse_unfit(Attentive())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("text-gru", (0, 12, 50)), ("text-transformer", (0, 12, 50)), ("ft-transformer", (8,)),
+     ("mixing_model:made", (1, 8, 8))],
+)  # fmt: skip
+def test_a_model_that_cannot_be_private_is_refused_before_a_run(name, shape, tmp_path, monkeypatch):
+    (tmp_path / "mixing_model.py").write_text(
+        "from torch import nn\n\n\nclass Mixing(nn.Flatten):\n    def forward(self, x):\n"
+        "        return super().forward(x) - x.flatten(1).mean(0)\n\n\n"
+        "def made(shape, classes):\n    return Mixing(), nn.Linear(64, classes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = private("fedavg", models=[name])
+    message = (
+        f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained by DP-SGD"
+    )
+    with pytest.raises(SettingsError, match=message):
+        check_trainable(config.run, config.method, config.own, shape, 3)
 
 
 def test_a_run_says_what_it_costs_before_it_starts():

@@ -55,6 +55,15 @@ def test_the_tails_are_gaussian_beyond_four_standard_deviations():
     assert scipy.stats.kstest(uniform, "uniform").pvalue > 1e-3
 
 
+def test_the_tail_ends_at_nine_standard_deviations(monkeypatch):
+    """The smallest radius of 63 bits is 2**-64; at angle 0 it is the largest number."""
+    draws = SecretNoise(KEY)
+    monkeypatch.setattr(draws, "_bits", lambda count: torch.zeros(count, dtype=torch.int64))
+    assert float(draws._gaussians(2, torch.device("cpu"))[0]) == pytest.approx(
+        np.sqrt(128 * np.log(2))
+    )
+
+
 def test_draws_within_a_call_and_between_calls_are_independent():
     draws = SecretNoise(KEY)
     first, second = (draws.add([torch.zeros(50_001)], 1.0, 1.0)[0].numpy() for _ in range(2))

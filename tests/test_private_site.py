@@ -359,6 +359,58 @@ def test_the_settings_of_a_run_do_not_choose_the_test_split(tmp_path):
         assert np.array_equal(rows, first)
 
 
+def test_the_log_of_a_site_lists_the_settings_that_the_run_has_otherwise(tmp_path, caplog):
+    folder = site(tmp_path / "site", declared=f"{DECLARED}test-fraction = 0.5\n")
+    run = {"data.image-size": 16, "data.test-fraction": 0.1, "data.vocabulary": 64}
+    with caplog.at_level("INFO", "fedhet"):
+        joined(folder, **run)
+    said = [each for each in caplog.messages if "of the run is not used" in each]
+    assert len(said) == 3
+    for name, value in run.items():
+        assert f"{name} = {value!r} of the run is not used: {folder / 'site.toml'}" in said
+
+
+@pytest.mark.parametrize("kind", ["table", "text", "signal"])
+def test_a_run_for_another_kind_of_samples_is_refused(kind, tmp_path):
+    kinds = {"data.sample-kind": kind, "models.pool": "text-bag" if kind == "text" else "mlp"}
+    fault, text = outcome(site(tmp_path / "site"), **kinds)
+    assert fault == "SettingsError"
+    assert f"'data.sample-kind' = '{kind}'" in text
+    assert "'image' at this site, which declares it" in text
+
+
+SCHEMA = """
+target = "label"
+classes = ["a", "b", "c"]
+max_unknown = 0.2
+columns = [{ name = "size", kind = "number", mean = 3.0, deviation = 2.0 }]
+"""
+
+
+def test_a_table_with_a_schema_needs_no_other_declaration(tmp_path, caplog):
+    """Valid rows show nothing; a column that does not fit is the same refusal as for arrays."""
+    seen = []
+    for last in ("3,a", "-1e9,b", "other,a"):
+        folder = tmp_path / last[:2]
+        folder.mkdir()
+        rows = [*(f"{k % 7},{'ab'[k % 2]}" for k in range(30)), last]
+        (folder / "train.csv").write_text("\n".join(["size,label", *rows]))
+        (folder / "schema.toml").write_text(SCHEMA)
+        seen.append(outcome(folder, **{"models.pool": "mlp"}))
+    assert (seen[0]["classes"], seen[0]["shape"]) == (3, "1")
+    assert seen[1] == seen[0]
+    assert seen[2] == READ_FAULT
+    assert "size" in caplog.text
+
+
+def test_class_names_never_come_from_directories(tmp_path, caplog):
+    folder = tree(tmp_path / "site")
+    (folder / "classes.txt").unlink()
+    (folder / "site.toml").write_text("num-classes = 2\nshape = [1, 8, 8]\n")
+    assert outcome(folder) == READ_FAULT
+    assert "cat" in caplog.text
+
+
 def test_a_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
     folder = site(tmp_path / "site")
     run = {"privacy.epsilon": 0.0, "models.num-classes": 9, "data.test-fraction": 0.5}
@@ -377,6 +429,17 @@ def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
             with pytest.raises(SettingsError, match="does not let a private run read its own data"):
                 permitted(node, run)
             permitted(node, {**run, "privacy.epsilon": 0.0})
+
+
+def test_a_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_path, caplog):
+    folder = site(tmp_path / "site")
+    run = {"privacy.epsilon": 0.0, "models.num-classes": 10, "seed": 3, "data.test-fraction": 0.5}
+    joined(folder, {"privacy": ""}, **run)._client.promise.begin("open", 1)
+    joined(folder)._client.promise.begin("private", 1)
+    said = [each for each in caplog.messages if "no privacy guarantee" in each]
+    assert len(said) == 1
+    assert "site-a: run private has no privacy guarantee" in said[0]
+    assert "used data of this site: open." in said[0]
 
 
 @pytest.mark.parametrize("method", ["fedmd", "cofed"])

@@ -136,6 +136,7 @@ def get(address, path, host=None):
 def test_pages_are_served_of_the_runs_that_are_there_alone(runs, tmp_path):
     (tmp_path / "secret").write_text("secret")
     with serve(runs) as address:
+        assert address.startswith("http://127.0.0.1:")
         status, page, answer = get(address, "/")
         assert status == 200
         assert all(name in page for name in ("felo-0", "felo-1", "a b"))

@@ -38,7 +38,7 @@ def privacy_command(
 ) -> None:
     """Show the privacy budget that runs have consumed: by data, by run, and in total.
 
-    Runs without privacy are listed too: they void the guarantee for the same data.
+    Runs without privacy are listed too: they void the guarantee of all runs in the ledger.
     """
     if not 0 < delta < 1:
         raise SettingsError(f"--delta is {delta:g}: it takes a number between 0 and 1")
@@ -64,12 +64,8 @@ def privacy_command(
             f"{client}: {count} entries have infinite epsilon: they are of a version whose noise "
             "can be removed, or have too little noise. docs/privacy.md says how to continue."
         )
-    for client, data in sorted({(r["client"], r["data"]) for r in rows if not r["guarantee"]}):
-        if data != "all":
-            say(
-                f"{client}: no guarantee for data {data[:12]}, because runs without privacy used "
-                "the same data"
-            )
+    for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
+        say(f"{client}: no privacy guarantee, because the ledger has runs without privacy")
 
 
 def _merge(ledger: Path, copy: Path) -> None:
@@ -100,13 +96,13 @@ def _ledgers(path: Path) -> list[Path]:
 def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
     """Return a row for each run on the same data, and the total of all.
 
-    `epsilon` is None for runs without privacy, and `guarantee` is False for all runs on their data.
+    `epsilon` is infinite for runs without privacy, and `guarantee` is then False for all runs.
     """
     from fedhet.privacy.accounting import epsilon_of
     from fedhet.privacy.ledger import Entry, read_ledger
 
     entries = read_ledger(path)
-    void = {each.data for each in entries if not each.is_private}
+    guarantee = all(each.is_private for each in entries)
     by_run: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
     for each in entries:
         by_run[each.data, each.run].append(each)
@@ -127,7 +123,7 @@ def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
                 math.isinf(epsilon_of([e.release], delta)) for e in found if e.is_private
             ),
             "delta": delta,
-            "guarantee": void.isdisjoint(each.data for each in found),
+            "guarantee": guarantee,
         }
 
     rows = [row(found, *key, found[0].method) for key, found in by_run.items()]

@@ -183,16 +183,18 @@ class Private(Open):
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, whose steps are charged to `run`, and to the round `charged` if given.
 
-        Logs a warning at the start of a run if the same data was used without privacy.
+        Logs a warning at the start of a run if an earlier run had no privacy. The digests of the
+        two runs do not matter: they differ if a run without privacy reads or splits the same data
+        in another way, or if a few samples have changed.
         """
         if run != self._run:
             self.__dict__.pop("noise", None)
             past = self._ledger.entries()
-            void = {e.run: e for e in past if not e.is_private and e.data == self._digest}
+            void = dict.fromkeys(e.run for e in past if not e.is_private)
             if void and run not in {e.run for e in past}:
                 LOG.warning(
-                    "%s: run %s has no privacy guarantee: the same data was used without privacy "
-                    "by %s. `fedhet privacy %s` lists all runs.",
+                    "%s: run %s has no privacy guarantee, because earlier runs without privacy "
+                    "used data of this site: %s. `fedhet privacy %s` lists all runs.",
                     *(self._node.name, run, ", ".join(void), self._ledger.path),
                 )
         self._run, self._round, self._charged = run, round, charged or round

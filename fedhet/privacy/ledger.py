@@ -3,7 +3,7 @@
 The ledger is a file with one JSON object per line, in the client's private state and outside all
 runs. A line is written and synced before the step that it accounts for begins. So the ledger is
 complete whenever a process is killed; it also counts releases that were never sent. At a site, runs
-without privacy are recorded too, since they void any guarantee for the same data.
+without privacy are recorded too, since they void the guarantee of all runs in the ledger.
 """
 
 from __future__ import annotations

@@ -82,8 +82,10 @@ class SecretNoise:
         9.4 standard deviations, beyond which the probability is 2**-63.
         """
         pairs = (count + 1) // 2
-        bits = self._bits(2 * pairs).to(device)
-        radius = (bits[:pairs] & (2**63 - 1)).double().add_(0.5).mul_(2.0**-63)
+        bits = self._bits(2 * pairs)
+        bits[:pairs] &= 2**63 - 1
+        bits = bits.to(device)
+        radius = bits[:pairs].double().add_(0.5).mul_(2.0**-63)
         radius.log_().mul_(-2).sqrt_()
         angle = bits[pairs:].double().mul_(math.pi * 2.0**-63)
         found = torch.empty(2 * pairs, dtype=torch.float64, device=device)
