@@ -93,7 +93,7 @@ def test_a_link_to_a_folder_of_figures_ends_the_report(received, mine):
     assert content(mine) == before
 
 
-@pytest.mark.parametrize("name", ["report.html", "figures/accuracy.png", "figures/time.pdf"])
+@pytest.mark.parametrize("name", ["report.html", "figures/accuracy.png", "figures/time.svg"])
 def test_a_link_to_a_file_is_replaced_by_the_report(received, mine, name):
     (received / "figures").mkdir()
     (received / name).symlink_to(mine / "letter.txt")

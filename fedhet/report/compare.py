@@ -129,7 +129,7 @@ def _wanted(target: float, metric: Metric) -> float:
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     """Write compare.png, .html, .md, .json and the requested figures; return their paths.
 
-    Beside each figure, `.pdf` and `.svg` of it are written.
+    Beside each PNG, an SVG of the same figure is written.
     """
     out = Path(out_dir)
     page = drawings(comparison)

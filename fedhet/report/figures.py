@@ -32,7 +32,7 @@ PANELS, ACROSS = 12, 3
 
 
 def write_figures(run: Run) -> list[Path]:
-    """Write the run's figures as PNG, PDF and SVG into `figures/`; return the PNGs' paths."""
+    """Write the run's figures as PNG and SVG into `figures/`; return the PNGs' paths."""
     folder = Folder(run.path / "figures", run.path)
     found = [*drawings(run), method(run)]
     return [drawing.write(folder) for drawing in found if drawing]

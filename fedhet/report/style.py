@@ -106,14 +106,15 @@ class Drawing:
     height: float = HEIGHT
 
     def write(self, folder: Folder, dpi: int = 160) -> Path:
-        """Write `<name>.png`, `.pdf` and `.svg` into a folder and return the PNG's path."""
+        """Write `<name>.png` and `.svg` into a folder and return the PNG's path.
+
+        PDFs are for papers: their fonts take as much time as the rest of a report.
+        """
         with _styled(self) as figure:
             for artist in figure.findobj():
                 artist.set_gid(None)  # several artists share one: an id of a file must be unique
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
             figure.set_layout_engine("none")  # what was laid out stays: it takes half of the time
-            dates = {"Creator": "fedhet", "CreationDate": None}
-            self._save(figure, folder, "pdf", metadata=dates)
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
 

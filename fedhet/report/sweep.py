@@ -123,7 +123,7 @@ def shown(found: Sweep, figures: str) -> list[str]:
 
 
 def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
-    """Write sweep.html, .png (.pdf, .svg), .md and .json into a directory; return the page."""
+    """Write sweep.html, .png (and .svg), .md and .json into a directory; return the page."""
     write_text(out / "sweep.md", markdown(_cells(found, list(found.results))))
     numbers = to_json(_content(found), indent=1, inf_nan_mode="null").decode()
     write_text(out / "sweep.json", numbers + "\n")
