@@ -665,3 +665,6 @@ def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
         names, read = read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record)
         assert [Path(name).name for name in names] == ["0.txt", "1.txt", "2.txt"]
         assert torch.equal(read, samples_for(found.record, x[:3]))
+        size = sum((tmp_path / f"{n}.txt").stat().st_size for n in range(3))
+        with pytest.raises(DataError, match="takes"):
+            read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, most=size - 1)
