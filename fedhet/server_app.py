@@ -133,6 +133,13 @@ def run_directory(config: Config) -> Path:
     if not is_name(directory.name):
         rule = "a path that ends in letters, digits, '.', '_' and '-'"
         raise SettingsError(f"setting 'out' = {config.run.out!r} is not allowed: it takes {rule}")
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:  # TensorBoard and safetensors would fail
+        raise SettingsError(
+            f"out: the run's directory must have a path in UTF-8, got {str(directory)!r}. Give "
+            "another with --out, or set LC_ALL=C.UTF-8."
+        ) from None
     return directory
 
 

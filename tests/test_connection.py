@@ -194,7 +194,7 @@ def test_flowers_programs_reach_this_machine_without_a_proxy_and_a_path(monkeypa
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("PATH")
     found = Connection(tmp_path, "h:1", Path("ca.crt")).environment()
-    assert found["no_proxy"] == found["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1"
+    assert found["no_proxy"] == found["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1,h"
     assert found["https_proxy"] == "http://127.0.0.1:9"
     assert str(Path(sys.executable).parent) in found["PATH"].split(":")
     assert found["PYTHONIOENCODING"] == "utf-8"

@@ -6,19 +6,25 @@ import pwd
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.jobs import fault_of, side_by_side
+from fedhet.cli.options import loading
 from fedhet.client_runtime.node import _state_dir
+from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
 from fedhet.disk.folder import expanded
 from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
 from fedhet.engines.ray.connection import environment
-from fedhet.errors import SettingsError
+from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.units import make_output_lenient
+from fedhet.server_app import run_directory
 
 ROOT = Path(__file__).parent.parent
 FAULTS = """
@@ -155,8 +161,77 @@ def test_a_line_is_printed_in_every_encoding(monkeypatch, encoding, errors, expe
 
 
 @pytest.mark.parametrize("columns", ["0", "-1", "²", "wide"])
-def test_closed_streams_and_a_wrong_width_do_not_end_a_command(tmp_path, columns):
+def test_closed_streams_and_odd_variables_do_not_end_a_command(tmp_path, columns):
     """The command opens a file: it must not get the number of a closed standard stream."""
     command = f"{sys.executable} -m fedhet presets >&- 2>&- <&-"
-    environment = {**os.environ, "COLUMNS": columns, "LINES": columns}
+    odd = {
+        "COLUMNS": columns,
+        "LINES": columns,
+        "TZ": "No/Where",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONWARNINGS": "error",  # Typer issues a warning when it is imported
+        "LC_ALL": "C",  # the presets are not ASCII
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    environment = {**os.environ, **odd, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(["sh", "-c", command], env=environment, check=False).returncode == 0
+
+
+def test_a_deleted_working_directory_is_one_line(tmp_path):
+    """oneMKL would end the process."""
+    command = f"mkdir x && cd x && rmdir ../x && exec {sys.executable} -m fedhet methods"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedhet: working directory: not found")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_library_that_cannot_be_loaded_is_one_line():
+    line = r"^PyTorch: cannot be loaded \(ValueError: Invalid log settings: bad\)\. Check the .*\.$"
+    with pytest.raises(FedhetError, match=line), loading("PyTorch"):
+        raise ValueError("\nInvalid log settings:\nbad")
+
+
+def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypatch):
+    """TensorBoard would end it with a traceback."""
+    (odd := tmp_path / "a\udcff").mkdir()
+    monkeypatch.chdir(odd)
+    for out in ("", "run"):
+        with pytest.raises(SettingsError, match=r"^out: .* in UTF-8, got '.*\\udcff/"):
+            run_directory(resolve({"method": "local", "out": out}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_with_a_line(monkeypatch, capsys, number):
+    ended: list[int] = []
+    over = threading.Event()
+    monkeypatch.setattr("fedhet.cli.interrupt.os._exit", lambda s: (ended.append(s), over.set()))
+    monkeypatch.setattr("fedhet.cli.interrupt.errors", Console(file=(written := io.StringIO())))
+    before = signal.getsignal(number)
+    with ending_at_once(lambda: "`fedhet run --resume x` resumes it"):
+        os.kill(os.getpid(), number)
+        assert over.wait(10)
+    assert ended == [128 + number]
+    line = f"fedhet: ended by {number.name}; `fedhet run --resume x` resumes it"
+    assert written.getvalue().strip() == line
+    assert signal.getsignal(number) == before
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_at_once(str):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

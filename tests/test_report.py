@@ -31,7 +31,7 @@ from fedhet.report import (
     write_report,
 )
 from fedhet.report.figures import drawings
-from fedhet.report.style import told_apart
+from fedhet.report.style import Drawing, told_apart
 from fedhet.report.tables import Cell, Cells, comparison_cells
 from fedhet.report.terminal import Blocks
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
@@ -228,6 +228,13 @@ def test_figures_at_every_size(tmp_path: Path, clients: int, rounds: int) -> Non
         ids = re.findall(r' id="([^"]+)"', file.with_suffix(".svg").read_text())
         assert len(ids) == len({*ids})
     assert dict(mpl.rcParams) == before
+
+
+def test_figures_do_not_depend_on_the_users_matplotlibrc() -> None:
+    drawing = Drawing("x", lambda figure: figure.subplots().plot([0, 1], [0, 1]) and None)
+    before = drawing.chart().svg
+    with mpl.rc_context({"text.usetex": True, "lines.marker": "o"}):
+        assert drawing.chart().svg == before
 
 
 def test_figures_follow_what_is_there(tmp_path: Path) -> None:

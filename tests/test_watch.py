@@ -116,6 +116,9 @@ def test_a_servers_status_needs_its_authority(monkeypatch, capsys):
     code, said = call(monkeypatch, capsys, "status", "server:9093")
     assert code == 2
     assert "--ca" in said.err
+    code, said = call(monkeypatch, capsys, "status", "server", "--ca", "ca.crt")
+    assert code == 2
+    assert "expected HOST:PORT" in said.err
 
 
 @pytest.fixture

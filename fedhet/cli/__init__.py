@@ -11,7 +11,13 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from typing import Annotated, NoReturn
+
+if any(option[:1] == "e" for option in sys.warnoptions):
+    # Typer, Flower and PyTorch issue warnings of their own: show them instead of failing.
+    warnings.simplefilter("default")
+    os.environ["PYTHONWARNINGS"] = "default"
 
 import typer
 
@@ -108,6 +114,13 @@ def main() -> None:
     """Run the command line; a user error ends it with a one-line message and status 2."""
     make_output_lenient()
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # oneMKL ends the process then
+            raise FedhetError(
+                "working directory: not found, expected an existing directory, got one that was "
+                "deleted. Change to another directory."
+            ) from None
         app()
     except (FedhetError, OSError) as error:
         for note in getattr(error, "__notes__", ()):
@@ -124,7 +137,7 @@ def main() -> None:
 
 
 def _words(error: Exception) -> str:
-    """Return an error's message; of the system's own, the file and the reason."""
+    """Return an error's message; for an error of the system, the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {reason_of(error)}"
-    return str(error)
+    return reason_of(error)

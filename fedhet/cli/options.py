@@ -18,17 +18,18 @@ from rich.console import Console
 from fedhet.cli import completion
 from fedhet.config.layers import Layers
 from fedhet.config.sources import parse_pairs
-from fedhet.errors import SettingsError
+from fedhet.errors import FedhetError, SettingsError, typed
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
 """Columns of the output if it is not a terminal and the environment variable COLUMNS is not set."""
 
-for _name in ("COLUMNS", "LINES"):
-    # Rich would take 0 as a size, and fail on digits that are not ASCII.
+for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+    # Rich would accept 0 as a size, and fail on digits that are not ASCII; Typer fails on text.
     if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
         del os.environ[_name]
+os.environ["MPLBACKEND"] = "agg"  # figures are files; Matplotlib fails on an unknown backend
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
@@ -173,12 +174,19 @@ def read_seeds(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def loading(what: str = "PyTorch and Flower") -> Iterator[None]:
-    """Say in a terminal that libraries are being loaded, which takes seconds."""
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"loading {what}"):
-        yield
+    """Say in a terminal that libraries are being loaded, which takes seconds.
+
+    The block only imports. Raises FedhetError if that fails.
+    """
+    shown = console.status(f"loading {what}") if console.is_terminal else contextlib.nullcontext()
+    try:
+        with shown:
+            yield
+    except Exception as error:
+        raise FedhetError(
+            f"{what}: cannot be loaded ({typed(error)}). Check the installation, the memory limit, "
+            "and environment variables such as TORCH_LOGS."
+        ) from error
 
 
 def say(line: str) -> None:

@@ -37,7 +37,7 @@ def status_command(
     as_json: Json = False,
 ) -> None:
     """Show where a run is: its round, and who has answered, is awaited, rests or is away."""
-    if where is not None and not Path(where).exists() and ":" in where:
+    if where is not None and not Path(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
     directory = _newest(RUNS) if where is None else Path(where)

@@ -138,7 +138,8 @@ def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
 def preset_names() -> dict[str, str]:
     """Return the presets by name, each with the first line of its file."""
     files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {f.name.removesuffix(".toml"): f.read_text().splitlines()[0].lstrip("# ") for f in files}
+    first = {f.name: f.read_text(encoding="utf-8").splitlines()[0] for f in files}
+    return {name.removesuffix(".toml"): line.lstrip("# ") for name, line in first.items()}
 
 
 def read_preset(names: str) -> dict[str, object]:

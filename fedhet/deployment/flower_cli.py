@@ -222,9 +222,10 @@ class Connection:
     def environment(self) -> dict[str, str]:
         """Return the environment for all of Flower's programs that are started here."""
         programs = str(Path(sys.executable).parent)
-        # A proxy cannot reach this machine's loopback; gRPC and Python read one name each.
+        # A proxy cannot reach this machine's loopback, and `require_answer` has reached the server
+        # without one. gRPC and Python read one name each.
         direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
-        without_proxy = ",".join(filter(None, direct))
+        without_proxy = ",".join(filter(None, [*direct, self.place[0]]))
         return {
             **os.environ,
             "FLWR_HOME": str(self.home.resolve()),

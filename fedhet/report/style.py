@@ -147,7 +147,9 @@ class Drawing:
 @contextmanager
 def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[canvas.Canvas]:
     rc = {**RC, "svg.hashsalt": drawing.name, **(look or {})}
-    with mpl.rc_context(rc), warnings.catch_warnings():
+    with mpl.rc_context(), warnings.catch_warnings():
+        mpl.rcdefaults()  # not the user's matplotlibrc, nor that of the working directory
+        mpl.rcParams.update(rc)
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
         size = (scale * drawing.width, scale * drawing.height)
