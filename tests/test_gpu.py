@@ -180,9 +180,10 @@ def test_the_noise_of_privacy_is_that_of_the_host(gpu):
     copies = gpu.total("up, waiting")
     there = values.cuda()
     found = SecretNoise(key).add([there], 1.5, 1.0)[0]
+    assert gpu.total("up, waiting") == copies + 2, "the values, and the bits"
+    assert gpu.total("down, waiting") == 0
     assert found.device.type == "cuda"
     assert torch.allclose(found.cpu(), host, atol=1e-6)
-    assert gpu.total("up, waiting") == copies + 2, "the values, and the bits"
 
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))
