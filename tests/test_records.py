@@ -23,6 +23,7 @@ TIMES = {"total": 2.0, "train": 1.0, "evaluate": 0.5, "server": 0.25, "overhead"
 RECORD = {
     "round": 3, "asked": ["a", "b", "c"], "answered": ["a", "b"], "failed": {"c": "gone"},
     "accuracy": {"common": {"private": SCORE}}, "relative": {"common": {**SCORE, "best": 0.75}},
+    "majority": {"common": {"a": 0.5, "b": 0.25}},
     "loss": SCORE, "bytes_up": 10, "bytes_down": 20, "bytes_evaluation": 30,
     "seconds": TIMES, "method": {"kept": 7.0},
     "peak_memory_mb": 12.5,
@@ -43,6 +44,7 @@ def filled() -> RoundRecord:
     record.accuracy = summarise({"common": {"private": {"a": 0.25, "b": 0.75, "c": 0.0}}}, ["c"])
     kinds = {"private": {"a": 0.125, "b": 0.75}, "local": {"a": 0.5, "b": 1.0}}
     record.relative = relative({"common": kinds})
+    record.majority = {"common": {"a": 0.5, "b": 0.25}}
     record.loss = spread({"b": 0.75, "a": 0.25})
     record.bytes_up, record.bytes_down, record.bytes_evaluation = 10, 20, 30
     record.seconds.add(Seconds(total=2, train=1, evaluate=0.5, server=0.25, overhead=0.125))

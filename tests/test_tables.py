@@ -794,7 +794,7 @@ def test_a_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, enco
     with pytest.raises(DataError, match=r"takes|holds a text of 3,000,000 characters"):
         load(spec(path, max_bytes=100_000_000))
     assert time.process_time() - begun < 10
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250_000  # kilobytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
     assert pool.bytes_allocated() - used < 10_000_000
 
 

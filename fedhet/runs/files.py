@@ -30,7 +30,8 @@ def record_line(record: RoundRecord) -> str:
     What only some rounds have is left out if there is none.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    for name in ("metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"):
+    sometimes = "majority", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"
+    for name in sometimes:
         if not content[name]:
             del content[name]
     return json.dumps(content, allow_nan=False) + "\n"
