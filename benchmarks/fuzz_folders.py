@@ -292,8 +292,11 @@ def _call(words: list[str], place: Path, *, drawn: bool) -> str:
 def _page(run: Path) -> None:
     """Make the pages of a run, and the list that it is in, as `fedhet watch` serves them."""
     for folder, path in ((run, "/"), (run, f"/status/{run.name}"), (run.parent, "/")):
+        pages = Pages(folder)
+        if path != "/" and not pages.single:
+            continue  # without its settings it is no run, and has no status
         with contextlib.suppress(FedhetError):
-            Pages(folder).page(path, {})
+            pages.page(path, {})
 
 
 @contextlib.contextmanager
