@@ -317,6 +317,7 @@ def statistics_kept(model: nn.Module) -> Iterator[None]:
 def _score(
     model: nn.Module, x: Tensor, y: Tensor, compute: Compute, kept: list[Tensor] | None
 ) -> Evaluation:
+    most_frequent = int(torch.bincount(y).max())  # before the device has batches to wait for
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
     size = evaluation_batch(model, x, compute)
@@ -330,8 +331,7 @@ def _score(
         loss += nn.functional.cross_entropy(logits, target, reduction="sum")
         if kept is not None:
             kept.append(logits)
-    most = torch.bincount(compute.held(y)).max()
-    right, lost, most_frequent = torch.stack([correct, loss, most]).tolist()  # the host waits once
+    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once for all batches
     return Evaluation(right / len(y), lost / len(y), majority=most_frequent / len(y))
 
 

@@ -35,11 +35,11 @@ class LocalCluster:
 
     def workers(self) -> Workers:
         """Wait until it has started. Raises FedhetError if it cannot, or has too few processors."""
-        found = self._started.result()
+        workers = self._started.result()
         if threading.current_thread() is threading.main_thread():
             # Restore Python's handler: Ray's own prints a stack trace on SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-        return found
+        return workers
 
     def run(self, parts: ServerAppComponents) -> None:
         """Run the federation on data that all workers map from one copy. Raises FedhetError."""
