@@ -88,19 +88,20 @@ class Late(http.server.BaseHTTPRequestHandler):
     """Says that it is another time."""
 
     seconds = 0.0
+    date = ""
 
     def do_GET(self):
         now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.seconds)
         self.send_response_only(404)
-        self.send_header("Date", format_datetime(now, usegmt=True))
+        self.send_header("Date", self.date or format_datetime(now, usegmt=True))
         self.send_header("Content-Length", "0")
         self.end_headers()
 
 
 @pytest.fixture
 def served(keys):
-    def serve(seconds):
-        handler = type("Handler", (Late,), {"seconds": seconds})
+    def serve(seconds, date=""):
+        handler = type("Handler", (Late,), {"seconds": seconds, "date": date})
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(keys / "server.pem", keys / "server.key")
@@ -120,6 +121,17 @@ def test_a_server_an_hour_off_is_found(keys, served):
     assert amiss(doctor.of_server(served(0.0), keys / "ca.crt")) == []
     (found,) = amiss(doctor.of_server(served(3600.0), keys / "ca.crt"))
     assert "seconds from the server's: set the clocks by NTP" in found
+
+
+@pytest.mark.parametrize("date", ["soon", "2026-11-25", "Wed, 99 Nov 2026 10:00:00 GMT"])
+def test_a_date_that_is_none_says_nothing_about_the_clock(keys, served, date):
+    found = list(doctor.of_server(served(0.0, date), keys / "ca.crt"))
+    assert [each.what for each in found] == ["server"]
+
+
+def test_a_date_without_a_time_zone_is_utc(keys, served):
+    (found,) = amiss(doctor.of_server(served(0.0, "Mon, 01 Jan 2001 00:00:00"), keys / "ca.crt"))
+    assert "set the clocks by NTP" in found
 
 
 def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tmp_path):

@@ -40,7 +40,9 @@ def status_command(
     if where is not None and not Path(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
-    directory = _newest(RUNS) if where is None else Path(where)
+    directory = RUNS if where is None else Path(where)
+    if where is None or (directory.is_dir() and not (directory / "config.toml").exists()):
+        directory = _newest(directory)
     from fedhet.runs.status import read_status
 
     status = read_status(directory)

@@ -262,9 +262,12 @@ def _answer(address: str, authority: Path) -> Iterator[Finding]:
 
 
 def _clock(date: str | None) -> Iterator[Finding]:
-    if date is None:
-        return
-    there = email.utils.parsedate_to_datetime(date)
+    try:
+        there = email.utils.parsedate_to_datetime(date or "")
+    except ValueError:
+        return  # a proxy may remove the header, or write its own
+    if there.tzinfo is None:
+        there = there.replace(tzinfo=datetime.UTC)
     skew = abs((datetime.datetime.now(datetime.UTC) - there).total_seconds())
     text = f"{plural(round(skew), 'second')} from the server's"
     if skew > LARGEST_SKEW:
