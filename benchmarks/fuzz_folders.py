@@ -295,7 +295,7 @@ def _page(run: Path) -> None:
         pages = Pages(folder)
         if path != "/" and not pages.single:
             continue  # without its settings it is no run, and has no status
-        with contextlib.suppress(FedhetError):
+        with contextlib.suppress(FedhetError, OSError):  # the server answers with their line
             pages.page(path, {})
 
 

@@ -81,6 +81,8 @@ class ToldError(KnowledgeError):
 def one_line(text: str) -> str:
     """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
     cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+    if cut.isprintable():
+        return cut
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 

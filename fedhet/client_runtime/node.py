@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -175,8 +176,14 @@ def read_node(
 
 
 def _assigned_model(run: RunSettings, partition: int) -> str:
-    assigned = assign(run.models.pool, run.clients, run.seed, run.models.assignment)
+    assigned = _assigned(tuple(run.models.pool), run.clients, run.seed, run.models.assignment)
     return assigned[partition % len(assigned)]
+
+
+@lru_cache(maxsize=1)
+def _assigned(pool: tuple[str, ...], clients: int, seed: int, rule: str) -> Sequence[str]:
+    """Return the clients' models; cached, because each of many clients asks for its own."""
+    return assign(pool, clients, seed, rule)
 
 
 def _state_dir(given: str) -> Path:

@@ -91,7 +91,7 @@ class Pages:
         """Whether the folder is itself a run's."""
 
     def page(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
-        """Return a page and its type. Raises KeyError if there is none, FedhetError."""
+        """Return a page and its type. Raises KeyError if there is none, FedhetError, OSError."""
         head, _, name = path.lstrip("/").partition("/")
         if head == "status" and name:
             return json.dumps(self._status(name)), "application/json"

@@ -10,6 +10,7 @@ import math
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -117,7 +118,7 @@ class RunLog:
         """The checkpoint from which the run resumes; None for a new run."""
         self.workers = workers
         """Number of clients that train at once."""
-        self._queue: list[str] = []
+        self._queue: OrderedDict[str, None] = OrderedDict()
         """The clients that were asked in this round and have not begun to train."""
         self._queue_lock = threading.Lock()
         """Clients answer in several threads."""
@@ -259,7 +260,7 @@ class RunLog:
             watcher.set_aside(aside or {})
             watcher.round_started(number, asked)
         with self._queue_lock:
-            first, self._queue = [*asked[: self.workers]], [*asked[self.workers :]]
+            first, self._queue = asked[: self.workers], OrderedDict.fromkeys(asked[self.workers :])
         self._started(first)
 
     def waiting(self, what: str) -> None:
@@ -276,9 +277,9 @@ class RunLog:
             watcher.client_answered(client, one_line(error))
         with self._queue_lock:
             if client in self._queue:  # it was earlier than its turn
-                self._queue.remove(client)
+                del self._queue[client]
                 return
-            following, self._queue = self._queue[:1], self._queue[1:]
+            following = [self._queue.popitem(last=False)[0]] if self._queue else []
         self._started(following)
 
     def _started(self, clients: Iterable[str]) -> None:
