@@ -230,6 +230,19 @@ def test_the_message_that_the_former_session_took_may_expire(grid):
     assert len(grid.sent) == 2
 
 
+def test_quick_replies_are_looked_for_often_and_slow_ones_or_many_nodes_rarely(grid):
+    known = Nodes(grid)
+    assert [known.pause(waited) for waited in (0, 1, 10, 60)] == [0.2, 0.2, 1.0, 3.0]
+    for number in range(100):
+        grid.add(number + 1, claims=f"site-{number}")
+    known.session(1, fresh=True)
+    assert known.pause(0) == pytest.approx(2.0)
+    for number in range(100, 1000):
+        grid.add(number + 1, claims=f"site-{number}")
+    known.session(1, fresh=True)
+    assert known.pause(0) == 3.0
+
+
 def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, monkeypatch):
     """Flower waits for the rest of the first reply, which will never come."""
     monkeypatch.setattr(nodes, "POLL_SECONDS", 0.01)
