@@ -72,11 +72,12 @@ def steady_adam(monkeypatch):
 
 @pytest.fixture
 def encoders(tmp_path, monkeypatch):
-    """A folder of encoders, with no more of one than the check of settings reads."""
-    folder = tmp_path / "encoders" / "distilbert"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"vocab_size": 30522}')
-    monkeypatch.setenv("FEDHET_ENCODERS", str(folder.parent))
+    """A folder of encoders, with no more of them than the check of settings reads."""
+    for name in ("distilbert", "unilm", "unilm-4"):
+        folder = tmp_path / "encoders" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"vocab_size": 30522}')
+    monkeypatch.setenv("FEDHET_ENCODERS", str(tmp_path / "encoders"))
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ class Paper:
         self.g = self.lam * change - change + self.lam if change < 0 else self.lam
         if self.chosen.get("g") == "g2":
             self.g = self.lam
+        self.g_of_w = self.g if self.chosen.get("shrinks") == "both" else self.lam
         self.before = accuracy
 
     def sets_of(self, own, other):
@@ -129,7 +130,7 @@ class Paper:
             return set(ranked[0]), set(ranked[1])
         (p_heat, p_tau), (w_heat, w_tau) = self.calibrated
         return (
-            prediction_set(own, w_heat, w_tau, self.lam, self.k_reg),
+            prediction_set(own, w_heat, w_tau, self.g_of_w, self.k_reg),
             prediction_set(other, p_heat, p_tau, self.g, self.k_reg),
         )
 
@@ -211,6 +212,7 @@ VARIANTS = [
     {"labels": "all", "k-reg": 3},
     {"eta": "one"},
     {"g": "g2"},
+    {"shrinks": "both"},
     {"backward": "topk"},
     {"backward": "symmetric"},
     {"backward": "none"},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from interruption import CutOff
 from synthetic import make
+from test_presets import ALGORITHM_1
 from typer.testing import CliRunner
 
 from fedhet.cli import app
@@ -69,6 +70,11 @@ method = "fedavg"
 every = { settings = { "training.lr" = 0.01 } }
 printed = { all = 70.0 }
 
+[[places]]
+name = "together"
+columns = ["all", "all, longer"]
+paper = { settings = { "training.lr" = 0.5 } }
+
 [[claims]]
 says = "together is better"
 above = ["together"]
@@ -106,12 +112,78 @@ def test_printed_numbers_are_in_the_tables_unit(name):
             assert both[0] > 2 if found.unit == "percent" else both[0] < 5
 
 
-@pytest.mark.parametrize("name", [name for name in table_names() if name.startswith("felo")])
-def test_at_the_papers_size_equation_1_is_as_printed(name, tmp_path):
-    for cell in plan(name, read_table(name), "paper", [0], tmp_path).cells:
-        values = cell.runs[0].values
-        if values["method"] in ("felo", "velo"):
-            assert values[f"{values['method']}.feature-weight"] == 1, cell.runs[0].label
+def at_the_papers_size(paper, tmp_path):
+    """The runs of a paper's tables at its size, each with its table and label."""
+    for name in tables_of(paper):
+        for run in plan(name, read_table(name), "paper", [0], tmp_path).runs:
+            yield f"{name}: {run.label}", resolve(run.values).flat()
+
+
+def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
+    """Eq. 1, and Algorithm 2: all features are kept, and what is decoded is always sent."""
+    found = [each for each in at_the_papers_size("felo", tmp_path) if "elo" in each[1]["method"]]
+    assert {values["method"] for _, values in found} == {"felo", "velo"}
+    for label, values in found:
+        own = values["method"]
+        weights = [values[f"{own}.{name}"] for name in ("alpha", "feature-weight", "logit-weight")]
+        assert weights == [1, 1, 1], label
+        assert values.get("velo.least-separation", 0) == 0, label
+        assert values.get("velo.memory", 2000) >= 20 * 100, label
+
+
+def test_at_the_papers_size_fedtype_is_algorithm_1(tmp_path):
+    """Apart from the part of it that a row of Table 2 replaces."""
+    replaced = {"backward": ("symmetric", "topk"), "eta": ("one",), "g": ("g2",)}
+    runs = [r for r in at_the_papers_size("fedtype", tmp_path) if r[1]["method"] == "fedtype"]
+    others = []
+    for label, values in runs:
+        differs = {key for key, value in ALGORITHM_1.items() if values[key] != value}
+        assert differs <= {f"fedtype.{name}" for name in replaced}, label
+        assert len(differs) < 2, label
+        others += [(key.partition(".")[2], values[key]) for key in differs]
+    assert sorted(others) == sorted((k, v) for k, each in replaced.items() for v in each)
+
+
+# FedGEMS, Table 13: optimizer, learning rate, batch, epochs at clients on their own data, rounds.
+# Two rows of a method are its homogeneous and its heterogeneous column, where these differ. All
+# have weight decay 0.0001. FedGKT's "client epochs of public data" is its clients' only number.
+TABLE_13 = {
+    "fedgems": ("adam", 0.001, 256, 1, 200),
+    "fedavg": ("adam", 0.001, 64, 20, 200),
+    "fedmd": ("adam", 0.001, 64, 2, 200),
+    "feddf": ("adam", 0.001, 64, 40, 100),
+    "cronus": ("adam", 0.001, 64, 1, 200),
+    "ds-fl": ("adam", 0.001, 64, 1, 300),
+    "local": ("adam", 0.001, 256, 1, 200),
+    "central": ("adam", 0.001, 256, 1, 200),
+    ("fedgkt", "iid"): ("adam", 0.001, 256, 1, 200),
+    ("fedgkt", "dirichlet"): ("sgd", 0.005, 256, 1, 200),
+}
+# The same table, "client epochs of public data" and "server epochs". Samples: Table 6 counts the
+# logits of all public samples, 25,000 x 10 x 4 bytes of 16 clients = 15,625 KiB, for each of them.
+TABLE_13_PUBLIC = {
+    "fedgems": {"public-epochs": 1, "server-epochs": 1},
+    "fedmd": {"digest-epochs": 1, "sample": 0},
+    "feddf": {"epochs": 5, "lr": 0.001, "batch-size": 64},
+    "cronus": {"sample": 0},
+    "ds-fl": {"digest-epochs": 1, "server-epochs": 2, "sample": 0},
+    ("fedgkt", "iid"): {"server-epochs": 20},
+    ("fedgkt", "dirichlet"): {"server-epochs": 40},
+}
+SHARED = ("training.optimizer", "training.lr", "training.batch-size", "training.local-epochs")
+
+
+def test_at_the_papers_size_fedgems_and_its_baselines_have_table_13(tmp_path):
+    seen = set()
+    for label, values in at_the_papers_size("fedgems", tmp_path):
+        method = values["method"]
+        key = method if method in TABLE_13 else (method, values["data.partition"])
+        seen.add(key)
+        assert tuple(values[name] for name in (*SHARED, "rounds")) == TABLE_13[key], label
+        assert values["training.weight-decay"] == 0.0001, label
+        for name, value in TABLE_13_PUBLIC.get(key, {}).items():
+            assert values[f"{method}.{name}"] == value, (label, name)
+    assert seen == TABLE_13.keys()
 
 
 # What a table plans
@@ -133,6 +205,25 @@ def test_later_settings_go_over_earlier_ones(tmp_path):
     assert by_place["alone", "all"].metric == "common/private"
     assert (by_place["alone", "all"].printed, by_place["alone", "all"].printed_spread) == (50, 1.5)
     assert by_place["together", "all, longer"].printed is None
+
+
+def test_settings_of_a_place_are_of_its_cells_alone(tmp_path):
+    text = TABLE.replace("paper = { settings", "tiny = { settings")
+    found = plan("x", table(text), "tiny", [0], tmp_path, {"training.lr": 0.2})
+    assert found.replaced == [
+        "'together' has training.lr = 0.2 instead of its own 0.01",
+        "'together' has training.lr = 0.2 instead of its own 0.5",
+    ]
+    cells = plan("x", table(text), "tiny", [0], tmp_path).cells
+    rates = {(c.row.name, c.column.name): c.runs[0].values.get("training.lr") for c in cells}
+    assert rates == {
+        ("alone", "own"): None,
+        ("alone", "all"): None,
+        ("alone", "all, longer"): None,
+        ("together", "own"): 0.01,
+        ("together", "all"): 0.5,
+        ("together", "all, longer"): 0.5,
+    }
 
 
 def test_cells_of_equal_settings_share_their_runs(tmp_path):
@@ -180,6 +271,8 @@ def test_presets_and_settings_of_other_methods(tmp_path):
         ('above = ["together"]', 'above = ["felo"]', "'felo' is none of alone, together"),
         ('name = "own"', 'name = "all"', "a name occurs twice"),
         ('title = "Two methods"', 'titel = "Two methods"', "title: Field required"),
+        ('columns = ["all", "all, longer"]', 'columns = ["al"]', "'al' is none of own, all"),
+        ('name = "together"\ncolumns', 'name = "apart"\ncolumns', "'apart' is none of alone"),
     ],
 )
 def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypatch):

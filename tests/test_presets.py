@@ -11,7 +11,7 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.errors import SettingsError
 
-# FedType, Appendix F and Section 4.1; Appendix C for the data.
+# FedType, Appendix F and Section 4.1.
 FEDTYPE = {
     "method": "fedtype",
     "clients": 100,
@@ -19,7 +19,6 @@ FEDTYPE = {
     "fraction": 0.2,
     "data.partition": "dirichlet",
     "data.alpha": 0.5,
-    "data.test-fraction": 0.2,
     "models.pool": [
         "resnet18",
         "resnet34",
@@ -39,7 +38,28 @@ FEDTYPE = {
     "fedtype.lambda": 0.5,
     "fedtype.k-reg": 5,
     "fedtype.theta": 0.1,
-    "fedtype.calibration": 0.1,
+}
+# Algorithm 1 line by line, with the equations and appendices that it names.
+ALGORITHM_1 = {
+    "data.test-fraction": 0.2,  # Appendix C: "training, testing, and conformal learning sets in a
+    "fedtype.calibration": 0.1,  # 7:2:1 ratio"
+    "fedtype.calibrate-on": "held",  # "with the validation data D'", which is disjoint from D
+    "fedtype.epoch-data": "part",  # "Divide the shuffled D into R parts"; "for each x in D^r"
+    "fedtype.order": "joint",  # "Update the models w and p by optimizing J"
+    "fedtype.proxy-loss": "kl",  # Eq. 2: J has CE of w alone; Eq. 1 teaches p
+    "fedtype.backward": "conformal",
+    "fedtype.teacher": "proxy",
+    "fedtype.set-loss": "sum",  # Eq. 3: the sum over k in S
+    "fedtype.labels": "own",  # "the complete set of class labels in D_i"
+    "fedtype.eta": "consensus",  # Eq. 8
+    "fedtype.g": "g1",  # Eq. 7
+    "fedtype.shrinks": "both",  # S and L are both "via Eq. (6)", which has g
+    "fedtype.u": "random",  # "a predefined randomized factor"
+    "fedtype.quantile": "corrected",  # Appendix B, step 3: (1 - theta)(n + 1) / n
+    "fedtype.infinite": "imitate",
+    "fedtype.lambda": 0.5,  # Appendix F
+    "fedtype.k-reg": 5,
+    "fedtype.theta": 0.1,
 }
 # UM-pFSSL, section VI-A.
 UM_PFSSL = {
@@ -60,6 +80,9 @@ UM_PFSSL = {
     "um-pfssl.replace": 2,
     "um-pfssl.search-rounds": 30,
     "um-pfssl.refresh": 10,
+    "um-pfssl.relation": "en+ta",
+    "um-pfssl.divergence": "reverse",  # Eq. 5: KL(f(x), pseudo-label)
+    "data.test-fraction": 0.2,
 }
 # Felo and Velo, Section 4; what it leaves open is as in HeteroFL's code (utils.py, data.py and
 # train_classifier_fed.py, with SGD), whose defaults it names: crops by 4 and mirrored images too.
@@ -124,6 +147,9 @@ def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
         printed = {"alpha": 1.0, "feature-weight": 1.0, "logit-weight": 1.0, "feature-norm": "none"}
         printed |= {"share-weights": True, "weighting": "clients", "feature-dim": 512}
         assert {key: found[f"{method}.{key}"] for key in printed} == printed
+    if method == "velo":  # Algorithm 2, lines 4 to 7; 20 clients in 100 rounds send no more
+        assert (found["velo.least-separation"], found["velo.interval"]) == (0, 1)
+        assert found["velo.memory"] >= 20 * 100
 
 
 @pytest.mark.parametrize("method", ["felo", "velo"])
@@ -232,6 +258,11 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
         ("table1-fmnist", "fashion-mnist", FEDTYPE),
         ("table1-cifar10", "cifar10", FEDTYPE),
         ("table1-cifar100", "cifar100", FEDTYPE),
+        *(
+            (f"table1-{name},fedtype-algorithm-1", dataset, FEDTYPE | ALGORITHM_1)
+            for name, dataset in (("fmnist", "fashion-mnist"), ("cifar10", "cifar10"))
+        ),
+        ("table1-cifar100,fedtype-algorithm-1", "cifar100", FEDTYPE | ALGORITHM_1),
         ("table8-agnews", "text:data/agnews", FEDTYPE | FEDTYPE_TEXTS),
         ("table8-agnews,table8-homogeneous", "text:data/agnews", FEDTYPE | FEDTYPE_ONE_TEXT_MODEL),
         ("um-pfssl-fmnist", "fashion-mnist", UM_PFSSL),

@@ -72,7 +72,8 @@ def test_velo_has_every_experiment_of_felos(name):
     """A preset of Felo's given to another method loses Felo's own settings, the width too."""
     felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
     own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
-    assert {**own, "method": "velo", "velo.interval": 1} == velo
+    algorithm_2 = {"velo.interval": 1, "velo.least-separation": 0.0, "velo.memory": 2000}
+    assert {**own, "method": "velo", **algorithm_2} == velo
 
 
 @pytest.mark.usefixtures("encoders")

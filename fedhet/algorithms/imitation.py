@@ -40,6 +40,8 @@ class SetRules:
     """Is the threshold's quantile corrected for few samples (Appendix B)?"""
     g: str = "g1"
     """The form of the dynamic penalty (Eq. 7, Section 4.2.4)."""
+    shrinks_both: bool = False
+    """Does the dynamic penalty also apply to the private model's sets (Algorithm 1, Eq. 6)?"""
     u: float | None = None
     """RAPS' u of Eq. 6; None is uniform in [0, 1) for each sample."""
     weighted: bool = True
@@ -63,7 +65,7 @@ class Imitation:
         self.rules, self.labels = rules, labels
         self.accuracy = accuracy
         self.penalty = rules.raps.penalty
-        """g of Eq. 7, the penalty in the proxy's sets."""
+        """g of Eq. 7, the penalty in the proxy's sets, and in both models' if `shrinks_both`."""
         self.calibrations: tuple[Calibration, Calibration] | None = None
         """The conformal models of the proxy and of the private model (Eq. 5)."""
         self._of_both: tuple[Tensor, ...] = ()
@@ -74,7 +76,7 @@ class Imitation:
         self._count = 0
 
     def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
-        """Fit both conformal models (Eq. 5), and how much the proxy's sets must shrink (Eq. 7).
+        """Fit both conformal models (Eq. 5), and how much the sets must shrink (Eq. 7).
 
         Both models' logits [n, C] on the held-out samples, whose classes are `y` [n].
         """
@@ -84,7 +86,8 @@ class Imitation:
         self.penalty = dynamic_penalty(change, self.rules.raps.penalty, self.rules.g)
         self.accuracy = accuracy
         for_proxy, for_private = self.calibrations
-        penalties = torch.tensor([self.rules.raps.penalty, self.penalty])
+        of_private = self.penalty if self.rules.shrinks_both else self.rules.raps.penalty
+        penalties = torch.tensor([of_private, self.penalty])
         self._of_both = (
             torch.stack([for_private.temperature, for_proxy.temperature]),
             torch.stack([for_private.tau, for_proxy.tau]),

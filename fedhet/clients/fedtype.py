@@ -292,6 +292,7 @@ def set_rules(settings: FedTypeSettings, labels: int) -> SetRules:
         theta=own.theta,
         corrected=own.quantile == "corrected",
         g=own.g,
+        shrinks_both=own.shrinks == "both",
         u=None if isinstance(own.u, str) else own.u,
         weighted=own.eta == "consensus",
         averaged=own.set_loss == "mean",

@@ -1,9 +1,10 @@
 """Generates files from the declarations in the code.
 
-docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's settings, and the
-fields of its messages. README.md and docs/methods.md: the list of methods. pyproject.toml: the
-default run config of `flwr run`. `python -m fedhet.config.reference`, in the project's root, writes
-them all. Of a page that people write too, it writes what stands between BEGIN and END.
+docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's settings, those of
+its paper, and the fields of its messages. README.md and docs/methods.md: the list of methods.
+pyproject.toml: the default run config of `flwr run`. `python -m fedhet.config.reference`, in the
+project's root, writes them all. Of a page that people write too, it writes what stands between
+BEGIN and END.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import tomli_w
 from pydantic.fields import FieldInfo
 
+from fedhet.config.paper_settings import differences, experiments
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
@@ -41,6 +43,7 @@ BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
 FIELD_COLUMNS = ("field", "type", "what it is")
 METHOD_COLUMNS = ("method", "what it does", "it needs")
+PAPER_COLUMNS = ("setting", "default here", "in the paper", "why")
 
 
 def reference(root: Path) -> dict[Path, str]:
@@ -105,9 +108,25 @@ def _method(method: Method) -> str:
         "## Settings\n",
         _settings(method.settings()) if method.settings() else "None of its own.\n",
         "Those of every run are in the [reference](../reference.md).",
+        *_paper(method.name),
         *_figures(spec),
     ]
     return "\n".join(parts)
+
+
+def _paper(name: str) -> list[str]:
+    """Return a comparison of the defaults with the settings of the method's paper, if it has one.
+
+    Raises SettingsError for a difference without a reason.
+    """
+    if name not in experiments():
+        return []
+    found, rows = experiments()[name], differences(name)
+    preset = f"`fedhet run {name} --preset {found.preset}` runs it."
+    how = preset if found.preset else f"No preset runs it: {found.without}."
+    said = " These defaults differ from it:" if rows else ""
+    head = f"\n## The paper's settings\n\n{found.what}. {how}{said}"
+    return [head, "", in_markdown(PAPER_COLUMNS, rows).rstrip()] if rows else [head]
 
 
 def _figures(spec: MethodSpec) -> list[str]:

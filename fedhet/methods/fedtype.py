@@ -72,6 +72,10 @@ class FedTypeSettings(MethodSettings):
     g: Literal["g1", "g2", "g3", "g4"] = Field(
         "g1", description="how sets shrink as the proxy gets worse; g2 does not"
     )
+    shrinks: Literal["proxy", "both"] = Field(
+        "proxy",
+        description="whose sets g shrinks: the proxy's, or those of both models, as printed",
+    )
     lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
         "auto",

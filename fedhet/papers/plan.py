@@ -89,8 +89,9 @@ class Plan:
 
     @property
     def replaced(self) -> list[str]:
-        """What `over` changes of the rows' and columns' own settings, one of each in words."""
+        """What `over` changes of the settings of rows, columns and places, one of each in words."""
         lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
+        lines += self.table.places
         return [
             f"'{line.name}' has {name} = {as_text(self.over[name])} instead of its own {own}"
             for line in lines
@@ -158,8 +159,7 @@ def _cell(
     out: Path,
     over: Mapping[str, object],
 ) -> PlannedCell:
-    changes: list[Change] = [table.sizes[size], *column.changes(size), *row.changes(size)]
-    values = layered(changes, over, row.method)
+    values = layered(table.changes(row, column, size), over, row.method)
     runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
     printed = row.printed.get(column.name)
     both = printed if isinstance(printed, list) else [printed]

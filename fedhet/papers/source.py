@@ -1,8 +1,9 @@
 """Reads a table of a paper: a TOML file of rows, columns, sizes, printed numbers and claims.
 
-A cell is one run per seed. Its settings are those of the size, then of the column, then of the row;
-of each, its presets come first. Cells with equal settings share their runs, so that several kinds
-of model of one run can be rows or columns of their own.
+A cell is one run per seed. Its settings are those of the size, then of the column, of the row, and
+of the place where they meet, if there is one; of each, its presets come first. Cells with equal
+settings share their runs, so that several kinds of model of one run can be rows or columns of their
+own.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ class Row(Line):
     """The paper's numbers by column."""
 
 
+class Place(Line):
+    """Settings of a row, which is named, in some of the columns."""
+
+    columns: list[str] = Field(min_length=1)
+
+
 class Claim(_Part):
     """A claim of the paper: each of `above` is greater than each of `below`."""
 
@@ -117,6 +124,7 @@ class PaperTable(_Part):
     sizes: dict[Size, Scale]
     rows: list[Row] = Field(min_length=1)
     columns: list[Line] = Field(min_length=1)
+    places: list[Place] = Field(default_factory=list)
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
@@ -127,6 +135,14 @@ class PaperTable(_Part):
         """Return the columns of a size."""
         return [column for column in self.columns if size in column.sizes]
 
+    def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
+        """Return the settings of a cell in a size, the later ones over the earlier."""
+        found = [self.sizes[size], *column.changes(size), *row.changes(size)]
+        for place in self.places:
+            if place.name == row.name and column.name in place.columns:
+                found += place.changes(size)
+        return found
+
     @model_validator(mode="after")
     def _names_are_known(self) -> PaperTable:
         rows, columns = ([line.name for line in part] for part in (self.rows, self.columns))
@@ -135,6 +151,9 @@ class PaperTable(_Part):
                 raise ValueError(f"a name occurs twice in {names}")
         for row in self.rows:
             _all_in(row.printed, columns, f"row {row.name!r}, printed")
+        for place in self.places:
+            _all_in([place.name], rows, "places, name")
+            _all_in(place.columns, columns, f"places, {place.name!r}")
         for claim in self.claims:
             ours, theirs = (rows, columns) if claim.of == "rows" else (columns, rows)
             _all_in([*claim.above, *claim.below], ours, f"claim {claim.says!r}")
