@@ -49,6 +49,7 @@ OWN = {
     "fedgems": {"fedgems.server-model": "mlp"},
     "cofed": {"update_batch_size": 32},
     "fedgen": {"fedgen.weighting": "clients"},
+    "fedtgp": {"fedtgp.distance": "mse"},
     "fedkd": {"fedkd.intensity": "sample"},
 }
 CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
