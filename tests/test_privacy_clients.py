@@ -48,7 +48,7 @@ OWN = {
     "heterofl": {"masked": False},
     "fedgems": {"fedgems.server-model": "mlp"},
     "cofed": {"update_batch_size": 32},
-    "fedgen": {"fedgen.weighting": "clients"},
+    "fedgen": {"fedgen.weighting": "clients", "fedgen.prior": "uniform"},
     "fedtgp": {"fedtgp.distance": "mse"},
     "fedkd": {"fedkd.intensity": "sample"},
 }
