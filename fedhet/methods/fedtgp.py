@@ -28,9 +28,10 @@ class FedTgpSettings(fedproto.PrototypeSettings):
         "mse, as in the authors' code",
     )
     margin: Margin = Field(
-        "largest",
-        description="the margin between classes: the largest distance of two classes' centres, as "
-        "in Eq. 9, or the largest of those to the nearest other class, as in the authors' code",
+        "nearest",
+        description="margin between classes, by the distances of their centres: nearest, the "
+        "largest distance of a class to the nearest other one, as in the caption of Fig. 1 and in "
+        "the authors' code, or largest, that of any two classes, as in Eq. 9",
     )
     most_margin: Positive = Field(100.0, description="the most that the margin can be, tau")
     server_epochs: Count = Field(
