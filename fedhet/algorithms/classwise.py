@@ -304,7 +304,8 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
         means = (member @ features.float()) / counts.clamp(min=1).unsqueeze(1)
         gaps = torch.linalg.vector_norm(means - teacher.features, dim=1)
     compared = (counts > 0) & teacher.known
-    return (gaps * compared).sum() / compared.sum().clamp(min=1)
+    mean: Tensor = (gaps * compared).sum() / compared.sum().clamp(min=1)
+    return mean
 
 
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:

@@ -48,7 +48,7 @@ class FedProtoClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return the prototypes (Eq. 3) of the model after training."""
         teacher = self.read_prototypes(knowledge)
-        self._learn(round, teacher and Pull(teacher, *self.settings.pull))
+        self._learn(round, None if teacher is None else Pull(teacher, *self.settings.pull))
         means = self._means()
         parts = {"classes": means.classes, "features": means.features, "counts": means.counts}
         return Knowledge(parts)
