@@ -22,6 +22,7 @@ from fedhet.arrays import group
 from fedhet.errors import ModelError
 from fedhet.methods.fedgen import generator_shapes
 from fedhet.models import HetModel
+from fedhet.strategies import fedgen as server_half
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -256,11 +257,84 @@ def test_what_travels(tmp_path):
     assert set(judged.tensors) == head
 
 
-def test_clients_that_count_alike_send_no_counts(tmp_path):
-    server = Server(fedgen(**{"fedgen.weighting": "clients"}), tmp_path)
+PRINTED = {"weighting": "clients", "prior": "counts", "alpha": 1.0, "beta": 0.0, "decay": 1.0}
+
+
+def own_settings(**changes):
+    return {f"fedgen.{name}": value for name, value in changes.items()}
+
+
+def test_clients_that_count_alike_in_classes_that_do_send_no_counts(tmp_path):
+    changes = own_settings(weighting="clients", prior="uniform")
+    server = Server(fedgen(**changes), tmp_path)
     _, answers = server.play(1)
     assert {n.partition("/")[0] for n in reply_of(answers[0][1]).tensors} == {"weights"}
     np.testing.assert_allclose(server.strategy.prior, 0.1)
+
+
+@pytest.mark.parametrize("prior", ["counts", "uniform"])
+@pytest.mark.parametrize("weighting", ["labels", "clients"])
+def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighting, prior):
+    """Eq. 4 prints a plain mean of the clients' logits, and Algorithm 1 p(y) from their counts."""
+    seen = []
+    plain = server_half.train_generator
+
+    def watched(model, head, prior, course, draws):
+        seen.append((head, prior.numpy()))
+        return plain(model, head, prior, course, draws)
+
+    monkeypatch.setattr(server_half, "train_generator", watched)
+    changes = own_settings(**{**PRINTED, "weighting": weighting, "prior": prior})
+    spaces = {**SPACES, "models.pool": ["mlp"], "max_samples": 0}
+    server = Server(fedgen(clients=3, **changes, **spaces), tmp_path)
+    clients, classes = (
+        [client_of(proxy) for proxy, _ in server.ask(1)],
+        server.strategy.task.classes,
+    )
+    counts = np.array([[int((c.y == k).sum()) for k in range(classes)] for c in clients])
+    assert (counts.sum(0) == 0).any(), "a class that no client has"
+    _, answers = server.play(1)
+    (head, prior_found), replies = seen[0], [reply_of(result).tensors for _, result in answers]
+    totals = counts.sum(0)
+    if (weighting, prior) == ("clients", "uniform"):
+        expected = [1 / classes] * classes
+    elif prior == "uniform":
+        expected = [float(n > 0) / np.count_nonzero(totals) for n in totals]
+    else:
+        expected = [n / totals.sum() for n in totals]
+    np.testing.assert_allclose(prior_found, expected)
+    np.testing.assert_allclose(server.strategy.prior, expected, rtol=1e-6)
+    for c in np.flatnonzero(totals):
+        parts = [1 / 3] * 3 if weighting == "clients" else [own[c] / totals[c] for own in counts]
+        for name, found in (("weight", head.weight[c]), ("bias", head.bias[c])):
+            own = [reply[f"weights/classifier.{name}"].astype(float) for reply in replies]
+            mean = sum(part * each for part, each in zip(parts, own, strict=True))
+            np.testing.assert_allclose(found.numpy(), mean, rtol=1e-4, atol=1e-6)
+
+
+def test_a_clients_round_is_equation_5_as_printed(tmp_path):
+    """Cross-entropy on own samples, plus that of the head on generated ones with weight 1."""
+    changes = {**own_settings(**PRINTED), **PLAIN}
+    client = opened(fedgen(models="mlp2", max_samples=200, **changes), tmp_path, before=3)
+    knowledge, label = constant(client, np.random.default_rng(0))
+    model, made = copy.deepcopy(client.network).double(), group(knowledge.tensors, "generator")
+    sent = group(knowledge.tensors, "weights")
+    model.load_state_dict(
+        model.state_dict() | {k: torch.tensor(v).double() for k, v in sent.items()}
+    )
+    features = generated(made, np.array([label]), client.settings.noise_dim)
+    for _ in range(client.training.local_epochs):
+        logs = log_softmax(model(client.x.double()))
+        answer = log_softmax(model.classifier(features))
+        loss = -logs[range(len(client.y)), client.y].mean() - answer[0, label]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= client.training.lr * gradient
+    replied(client, 3, knowledge)
+    for name, value in model.state_dict().items():
+        found = client.network.state_dict()[name].numpy()
+        np.testing.assert_allclose(found, value.numpy(), rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_no_client_counts_more_than_its_samples(tmp_path):

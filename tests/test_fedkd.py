@@ -122,17 +122,18 @@ def test_a_pair_that_is_sure_of_all_is_not_divided_by_zero():
 # A round
 
 
-def slow_round(mentor, mentee, x, y, lr, epochs):
+def slow_round(mentor, mentee, x, y, lr, epochs, learned):
     """Both models' losses printed out, and one step of each with the other's old outputs."""
     mentor, mentee, x = copy.deepcopy(mentor).double(), copy.deepcopy(mentee).double(), x.double()
     for _ in range(epochs):
         h_t, h_s = mentor.extractor(x), mentee.extractor(x) @ mentor.bridge.weight.T
         logs = [log_softmax(mentor.classifier(h_t)), log_softmax(mentee(x))]
         ce = [-each[range(len(y)), y].mean() for each in logs]
-        total = (ce[0] + ce[1]).detach()
         gradients = {}
         for me, (model, own_h, other_h) in enumerate(((mentor, h_t, h_s), (mentee, h_s, h_t))):
             teacher = logs[1 - me].detach()
+            total = ce[me] + ce[1 - me].detach()
+            total = total if learned else total.detach()
             kl = (teacher.exp() * (teacher - logs[me])).sum(1).mean()
             mse = ((own_h - other_h.detach()) ** 2).mean()
             loss = ce[me] + kl / total + mse / total
@@ -162,9 +163,14 @@ def kept_energy(cut, whole):
     return np.square(cut.astype(float)).sum() / np.square(whole.astype(float)).sum()
 
 
-def test_two_rounds_are_those_of_algorithm_1(tmp_path):
-    """Mentor and W^h are the client's own, the mentee the server's; its change is cut (Eq. 8)."""
-    server = Server(fedkd(models="mlp2", **PLAIN, rounds=4), tmp_path / "run")
+@pytest.mark.parametrize("learned", [True, False])
+def test_two_rounds_are_those_of_algorithm_1(tmp_path, learned):
+    """Mentor and W^h are the client's own, the mentee the server's; its change is cut (Eq. 8).
+
+    By default the gradient passes through the intensity, as printed.
+    """
+    chosen = {} if learned else {"fedkd.intensity-learned": False}
+    server = Server(fedkd(models="mlp2", **PLAIN, **chosen, rounds=4), tmp_path / "run")
     learn(server, 1)
     before = copy.deepcopy(server.strategy.averaged["weights"])
     asked = server.ask(2)
@@ -172,7 +178,7 @@ def test_two_rounds_are_those_of_algorithm_1(tmp_path):
     mentee = build("mlp3", client.info.shape, client.info.classes, seed=5)
     mentee.load_state_dict({k: torch.tensor(v) for k, v in before.items()})
     start = copy.deepcopy(client.network)
-    mentor, shared = slow_round(start, mentee, client.x, client.y, 0.1, 3)
+    mentor, shared = slow_round(start, mentee, client.x, client.y, 0.1, 3, learned)
     answers = server.answers(asked)
     for name, value in mentor.state_dict().items():
         found = client.network.state_dict()[name].numpy()

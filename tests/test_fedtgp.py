@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import PLAIN, fitted, instruction_of, learn, opened, reply_of, same
 
+from fedhet.algorithms.classwise import Teacher, class_mean_distance
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.algorithms.trainable_prototypes import (
     TrainablePrototypes,
@@ -17,6 +18,7 @@ from fedhet.algorithms.trainable_prototypes import (
     contrastive_loss,
     train_prototypes,
 )
+from fedhet.errors import SettingsError
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply
 from fedhet.strategies import fedtgp as server_half
@@ -299,30 +301,107 @@ def test_one_hostile_client_moves_the_prototypes_little(tmp_path):
 # The client (Eqs. 2 and 11)
 
 
-def test_a_clients_round_is_the_local_update(tmp_path):
-    """Cross-entropy plus lambda times the squared error to the prototype, as in FedProto."""
-    chosen = {"models": "mlp2", "fedtgp.lambda": 0.7, "max_samples": 150, **PLAIN}
+def equation_11(features, labels, known):
+    """The mean over a batch's classes of the distance of its prototype to the global one."""
+    found = []
+    for c in sorted(set(labels) & set(known)):
+        own = np.mean([features[n] for n, label in enumerate(labels) if label == c], axis=0)
+        found.append(np.sqrt(np.sum((own - known[c]) ** 2)))
+    return np.mean(found) if found else 0.0
+
+
+def batch(seed, samples=9, width=5):
+    """Return features, labels in 0 to 3, and global prototypes of three of these classes."""
+    rng = np.random.default_rng(seed)
+    known = {c: rng.normal(size=width).astype(np.float32) for c in (0, 1, 3)}
+    labels = [0, 2, 1, *rng.integers(0, 4, samples - 3).tolist()]
+    return rng.normal(size=(samples, width)), labels, known
+
+
+def taught(known, classes=6):
+    features = np.stack(list(known.values()))
+    return Teacher.of(np.array(list(known)), features, None, classes, torch.device("cpu"))
+
+
+@given(st.integers(0, 2**31))
+def test_the_distance_is_equation_11(seed):
+    """Its gradient is 1 / (|C| n_c) times the direction from the prototype to the class mean."""
+    features, labels, known = batch(seed)
+    place = torch.tensor(features, dtype=torch.float32, requires_grad=True)
+    found = class_mean_distance(place, torch.tensor(labels), taught(known))
+    assert found.item() == pytest.approx(equation_11(features, labels, known), rel=1e-5)
+    found.backward()
+    classes = set(labels) & set(known)
+    for n, c in enumerate(labels):
+        expected = np.zeros(5)
+        if c in classes:
+            gap = features[[k for k, label in enumerate(labels) if label == c]].mean(0) - known[c]
+            expected = gap / np.sqrt(np.sum(gap**2)) / len(classes) / labels.count(c)
+        np.testing.assert_allclose(place.grad[n], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_class_mean_on_its_prototype_has_a_gradient_of_zero():
+    """The root has none there; nor may it become infinite close by, or of classes without one."""
+    known = {0: np.zeros(3, np.float32), 1: np.ones(3, np.float32)}
+    features = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0], [1.0, 1.0, 1.0], [1e-30, 0, 0]])
+    for labels in ([0, 0, 1, 4], [2, 3, 1, 0], [2, 2, 2, 2]):
+        place = features.clone().requires_grad_()
+        found = class_mean_distance(place, torch.tensor(labels), taught(known))
+        found.backward()
+        assert found.item() == pytest.approx(0.0, abs=1e-29)
+        assert torch.equal(place.grad, torch.zeros(4, 3))
+
+
+def test_the_gradient_does_not_grow_with_the_distance():
+    for far in (1.0, 1e3, 1e6):
+        place = torch.full((1, 4), far, requires_grad=True)
+        known = {2: np.zeros(4, np.float32)}
+        class_mean_distance(place, torch.tensor([2]), taught(known)).backward()
+        assert place.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+PULLS = {
+    "euclidean": ({}, 0.1),
+    "mse": ({"fedtgp.distance": "mse"}, 10.0),
+    "own": ({"fedtgp.lambda": 0.7}, 0.7),
+}
+
+
+def slow_loss(features, logits, y, known, distance, weight):
+    """Cross-entropy plus lambda times the distance of Eq. 11, or that of the authors' code."""
+    loss, gaps = 0.0, {}
+    for n, label in enumerate(y):
+        loss = loss + (torch.logsumexp(logits[n], 0) - logits[n, label]) / len(y)
+        if label in known:
+            gaps.setdefault(label, []).append(features[n] - torch.tensor(known[label]).double())
+    if distance == "mse":
+        return loss + weight * sum((g**2).mean() for own in gaps.values() for g in own) / len(y)
+    means = [sum(own) / len(own) for own in gaps.values()]
+    return loss + weight * sum((mean**2).sum().sqrt() for mean in means) / len(means)
+
+
+@pytest.mark.parametrize("pull", PULLS)
+def test_a_clients_round_is_the_local_update(tmp_path, pull):
+    """With both distances and the weights that belong to them, and with a weight of one's own."""
+    changes, weight = PULLS[pull]
+    chosen = {"models": "mlp2", "max_samples": 150, **changes, **PLAIN}
     client = opened(fedtgp(**chosen), tmp_path)
     rng = np.random.default_rng(0)
-    taught = {c: rng.normal(size=64).astype(np.float32) for c in (0, 1, 2, 4)}
-    assert len(set(client.y.tolist()) - set(taught)) > 0
+    known = {c: rng.normal(size=64).astype(np.float32) for c in (0, 1, 2, 4)}
+    assert len(set(client.y.tolist()) - set(known)) > 0
     model = copy.deepcopy(client.network).double()
     x, y = client.x.double(), client.y.tolist()
     for _ in range(client.training.local_epochs):
         features = model.extractor(x)
         logits = model.classifier(features)
-        loss = 0.0
-        for n, label in enumerate(y):
-            loss = loss + torch.logsumexp(logits[n], 0) - logits[n, label]
-            if label in taught:
-                gap = features[n] - torch.tensor(taught[label]).double()
-                loss = loss + 0.7 * (gap**2).mean()
-        gradients = torch.autograd.grad(loss / len(y), list(model.parameters()))
+        distance = "mse" if pull == "mse" else "euclidean"
+        loss = slow_loss(features, logits, y, known, distance, weight)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= client.training.lr * gradient
-    classes, features = np.array(list(taught), np.int64), np.stack(list(taught.values()))
-    reply = fitted(client, 1, Knowledge({"classes": classes, "features": features}))
+    sent = {"classes": np.array(list(known), np.int64), "features": np.stack(list(known.values()))}
+    reply = fitted(client, 1, Knowledge(sent))
     for name, value in model.state_dict().items():
         np.testing.assert_allclose(
             client.network.state_dict()[name], value.numpy(), rtol=1e-4, atol=1e-6
@@ -333,6 +412,14 @@ def test_a_clients_round_is_the_local_update(tmp_path):
     for row, c in enumerate(reply["classes"]):
         mean = own[labels == c].mean(0)
         np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
+
+
+def test_a_class_mean_is_not_private():
+    """A sample's gradient would depend on the others of its batch, which DP-SGD cannot bound."""
+    private = {"privacy.epsilon": 8.0, "models": "mlp"}
+    with pytest.raises(SettingsError, match=r"'fedtgp\.distance' = .*takes.*mse"):
+        fedtgp(**private)
+    assert fedtgp(**private, **{"fedtgp.distance": "mse"}).own.pull == (10.0, "mse")
 
 
 def test_the_nearest_trained_prototype_is_judged(tmp_path):

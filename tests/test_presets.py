@@ -240,6 +240,26 @@ FEDTYPE_ONE_TEXT_MODEL = FEDTYPE_TEXTS | {
     "models.pool": ["encoder-4-frozen:distilbert"],
     "fedtype.proxy": "encoder-4-frozen:distilbert",
 }
+# FedTGP, Table 2 for the clients, and run_me.sh of the authors' code for the settings: its lambda
+# belongs to the mean squared error (the paper's 0.1 to the Euclidean distance).
+FEDTGP = {
+    "method": "fedtgp",
+    "clients": 20,
+    "rounds": 1000,
+    "data.partition": "dirichlet",
+    "data.alpha": 0.1,
+    "models.pool": ["resnet10", "resnet18", "resnet34"],
+    "training.optimizer": "sgd",
+    "training.lr": 0.01,
+    "training.batch-size": 10,
+    "training.local-epochs": 1,
+    "fedtgp.distance": "mse",
+    "fedtgp.lambda": 10.0,
+    "fedtgp.margin": "nearest",
+    "fedtgp.feature-dim": 512,
+    "fedtgp.most-margin": 100.0,
+    "fedtgp.server-epochs": 100,
+}
 EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4
 TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a round, Section 4.3
 
@@ -255,6 +275,7 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
         ("fedgems-cifar100,fedgems-eight", "cifar100", FEDGEMS | EIGHT),
         ("fedgems-cifar10-homogeneous,fedgems-eight", "cifar10", FEDGEMS_HOMOGENEOUS | EIGHT),
         ("fedgems-table8", "cifar10", FEDGEMS_HOMOGENEOUS | EIGHT | TABLE_8),
+        ("fedtgp-cifar100", "cifar100", FEDTGP),
         ("table1-fmnist", "fashion-mnist", FEDTYPE),
         ("table1-cifar10", "cifar10", FEDTYPE),
         ("table1-cifar100", "cifar100", FEDTYPE),
@@ -273,6 +294,16 @@ def test_a_preset_has_the_papers_numbers(name, dataset, expected):
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in expected} == expected
     assert found["data.dataset"] == dataset
+
+
+PAIRED = {"euclidean": 0.1, "mse": 10.0}
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if "fedtgp" in n])
+def test_a_preset_mixes_no_distance_with_the_weight_of_the_other(name):
+    own = resolve(read_preset(name)).own
+    weight, distance = own.pull
+    assert weight == PAIRED[distance]
 
 
 FULL_SIZE = [

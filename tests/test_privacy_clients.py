@@ -48,7 +48,8 @@ OWN = {
     "heterofl": {"masked": False},
     "fedgems": {"fedgems.server-model": "mlp"},
     "cofed": {"update_batch_size": 32},
-    "fedgen": {"fedgen.weighting": "clients"},
+    "fedgen": {"fedgen.weighting": "clients", "fedgen.prior": "uniform"},
+    "fedtgp": {"fedtgp.distance": "mse"},
     "fedkd": {"fedkd.intensity": "sample"},
 }
 CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,

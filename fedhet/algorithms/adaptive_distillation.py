@@ -22,8 +22,8 @@ class Adapting:
 
     by_sample: bool = False
     """Whether each sample has its own, or a batch has one, of its mean losses, as in the code."""
-    learned: bool = False
-    """Whether its gradient counts, as the equations print it, or it is a weight."""
+    learned: bool = True
+    """Whether its gradient counts, as in Eqs. 6 and 7 and in the code, or it is a weight (ours)."""
     hidden: float = 1.0
     """The weight of the hidden loss, L^h (ours)."""
 

@@ -19,6 +19,9 @@ Divergence = Literal["forward", "reverse"]
 """The direction of UM-pFSSL's Eq. 5: KL(pseudo-label || own), or KL(own || pseudo-label)."""
 Margin = Literal["largest", "nearest"]
 """The distance between classes that is FedTGP's margin; see `trainable_prototypes`."""
+PrototypeDistance = Literal["euclidean", "mse"]
+"""The distance of features to prototypes: of a batch's class means, or of each sample's features;
+see `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
 Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
 """The part of a model that travels: the whole model; its trained tensors, without the running
 statistics of batch norms; all tensors but those of batch norms; the layers before the head; the

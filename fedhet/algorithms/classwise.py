@@ -272,9 +272,10 @@ def class_feature_loss(
 ) -> Tensor:
     """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
-    The mean over the D components; 0 if the teacher has no entry for the class. The printed form
-    is `none`. Architectures differ in the scale of their features, and a mean over samples is
-    shorter than the samples are; hence two other scales (ours):
+    The mean over the D components; 0 if the teacher has no entry for the class. FedHe, FedProto and
+    FedTGP (`distance = mse`) use it too. The printed form of Felo's Eq. 1 is `none`. Architectures
+    differ in the scale of their features, and a mean over samples is shorter than the samples are;
+    hence two other scales (ours):
 
     - `rms`: in units of the entries' root mean square, one number for all classes and components.
       The term weighs the same whatever scale the clients' features have settled on. Lengths still
@@ -288,6 +289,23 @@ def class_feature_loss(
     elif norm == "rms":
         own, target = own / teacher.scale, target / teacher.scale
     return (own - target).square().mean(1) * teacher.known[labels]
+
+
+def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+    """Return the mean distance of a batch's class means to the entries, a scalar: FedTGP's Eq. 11.
+
+    The Euclidean distance, of the mean features [D] of the batch's samples of a class to the entry
+    of the class. Each class in the batch that has an entry counts once; 0 if no class has one. The
+    gradient of a distance has length 1, and is 0 where a mean coincides with its entry.
+    """
+    member = F.one_hot(labels, len(teacher.known)).T.float()
+    with torch.autocast(member.device.type, enabled=False):
+        counts = member.sum(1)
+        means = (member @ features.float()) / counts.clamp(min=1).unsqueeze(1)
+        gaps = torch.linalg.vector_norm(means - teacher.features, dim=1)
+    compared = (counts > 0) & teacher.known
+    mean: Tensor = (gaps * compared).sum() / compared.sum().clamp(min=1)
+    return mean
 
 
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:

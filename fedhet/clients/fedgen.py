@@ -58,9 +58,9 @@ class FedGenClient(FedAvgClient):
         return super().local_model(round, knowledge)
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the head and, if they count, the numbers of samples by class."""
+        """Return the head and, if a setting needs them, the numbers of samples by class."""
         sent = super().reply(local)
-        if self.settings.weighting == "labels":
+        if self.settings.sends_counts:
             classes, counts = np.unique(self.y.cpu().numpy(), return_counts=True)
             sent |= {"classes": classes.astype(np.int64), "counts": counts.astype(np.int64)}
         return sent

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, class_feature_loss
+from fedhet.algorithms.choices import PrototypeDistance
+from fedhet.algorithms.classwise import (
+    ClassMeans,
+    ClassSums,
+    Teacher,
+    class_feature_loss,
+    class_mean_distance,
+)
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.devices import evaluation_batch
@@ -40,7 +47,8 @@ class FedProtoClient(HetClient):
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return the prototypes (Eq. 3) of the model after training."""
-        self._learn(round, self.read_prototypes(knowledge))
+        teacher = self.read_prototypes(knowledge)
+        self._learn(round, None if teacher is None else Pull(teacher, *self.settings.pull))
         means = self._means()
         parts = {"classes": means.classes, "features": means.features, "counts": means.counts}
         return Knowledge(parts)
@@ -53,14 +61,10 @@ class FedProtoClient(HetClient):
         device = self.compute.device
         return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
 
-    def _learn(self, round: int, teacher: Teacher | None) -> None:
-        """Train on cross-entropy plus lambda times the distance to the prototypes (Eq. 7).
-
-        The distance is, as in the authors' code, the squared error of each sample's features to the
-        prototype of its class, as a mean over samples and features.
-        """
+    def _learn(self, round: int, pull: Pull | None) -> None:
+        """Train on cross-entropy plus, if there are prototypes, the pull towards them (Eq. 7)."""
         model = self.network.train()
-        objective = PrototypeObjective(model, self.own_classes, teacher, self.settings)
+        objective = PrototypeObjective(model, self.own_classes, pull)
         optimizing = self.optimization(model.parameters())
         self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
 
@@ -78,26 +82,31 @@ class FedProtoClient(HetClient):
         return self.promise.class_means(sums, model)
 
 
-class PrototypeObjective(Objective):
-    """Cross-entropy plus lambda times the distance to the prototypes (Eq. 7)."""
+class Pull(nn.Module):
+    """Lambda times the distance of a batch's features to the prototypes of their classes."""
 
-    def __init__(
-        self,
-        model: HetModel,
-        own_classes: nn.Module,
-        teacher: Teacher | None,
-        settings: PrototypeSettings,
-    ) -> None:
+    def __init__(self, teacher: Teacher, weight: float, distance: PrototypeDistance) -> None:
+        """`weight` is lambda; `distance` is as in FedTGP's settings, and `mse` in FedProto."""
         super().__init__()
-        self.model, self.own_classes, self.teacher = model, own_classes, teacher
-        self.settings = settings
+        self.teacher, self.weight, self.distance = teacher, weight, distance
+
+    def forward(self, features: Tensor, y: Tensor) -> Tensor:
+        """Return the term for samples with features [N, D] and labels y [N], a scalar."""
+        if self.distance == "euclidean":
+            return self.weight * class_mean_distance(features, y, self.teacher)
+        return self.weight * class_feature_loss(features, y, self.teacher).mean()
+
+
+class PrototypeObjective(Objective):
+    """Cross-entropy plus the pull towards the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
+
+    def __init__(self, model: HetModel, own_classes: nn.Module, pull: Pull | None) -> None:
+        super().__init__()
+        self.model, self.own_classes, self.pull = model, own_classes, pull
 
     def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
-        """Return Eq. 7."""
+        """Return the loss; cross-entropy alone if the server has sent no prototypes."""
         features, logits = self.model.features_and_logits(x)
         own, target = self.own_classes(logits, y)
         loss = F.cross_entropy(own.float(), target)
-        if self.teacher is None:
-            return loss
-        distance = class_feature_loss(features, y, self.teacher).mean()
-        return loss + self.settings.lambda_ * distance
+        return loss if self.pull is None else loss + self.pull(features, y)

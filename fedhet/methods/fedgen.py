@@ -20,18 +20,30 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     """Settings of FedGen."""
 
     alpha: NonNegative = Field(
-        10.0, description="weight of the cross-entropy of the head on generated features"
+        10.0,
+        description="weight of the cross-entropy of the head on generated features, alpha: 1 in "
+        "Eq. 5, 10 in the authors' code",
     )
     beta: NonNegative = Field(
-        10.0, description="weight of the divergence from the head's answer to generated features"
+        10.0,
+        description="weight of the divergence from the head's output for generated features, beta, "
+        "as in the authors' code; 0: none, as in Eq. 5",
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.98, description="factor by which both weights fall in each round"
+        0.98,
+        description="factor by which both weights fall in each round, as in the authors' code; 1: "
+        "constant weights, as in Eq. 5",
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="does a client count by its samples of a class in the ensemble, for which it "
-        "sends their numbers, or do all count alike and classes too, as printed?",
+        description="weights of the clients in the ensemble: labels, a client's share of the "
+        "samples of a class, as in the authors' code; clients, equal, as printed (Eq. 4)",
+    )
+    prior: Literal["counts", "uniform"] = Field(
+        "counts",
+        description="probabilities p(y) of the generated classes: counts, shares of all clients' "
+        "samples, as printed (Algorithm 1); uniform, equal for all classes that a client has, as "
+        "in the authors' code, or for all classes if no client sends numbers of samples",
     )
     noise_dim: Count = Field(32, description="width of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
@@ -39,6 +51,11 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     server_batch_size: Count = Field(128, description="generated features per step")
     generator_lr: Positive = Field(3e-4, description="the generator's learning rate (Adam)")
     diversity: NonNegative = Field(1.0, description="weight of the generator's diversity loss")
+
+    @property
+    def sends_counts(self) -> bool:
+        """Whether clients send their numbers of samples of each class."""
+        return self.weighting == "labels" or self.prior == "counts"
 
 
 def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
@@ -66,7 +83,12 @@ INSTRUCTIONS = Contract(
         WeightsField("weights", "the averaged head, from which clients start"),
         WeightsField("generator", "the generator, once it has been trained", required=False),
         TensorField(
-            "prior", "float32", ("C",), "share of each class", required=False, distribution=True
+            "prior",
+            "float32",
+            ("C",),
+            "probability of each class",
+            required=False,
+            distribution=True,
         ),
     )
 )
@@ -94,6 +116,6 @@ SPEC = replace(
     together=False,
     privacy=Protection(
         "DP-SGD; the heads that are sent are its result, without the numbers of samples by class",
-        needs={"weighting": ("clients",)},
+        needs={"weighting": ("clients",), "prior": ("uniform",)},
     ),
 )

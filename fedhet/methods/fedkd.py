@@ -28,13 +28,13 @@ class FedKdSettings(fedavg.FedAvgSettings):
     energy_end: Energy = Field(0.98, description="the same at its end, T_end")
     intensity: Literal["batch", "sample"] = Field(
         "batch",
-        description="of what the task losses are that distillation is divided by: a batch's mean, "
-        "as in the authors' code, or each sample's own",
+        description="task losses by which distillation is divided: batch, the means over a batch, "
+        "as in the authors' code, or sample, those of each sample",
     )
     intensity_learned: bool = Field(
-        False,
-        description="does the gradient pass through these task losses too, as printed, or are they "
-        "a weight?",
+        True,
+        description="whether the gradient passes through these task losses too, as printed and in "
+        "the authors' code; false: they are a constant weight",
     )
     hidden_weight: NonNegative = Field(
         1.0, description="weight of the distance between the two models' features; 0: none"

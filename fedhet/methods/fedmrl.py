@@ -20,7 +20,8 @@ class FedMrlSettings(fedavg.FedAvgSettings):
     shared: ModelName = Field("cnn2", description="the shared model G, the same at every client")
     shared_dim: Count = Field(
         32,
-        description="width of the shared model's features, d1: the coarse part of the fused ones",
+        description="width of the shared model's features, d1: the coarse part of the fused "
+        "features; 500 in the authors' code, whose models all have 500 features",
     )
     shared_weight: NonNegative = Field(
         1.0, description="weight of the shared head's cross-entropy, m^G"

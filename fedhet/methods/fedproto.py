@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedhet.algorithms.choices import PrototypeDistance
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
@@ -16,18 +17,31 @@ from fedhet.wire.identity import ClientInfo
 class PrototypeSettings(MethodSettings):
     """Settings of the clients of FedProto, and of methods that extend it."""
 
-    lambda_: NonNegative = Field(1.0, description="weight of the distance to the prototypes")
     feature_dim: Count = Field(64, description="width of the features and prototypes, D")
+
+    @property
+    def pull(self) -> tuple[float, PrototypeDistance]:
+        """The weight of the distance to the prototypes, lambda, and the kind of distance."""
+        raise NotImplementedError
 
 
 class FedProtoSettings(PrototypeSettings):
     """Settings of FedProto."""
 
+    lambda_: NonNegative = Field(
+        1.0,
+        description="weight of the mean squared error between features and prototypes, lambda",
+    )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
         description="does a client count by its samples of a class in the class's prototype, as in "
         "Eq. 6, or once, as in the authors' code?",
     )
+
+    @property
+    def pull(self) -> tuple[float, PrototypeDistance]:
+        """The weight of the distance to the prototypes, and the distance of the authors' code."""
+        return self.lambda_, "mse"
 
 
 def prototype_sizes(settings: PrototypeSettings, client: ClientInfo) -> Sizes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import Margin
+from fedhet.algorithms.choices import Margin, PrototypeDistance
 from fedhet.methods import fedproto
 from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, TensorField
@@ -15,11 +16,22 @@ from fedhet.wire.contract import Contract, TensorField
 class FedTgpSettings(fedproto.PrototypeSettings):
     """Settings of FedTGP."""
 
-    lambda_: NonNegative = Field(0.1, description="weight of the distance to the prototypes")
+    distance: PrototypeDistance = Field(
+        "euclidean",
+        description="distance of features to prototypes: euclidean, of the class means of a batch, "
+        "as printed (Eq. 11), or mse, the mean squared error of each sample's features, as in the "
+        "authors' code",
+    )
+    lambda_: Literal["auto"] | NonNegative = Field(
+        "auto",
+        description="weight of that distance; auto: 0.1 for euclidean, as in the paper, and 10 for "
+        "mse, as in the authors' code",
+    )
     margin: Margin = Field(
-        "largest",
-        description="the margin between classes: the largest distance of two classes' centres, as "
-        "in Eq. 9, or the largest of those to the nearest other class, as in the authors' code",
+        "nearest",
+        description="margin between classes, by the distances of their centres: nearest, the "
+        "largest distance of a class to the nearest other one, as in the caption of Fig. 1 and in "
+        "the authors' code, or largest, that of any two classes, as in Eq. 9",
     )
     most_margin: Positive = Field(100.0, description="the most that the margin can be, tau")
     server_epochs: Count = Field(
@@ -27,6 +39,15 @@ class FedTgpSettings(fedproto.PrototypeSettings):
     )
     server_lr: Positive = Field(0.01, description="learning rate of the server's SGD")
     server_batch_size: Count = Field(10, description="prototypes per minibatch of the server")
+
+    @property
+    def pull(self) -> tuple[float, PrototypeDistance]:
+        """The weight of the distance to the prototypes, and the kind of distance.
+
+        The weight is `lambda` or, if that is auto, the one that belongs to the distance.
+        """
+        paired = {"euclidean": 0.1, "mse": 10.0}[self.distance]
+        return paired if self.lambda_ == "auto" else self.lambda_, self.distance
 
 
 REPLIES = Contract(
@@ -49,4 +70,6 @@ SPEC = replace(
         "separation": "distance of a prototype to the nearest other, mean over classes",
     },
     together=False,
+    # A class mean's distance gives a sample a gradient that depends on the batch's other samples.
+    privacy=replace(fedproto.SPEC.privacy, needs={"distance": ("mse",)}),
 )

@@ -44,7 +44,7 @@ class FedGenStrategy(FedAvgStrategy):
         with seeded(self.run.seed, SERVER, "generator"):
             self.generator = Generator(classes, own.noise_dim, own.hidden_dim, own.feature_dim)
         self.prior = np.zeros(classes, np.float32)
-        """p(y) [C], the share of each class in the last round's samples; 0 before that."""
+        """p(y) [C], the probability of each class in the last round; 0 before that."""
         super().init()
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
@@ -85,8 +85,10 @@ class FedGenStrategy(FedAvgStrategy):
         counts = self._counts(replies)
         heads = [reply.knowledge.group("weights") for reply in replies]
         names = ("classifier.weight", "classifier.bias")
-        head = ensemble(label_weights(counts), *([each[name] for each in heads] for name in names))
-        shares = counts.sum(0) / counts.sum()
+        weighed = counts if own.weighting == "labels" else np.ones_like(counts)
+        head = ensemble(label_weights(weighed), *([each[name] for each in heads] for name in names))
+        totals = counts.sum(0) if own.prior == "counts" else (counts.sum(0) > 0).astype(float)
+        shares = totals / totals.sum()
         prior, draws = torch.tensor(shares), torch_generator(self.run.seed, SERVER, round, "noise")
         course = Course(own.server_steps, own.server_batch_size, own.generator_lr, own.diversity)
         loss = train_generator(self.generator, head, prior, course, draws)
@@ -101,13 +103,11 @@ class FedGenStrategy(FedAvgStrategy):
         }
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
-        """Return each client's samples of each class [K, C]; 1 of each if they do not count."""
+        """Return each client's samples of each class [K, C]; 1 of each if no client sends them."""
         counts = np.zeros((len(replies), self.task.classes))
         for row, reply in zip(counts, replies, strict=True):
             sent = reply.knowledge.tensors
-            if self.settings.weighting == "clients":
-                row[:] = 1
-            elif "classes" in sent:
+            if self.settings.sends_counts and "classes" in sent:
                 row[sent["classes"]] = sent["counts"]
         return counts if counts.any() else np.ones_like(counts)
 
