@@ -6,7 +6,10 @@ import csv
 import itertools
 import json
 import math
+import re
 import tomllib
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from fedhet.papers import (
     tables_of,
 )
 from fedhet.papers import source as source_of_tables
+from fedhet.papers.source import paper_of
 from fedhet.papers.write import as_markdown, write_latex
 
 TABLE = """
@@ -89,6 +93,7 @@ def table(text=TABLE):
 # The tables that there are
 
 
+@pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", table_names())
 def test_every_cell_of_every_table_is_a_run_that_there_is(name, tmp_path):
     found = read_table(name)
@@ -105,11 +110,71 @@ def test_every_cell_of_every_table_is_a_run_that_there_is(name, tmp_path):
 @pytest.mark.parametrize("name", table_names())
 def test_printed_numbers_are_in_the_tables_unit(name):
     found = read_table(name)
+    columns = {column.name: column for column in found.columns}
     for row in found.rows:
-        for printed in row.printed.values():
+        for column, printed in row.printed.items():
             both = printed if isinstance(printed, list) else [printed]
             assert all(value >= 0 for value in both)
-            assert both[0] > 2 if found.unit == "percent" else both[0] < 5
+            metric = row.metric or columns[column].metric or found.metric
+            if not metric.startswith(("figure/", "bytes/")):
+                assert both[0] > 2 if found.unit == "percent" else both[0] < 5
+
+
+# What docs/tables.md lists, and how many tables and figures each paper has.
+PARTS = re.compile(r"(Table|Fig)(?:s?\.|s)? ([0-9IVX]+[ab]?(?:(?:, | and )[0-9IVX]+[ab]?)*)")
+HAS = {
+    "FedType": (range(1, 10), range(1, 9)),
+    "Felo and Velo": (range(1, 5), range(1, 6)),
+    "UM-pFSSL": ("I II III IV V VI VII".split(), range(1, 12)),
+    "CoFED": (range(1, 3), range(1, 12)),
+    "FedGEMS": (range(1, 14), "1 2 3 4a 4b 5a 5b 6 7".split()),
+}
+SHORT = {
+    "fedtype": "FedType", "felo": "Felo and Velo", "um-pfssl": "UM-pFSSL",
+    "cofed": "CoFED", "fedgems": "FedGEMS",
+}  # fmt: skip
+
+
+def parts_in(text):
+    """The tables and figures that a text names: "Table 2, Figs. 10 and 11" has three."""
+    return {
+        (kind, number)
+        for kind, numbers in PARTS.findall(text)
+        for number in re.split(r", | and ", numbers)
+    }
+
+
+def listed_parts():
+    """Each table and figure in the list of docs/tables.md: its paper, its table, and the reason."""
+    text = (Path(__file__).parent.parent / "docs" / "tables.md").read_text()
+    section = text.split("## Tables and figures of the papers\n")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line][2:]
+    for paper, parts, made, *reason in lines:
+        found = parts_in(parts)
+        assert found, parts
+        for part in found:
+            yield paper, part, made.strip("`–"), reason[0].strip() if reason else ""
+
+
+def test_every_table_and_figure_has_a_table_or_a_reason():
+    listed = list(listed_parts())
+    assert Counter((paper, part) for paper, part, *_ in listed) == {
+        (paper, (kind, str(number))): 1
+        for paper, both in HAS.items()
+        for kind, numbers in zip(("Table", "Fig"), both, strict=True)
+        for number in numbers
+    }
+    for *part, made, reason in listed:
+        assert made or reason, part
+        assert len(reason.split()) <= 15, part
+    assert {made for *_, made, _ in listed if made} == set(table_names())
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_a_table_stands_in_the_list_with_what_its_source_names(name):
+    expected = {(SHORT[paper_of(name)], part) for part in parts_in(read_table(name).source)}
+    assert expected
+    assert expected <= {(paper, part) for paper, part, made, _ in listed_parts() if made == name}
 
 
 def at_the_papers_size(paper, tmp_path):
@@ -131,9 +196,10 @@ def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
         assert values.get("velo.memory", 2000) >= 20 * 100, label
 
 
+@pytest.mark.usefixtures("encoders")
 def test_at_the_papers_size_fedtype_is_algorithm_1(tmp_path):
-    """Apart from the part of it that a row of Table 2 replaces."""
-    replaced = {"backward": ("symmetric", "topk"), "eta": ("one",), "g": ("g2",)}
+    """Apart from the part of it that a row of Table 2 or of Fig. 3 replaces."""
+    replaced = {"backward": ("symmetric", "topk"), "eta": ("one",), "g": ("g2", "g3", "g4")}
     runs = [r for r in at_the_papers_size("fedtype", tmp_path) if r[1]["method"] == "fedtype"]
     others = []
     for label, values in runs:
@@ -141,7 +207,7 @@ def test_at_the_papers_size_fedtype_is_algorithm_1(tmp_path):
         assert differs <= {f"fedtype.{name}" for name in replaced}, label
         assert len(differs) < 2, label
         others += [(key.partition(".")[2], values[key]) for key in differs]
-    assert sorted(others) == sorted((k, v) for k, each in replaced.items() for v in each)
+    assert set(others) == {(k, v) for k, each in replaced.items() for v in each}
 
 
 # FedGEMS, Table 13: optimizer, learning rate, batch, epochs at clients on their own data, rounds.
@@ -179,7 +245,10 @@ def test_at_the_papers_size_fedgems_and_its_baselines_have_table_13(tmp_path):
         method = values["method"]
         key = method if method in TABLE_13 else (method, values["data.partition"])
         seen.add(key)
-        assert tuple(values[name] for name in (*SHARED, "rounds")) == TABLE_13[key], label
+        *others, rounds = TABLE_13[key]
+        rounds = 1 if "first round" in label else rounds  # Fig. 3
+        assert [values[name] for name in SHARED] == others, label
+        assert values["rounds"] == rounds, label
         assert values["training.weight-decay"] == 0.0001, label
         for name, value in TABLE_13_PUBLIC.get(key, {}).items():
             assert values[f"{method}.{name}"] == value, (label, name)
@@ -267,6 +336,8 @@ def test_presets_and_settings_of_other_methods(tmp_path):
     [
         ('metric = "common/private"', 'metric = "commn/private"', "it takes PROTOCOL/KIND"),
         ('metric = "common/private"', 'metric = "common/private/median"', "it takes PROTOCOL"),
+        ('metric = "common/private"', 'metric = "bytes/sideways"', "bytes/up.down"),
+        ('metric = "common/private"', 'metric = "bytes/up/worst"', "bytes/up.down"),
         ("printed = { all = 70.0 }", "printed = { al = 70.0 }", "'al' is none of own, all"),
         ('above = ["together"]', 'above = ["felo"]', "'felo' is none of alone, together"),
         ('name = "own"', 'name = "all"', "a name occurs twice"),
@@ -292,7 +363,7 @@ def test_a_word_means_a_table_those_of_a_paper_or_all():
     assert tables_of("all") == known
     assert tables_of("felo-2") == ["felo-2"]
     assert tables_of("felo") == [name for name in known if name.startswith("felo")]
-    assert len(tables_of("um-pfssl")) == 5
+    assert len(tables_of("um-pfssl")) == 11
     for wrong in ("fel", "felo-", "", "2"):
         with pytest.raises(SettingsError, match="unknown table"):
             tables_of(wrong)
@@ -401,6 +472,7 @@ def test_kendalls_tau_compares_the_order_of_rows(better, tmp_path):
     [
         ("common/global", lambda last: 100 * last["accuracy"]["common"]["global"]["mean"]),
         ("common/global/worst", lambda last: 100 * last["accuracy"]["common"]["global"]["worst"]),
+        ("common/global/std", lambda last: 100 * last["accuracy"]["common"]["global"]["std"]),
         ("figure/classes_covered", lambda last: last["method"]["classes_covered"]),
         ("figure/nothing", lambda last: math.nan),
         ("relative/common", lambda last: math.nan),
@@ -414,6 +486,23 @@ def test_what_a_cell_may_show(metric, expected, tmp_path):
     lines = (cell.runs[0].directory / "metrics.jsonl").read_text().splitlines()
     value = collect(found).cells[cell.row.name, "all"].mean
     assert value == pytest.approx(expected(json.loads(lines[-1])), nan_ok=True)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
+    text = TABLE.replace('metric = "common/private"', f'metric = "bytes/{way}"')
+    found = plan("x", table(text), "tiny", [0], tmp_path)
+    cell = next(c for c in found.cells if c.column.name == "all")
+    directory = cell.runs[0].directory
+    place(directory)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for number, record in enumerate(records, 1):
+        record[f"bytes_{way}"] = 1024 * number**2
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    results = collect(found)
+    squares = [number**2 for number in range(1, len(records) + 1)]
+    assert results.cells[cell.row.name, "all"].mean == pytest.approx(np.mean(squares))
 
 
 def test_markdown_shows_measured_beside_printed(tmp_path):

@@ -19,6 +19,7 @@ from fedhet.runs.records import NAN
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
 """The possible outcomes of a claim in a place."""
+KIB = 1024.0
 Place = tuple[str, str]
 """The names of a row and of a column."""
 
@@ -115,13 +116,18 @@ def collect(plan: Plan) -> Results:
     """Return the results of a plan's finished runs. Raises StateError for a damaged run."""
     cells = {}
     for cell in plan.cells:
-        in_percent = plan.table.unit == "percent" and not cell.metric.startswith("figure/")
+        in_percent = plan.table.unit == "percent" and not is_amount(cell.metric)
         factor = 100.0 if in_percent else 1.0
         done = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
         values = {seed: factor * _measured(path, cell.metric) for seed, path in done.items()}
         known = {seed: value for seed, value in values.items() if not math.isnan(value)}
         cells[cell.row.name, cell.column.name] = CellResult(cell, known)
     return Results(plan, cells)
+
+
+def is_amount(metric: str) -> bool:
+    """Return whether a metric has a unit of its own: it is no accuracy and no ratio of them."""
+    return metric.startswith(("figure/", "bytes/"))
 
 
 @lru_cache(maxsize=256)
@@ -135,6 +141,8 @@ def _measured(path: Path, metric: str) -> float:
     statistic = rest[0] if rest else "mean"
     if first == "figure":
         return float(run.figures[second].ffill().iloc[-1]) if second in run.figures else NAN
+    if first == "bytes":
+        return float(run.costs[f"bytes_{second}"].mean()) / KIB
     if first == "relative":
         found = run.last_evaluated.relative if run.last_evaluated else {}
         return float(getattr(found[second], statistic)) if second in found else NAN

@@ -23,7 +23,8 @@ FILES = resources.files("fedhet") / "papers"
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
 """Digits, in minutes; the paper's federation with small networks; as in the paper."""
-STATISTICS = ("mean", "tail", "worst")
+STATISTICS = ("mean", "std", "tail", "worst")
+DIRECTIONS = ("up", "down")
 RATIOS = ("mean", "best", "worst")
 
 
@@ -32,16 +33,21 @@ def _is_metric(text: str) -> str:
     third = rest[0] or "mean" if rest else "mean"
     accuracy = first in PROTOCOLS and second and third in STATISTICS
     relative = first == "relative" and second in PROTOCOLS and third in RATIOS
-    if len(rest) > 2 or not (accuracy or relative or (first == "figure" and second)):
+    bytes_sent = first == "bytes" and second in DIRECTIONS and not rest[:-1]
+    figure = first == "figure" and second
+    if len(rest) > 2 or not (accuracy or relative or bytes_sent or figure):
         raise ValueError(
-            "it takes PROTOCOL/KIND[/mean|tail|worst], relative/PROTOCOL[/mean|best|worst], or "
-            "figure/NAME"
+            "it takes PROTOCOL/KIND[/mean|std|tail|worst], relative/PROTOCOL[/mean|best|worst], "
+            "bytes/up|down, or figure/NAME"
         )
     return text
 
 
 Metric = Annotated[str, AfterValidator(_is_metric)]
-"""The metric that a cell shows, such as `common/global`, `relative/common/best`, `figure/tau`."""
+"""The metric that a cell shows, such as `common/global`, `relative/common/best`, `figure/tau`.
+
+`bytes/up` is the mean per round of what all clients send together, in KiB.
+"""
 Printed = float | Annotated[list[float], Field(min_length=1, max_length=2)]
 """A number of the paper, or a number and its spread."""
 

@@ -64,7 +64,8 @@ def _sign(results: Results, column: str) -> int:
     metrics = {c.planned.metric for (_, name), c in results.cells.items() if name == column}
     if any(metric.startswith("figure/") for metric in metrics):
         return 0
-    return -1 if any(metric.endswith("/std") for metric in metrics) else 1
+    lower = any(metric.endswith("/std") or metric.startswith("bytes/") for metric in metrics)
+    return -1 if lower else 1
 
 
 def write_overview(found: Sequence[Results], path: Path) -> None:
