@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from flwr.common import ndarrays_to_parameters
 
-from fedhet.arrays import Arrays, grouped
+from fedhet.base.arrays import Arrays, grouped
 from fedhet.methods.fedavg import REPLIES
 from fedhet.models import build, to_arrays
 from fedhet.settings.wire import WireSettings

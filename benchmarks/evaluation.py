@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks.timing import ratios, show
-from fedhet.devices import Compute, compute_for, evaluation_batch
+from fedhet.learning.devices import Compute, compute_for, evaluation_batch
+from fedhet.learning.training import evaluate
 from fedhet.models import build
 from fedhet.settings.engine import ComputeSettings
-from fedhet.training import evaluate
 
 MODELS = {
     "mlp": (1, 28, 28),

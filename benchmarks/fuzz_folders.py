@@ -32,9 +32,9 @@ import torch
 import typer.main
 
 from fedhet import cli, report
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
-from fedhet.errors import FedhetError
 from fedhet.report.canvas import Chart
 from fedhet.report.style import Drawing
 from fedhet.report.watch import Pages

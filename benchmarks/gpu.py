@@ -33,15 +33,15 @@ import fedhet
 from benchmarks import conformal_step, together
 from benchmarks.pretended_gpu import PRETENDED
 from benchmarks.timing import ratios, show
+from fedhet.base.errors import SettingsError
 from fedhet.client_runtime import stacking
 from fedhet.client_runtime.stacking import Work
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
-from fedhet.devices import compute_for, find_device
 from fedhet.engines.simulate import simulate
-from fedhet.errors import SettingsError
+from fedhet.inference.objects import dataset_name
+from fedhet.learning.devices import compute_for, find_device
 from fedhet.models import build
-from fedhet.objects import dataset_name
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.settings.engine import ComputeSettings

@@ -29,9 +29,9 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import simulate
-from fedhet.errors import FedhetError
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.server.hostile import hostile_clients

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.common import ndarrays_to_parameters
 
 from fedhet.algorithms.classwise import ClassMeans
-from fedhet.arrays import Array, grouped
+from fedhet.base.arrays import Array, grouped
 from fedhet.models import shapes
 from fedhet.wire.knowledge import Envelope, Knowledge, encode, payload_bytes
 

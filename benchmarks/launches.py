@@ -50,7 +50,7 @@ from pathlib import Path
 sys.path.append(sys.argv[1])
 import pretended_gpu
 import fedhet.report
-from fedhet import training
+from fedhet.learning import training
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import method_names

@@ -43,12 +43,12 @@ from fedhet.algorithms.helpers import (
     replaced,
     to_arrays,
 )
-from fedhet.arrays import Shapes, grouped
+from fedhet.base.arrays import Shapes, grouped
+from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
 from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import peak_memory_mb
-from fedhet.seeding import numpy_rng
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 

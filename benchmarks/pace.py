@@ -33,7 +33,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import fedhet
-from fedhet.disk.folder import write_text
+from fedhet.base.disk import write_text
 from fedhet.report import load_run
 
 CLIENTS, SPREAD, MEDIAN_MS, MEDIAN_MBIT = 20, 1.0, 100.0, 5.0

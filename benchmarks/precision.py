@@ -32,7 +32,7 @@ from fedhet.engines.inline import run_inline
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
-from fedhet.server_app import components
+from fedhet.server.app import components
 
 CLIENTS, ROUNDS, CLASSES = 4, 4, 10
 METHODS = "felo,fedavg,fedtype,fedgems,local"

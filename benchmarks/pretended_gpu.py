@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = ("fedhet", "benchmarks")
 """Packages whose lines are counted."""
-PASSED_OVER = ("fedhet.tensors.transfer",)
+PASSED_OVER = ("fedhet.base.transfer",)
 """Modules of which it matters more who calls them."""
 PRETENDED = "Pretended GPU"
 KEPT = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "view_as_real", "view_as_complex"}

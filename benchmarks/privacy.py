@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import fedhet
-from fedhet.errors import FedhetError
+from fedhet.base.errors import FedhetError
 
 CLIENTS = 3
 METHODS = ("local", "fedavg", "felo", "fedproto", "fedtype", "fedmd")

@@ -15,10 +15,10 @@ from statistics import median
 import torch
 
 from fedhet import models
-from fedhet.devices import CPU
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import Optimization, cross_entropy_of, optimization, train_epoch
 from fedhet.privacy.sgd import privately
 from fedhet.settings.run import TrainingSettings
-from fedhet.training import Optimization, cross_entropy_of, optimization, train_epoch
 
 SAMPLES, BATCH, SHAPE, CLASSES = 512, 64, (3, 32, 32), 10
 MODELS = "mlp,cnn2-gn,cnn3-gn,cnn4-gn,lenet5,gems-resnet11-gn,resnet10-gn"

@@ -40,7 +40,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.inline import InlineProxy
 from fedhet.models import shapes
-from fedhet.server_app import FederationServer, components
+from fedhet.server.app import FederationServer, components
 
 MB = 1_000_000
 LAYERS = 10

@@ -42,8 +42,8 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.engines.inline import InlineProxy
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
+from fedhet.server.app import FederationServer, components
 from fedhet.server.direct_proxy import DirectProxy
-from fedhet.server_app import FederationServer, components
 from fedhet.wire.identity import client_name
 
 BOUND, MODEL = 1.2, "mlp"

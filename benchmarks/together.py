@@ -4,7 +4,7 @@
         [--side 28] [--batch 32]
 
 An epoch of 320 made-up images at each client, in turn: `fedhet.client_runtime.stacking` and
-`fedhet.training.train_epochs`. Processor time with one thread, on an accelerator the clock's.
+XX
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.timing import ratios, show
 from fedhet.client_runtime.stacking import Work, together
-from fedhet.devices import Compute, compute_for
+from fedhet.learning.devices import Compute, compute_for
+from fedhet.learning.objective import CrossEntropy
+from fedhet.learning.training import optimization, train_epochs
 from fedhet.models import build
 from fedhet.settings.engine import ComputeSettings
 from fedhet.settings.run import TrainingSettings
-from fedhet.tensors.objective import CrossEntropy
-from fedhet.training import optimization, train_epochs
 
 CLASSES, SAMPLES = 10, 320
 

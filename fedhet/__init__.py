@@ -6,14 +6,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from fedhet.version import __version__
+from fedhet.base.version import __version__
 
 if TYPE_CHECKING:
-    from fedhet.api import compare as compare
-    from fedhet.api import load as load
-    from fedhet.api import run as run
     from fedhet.data import Dataset as Dataset
     from fedhet.data import Split as Split
+    from fedhet.inference.api import compare as compare
+    from fedhet.inference.api import load as load
+    from fedhet.inference.api import run as run
     from fedhet.inference.result import Result as Result
 
 __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
@@ -23,9 +23,9 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 # These are imported when they are first asked for: torch and Flower take seconds.
 _HOMES = {
-    "run": "fedhet.api",
-    "load": "fedhet.api",
-    "compare": "fedhet.api",
+    "run": "fedhet.inference.api",
+    "load": "fedhet.inference.api",
+    "compare": "fedhet.inference.api",
     "Result": "fedhet.inference.result",
     "Dataset": "fedhet.data",
     "Split": "fedhet.data",

@@ -11,7 +11,7 @@ import numpy as np
 from federation import Server, client_of
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
-from fedhet.arrays import Array, Arrays
+from fedhet.base.arrays import Array, Arrays
 from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config

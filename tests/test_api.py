@@ -15,12 +15,12 @@ from federation import SMALL, without_figures
 from torch import nn
 
 import fedhet
-from fedhet import api
+from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.client_runtime.permissions import permitted
 from fedhet.clients.local import LocalClient
 from fedhet.config.layers import Layers
 from fedhet.data import dataset_names, sample_kind
-from fedhet.errors import DataError, FedhetError, SettingsError, StateError
+from fedhet.inference import api
 from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display
 from fedhet.runs.records import RoundRecord, RunSeconds, Summary
@@ -205,7 +205,10 @@ def test_a_model_of_a_script_and_a_lambda(tmp_path):
 
     models = [local, lambda shape, classes: tiny(shape, classes)]
     found = quick(models=models, dataset=tabular, out=tmp_path / "run")
-    assert found.clients["model"].tolist() == ["fedhet.objects:local", "fedhet.objects:lambda"]
+    assert found.clients["model"].tolist() == [
+        "fedhet.inference.objects:local",
+        "fedhet.inference.objects:lambda",
+    ]
     assert found.settings["data.dataset"] == "python:test_api:tabular"  # it can be imported
     with torch.no_grad():
         wanted = found.model("client-0")(torch.from_numpy(X)).softmax(1).numpy()
@@ -226,7 +229,7 @@ def test_another_process_is_told_to_give_the_objects_again(tmp_path):
         "import sys; sys.path.insert(0, 'tests'); import fedhet, test_api as t\n"
         f"out = {str(out)!r}\n"
         "try: fedhet.load(out).model('client-0')\n"
-        "except fedhet.errors.FedhetError as error: print(error)\n"
+        "except fedhet.base.errors.FedhetError as error: print(error)\n"
         "again = fedhet.load(out, objects={'mine': t.tiny, 'data': (t.X, t.Y)})\n"
         "print(again.predict('client-0', t.X).names[:3])"
     )
@@ -274,7 +277,10 @@ def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
         given = ModuleType("own_module")
         given.OwnStrategy, given.OwnClient = OwnStrategy, OwnClient
     found = quick(given, models="mlp", dataset=tabular, out=tmp_path / "run")
-    assert found.settings["method"] in ("fedhet.objects.own", "fedhet.objects.own_module")
+    assert found.settings["method"] in (
+        "fedhet.inference.objects.own",
+        "fedhet.inference.objects.own_module",
+    )
     assert found.predict("client-1", X).probabilities.shape == (90, 3)
 
 
@@ -308,7 +314,9 @@ def test_an_object_that_no_worker_can_import_trains_in_this_process():
 def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
     seen = []
     run = SimpleNamespace(path=tmp_path)
-    monkeypatch.setattr("fedhet.api.simulate", lambda config, *_: seen.append(config) or run)
+    monkeypatch.setattr(
+        "fedhet.inference.api.simulate", lambda config, *_: seen.append(config) or run
+    )
     (tmp_path / "c.toml").write_text("rounds = 7\n[training]\nlr = 0.5\n[data]\nalpha = 0.3\n")
     fedhet.run(
         "local", preset="demo", config=tmp_path / "c.toml", rounds=3, models=["mlp", "cnn2"],

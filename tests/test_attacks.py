@@ -11,7 +11,7 @@ from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.server import attacks
 from fedhet.server.attacks import Attack, Benign, far_vector, lie, ofom, paf, z_max

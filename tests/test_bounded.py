@@ -13,7 +13,7 @@ import torch
 from federation import run, small
 from interruption import CutError, CutOff
 
-from fedhet.storage import load, save
+from fedhet.runs.storage import load, save
 
 COMMANDS = {
     "report": ["report", "{run}"],

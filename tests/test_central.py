@@ -11,15 +11,15 @@ from interruption import cut_and_resumed
 from rounds import SPACES, instruction_of, reply_of
 from torch.nn import functional as F
 
-from fedhet import server_app
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.data import RunData, labelled_parts
 from fedhet.deployment.flower_cli import submit
-from fedhet.errors import DataError, SettingsError
 from fedhet.methods.central import trainer
 from fedhet.models import build
-from fedhet.storage import load
+from fedhet.runs.storage import load
+from fedhet.server import app as server_app
 
 PUBLIC = {"data.public-fraction": 0.3}
 

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from typer.testing import CliRunner
 
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.deployment import certs
-from fedhet.errors import FedhetError, SettingsError
 from fedhet.settings.address import host_and_port, joined
 
 

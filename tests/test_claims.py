@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
-from fedhet.errors import SettingsError, StateError
 from fedhet.papers import plan, read_table, table_names
 from fedhet.papers.claims import claims_of, verdict_of
 from fedhet.papers.finished import MEASURED, read_finished

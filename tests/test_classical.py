@@ -16,11 +16,11 @@ from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
 
 from fedhet import models
+from fedhet.base.errors import ModelError, SettingsError
+from fedhet.base.seeding import derive
 from fedhet.config.resolve import check, resolve
-from fedhet.errors import ModelError, SettingsError
+from fedhet.learning.training import evaluate
 from fedhet.models import Refitted
-from fedhet.seeding import derive
-from fedhet.training import evaluate
 
 NAMES = [info.name for info in models.WITHOUT_GRADIENTS.values()]
 
@@ -74,7 +74,7 @@ def test_each_learns_and_is_judged_as_any_model(name):
     assert torch.equal(logits.argmax(1), predicted)
     reached = (predicted == y).float().mean().item()
     assert reached > 0.75
-    from fedhet.devices import CPU
+    from fedhet.learning.devices import CPU
 
     assert evaluate(model, x, y, CPU).accuracy == pytest.approx(reached)
     assert not list(model.parameters())

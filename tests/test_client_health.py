@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedhet.errors import FedhetError
+from fedhet.base.errors import FedhetError
 from fedhet.server.client_health import ClientHealth
 
 NAMES = ["a", "b", "c"]

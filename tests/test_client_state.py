@@ -6,9 +6,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedhet.base.errors import StateError
 from fedhet.client_runtime.state import ClientState
-from fedhet.devices import CPU
-from fedhet.errors import StateError
+from fedhet.learning.devices import CPU
 from fedhet.models import Refitted
 
 IDENTITY = {"method": "felo", "model": "mlp", "task": "2 classes of shape [3]"}

@@ -15,6 +15,7 @@ import flwr
 import pytest
 from federation import small
 
+from fedhet.base.errors import FedhetError, SettingsError, StateError
 from fedhet.cli import main
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
@@ -34,7 +35,6 @@ from fedhet.engines.ray.machines import (
 from fedhet.engines.ray.pool import LostError, WorkerPool
 from fedhet.engines.ray.ray_clients import ReachableClients, WorkerProxy
 from fedhet.engines.ray.worker import Failed, Worker
-from fedhet.errors import FedhetError, SettingsError, StateError
 from fedhet.runs.directory import check_same
 from fedhet.settings.data import DataSettings
 from fedhet.settings.engine import EngineSettings

@@ -13,6 +13,7 @@ from rounds import instruction_of, reply_of, same
 from torch.nn import functional as F
 
 from fedhet import models
+from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import (
     from_flower,
@@ -22,12 +23,11 @@ from fedhet.config.sources import (
     read_toml,
     to_flower,
 )
-from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.learning.training import batches
 from fedhet.methods.registry import find_method
 from fedhet.report import load_run
 from fedhet.report.tables import relative_line
 from fedhet.strategies.cofed import CofedStrategy
-from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge, decode, encode
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import resolve
 from fedhet.deployment import control
 from fedhet.deployment import flower_cli as connection
 from fedhet.deployment.certs import make, make_node_key
 from fedhet.deployment.flower_cli import Connection, readable, submit
-from fedhet.errors import FedhetError
 
 HEAD = [
     "\x1b[92mINFO \x1b[0m:      Start `flwr-serverapp` process\n",
@@ -35,7 +35,7 @@ TAIL = [
 
 
 def test_an_error_of_ours_is_one_line():
-    lines = [*HEAD, "fedhet.errors.StateError: runs/first holds a run already\n", *TAIL]
+    lines = [*HEAD, "fedhet.base.errors.StateError: runs/first holds a run already\n", *TAIL]
     assert list(readable(lines)) == [
         "note: waiting for 3 clients, 2 are there",
         "error: runs/first holds a run already",

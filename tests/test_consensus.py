@@ -11,7 +11,7 @@ from fedhet.algorithms.consensus import (
     trimmed_scores,
     weighted_scores,
 )
-from fedhet.errors import KnowledgeError
+from fedhet.base.errors import KnowledgeError
 from fedhet.server.attacks import nearby_distributions
 from fedhet.wire.contract import Contract, Sizes, TensorField
 

@@ -8,15 +8,14 @@ import torch
 from federation import records, run, settings, small, without_times
 from interruption import Notices, cut_and_resumed, resumed
 
-from fedhet import api
+from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
-from fedhet.errors import StateError
-from fedhet.inference import open_client
+from fedhet.inference import api, open_client
 from fedhet.runs.directory import last_round
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.statistics import best_round, spread
-from fedhet.storage import ClientStore
+from fedhet.runs.storage import ClientStore
 
 
 def longer(config, directory, **changes):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.errors import KnowledgeError
+from fedhet.base.errors import KnowledgeError
 from fedhet.methods.felo import SPEC as FELO
 from fedhet.wire.contract import (
     Contract,

@@ -21,11 +21,11 @@ from fedhet.algorithms.cvae import (
     synthesise,
     train_cvae,
 )
+from fedhet.base.seeding import seeded
 from fedhet.data import DataSpec, load
-from fedhet.devices import CPU
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import Optimization, all_finite, train_epoch
 from fedhet.methods.velo import VeloSettings
-from fedhet.seeding import seeded
-from fedhet.training import Optimization, all_finite, train_epoch
 
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8
 

@@ -21,13 +21,13 @@ import torch
 import torchvision.datasets
 from pydantic import ValidationError
 
+from fedhet.base.errors import DataError, FedhetError, SettingsError
+from fedhet.base.seeding import derive, numpy_rng
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, dataset_names, images, load, site_data
 from fedhet.data.partition import partition
 from fedhet.data.spec import stratified
-from fedhet.devices import scaled
-from fedhet.errors import DataError, FedhetError, SettingsError
-from fedhet.seeding import derive, numpy_rng
+from fedhet.learning.devices import scaled
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import build
 from fedhet.wire.identity import client_name

@@ -9,9 +9,9 @@ from interruption import Notices
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import class_average
-from fedhet.arrays import OnDemand, group
+from fedhet.base.arrays import OnDemand, group
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.server.defence import Defence, distances
 from fedhet.server.hostile import Hostile, hostile_clients

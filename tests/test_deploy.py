@@ -14,13 +14,13 @@ from federation import run, small, without_times
 from interruption import until
 from test_tables import many, write
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
 from fedhet.data.examples import write_example
 from fedhet.deployment import certs, control
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port
-from fedhet.errors import FedhetError
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 

@@ -5,10 +5,10 @@ import PIL.Image
 import pytest
 from federation import run, small
 
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import parse_pairs
 from fedhet.data import DataSpec, load
-from fedhet.errors import DataError, SettingsError
 from fedhet.models import assign
 
 

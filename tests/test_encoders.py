@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fedhet import models
+from fedhet.base.errors import DataError, ModelError, SettingsError
 from fedhet.client_runtime.permissions import permitted
 from fedhet.data import DataSpec, load
 from fedhet.data.encoders import VARIABLE, encoder_folder
-from fedhet.errors import DataError, ModelError, SettingsError
 
 WORDS = ["[UNK]", "[PAD]", "a", "cat", "dog", "stock", "fell"]
 PAD = 1  # as RoBERTa has it: not the padding of this library

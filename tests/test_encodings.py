@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.algorithms.compression import largest, rounded, scales_of
-from fedhet.errors import KnowledgeError
+from fedhet.base.errors import KnowledgeError
 from fedhet.settings.wire import WireSettings
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField

@@ -13,18 +13,18 @@ import pytest
 import yaml
 from rich.console import Console
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.jobs import fault_of, side_by_side
 from fedhet.cli.options import loading
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
-from fedhet.disk.folder import expanded
 from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
 from fedhet.engines.ray.connection import environment
-from fedhet.errors import FedhetError, SettingsError
 from fedhet.runs.units import make_output_lenient
-from fedhet.server_app import run_directory
+from fedhet.server.app import run_directory
 
 ROOT = Path(__file__).parent.parent
 FAULTS = """

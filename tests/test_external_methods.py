@@ -12,8 +12,8 @@ import pytest
 from federation import SMALL, Server, client_of, settings
 from rounds import reply_of, state_of
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rounds import altered, reply_of
 
 from fedhet.algorithms.low_rank import energy_kept, factors, least_rank
-from fedhet.errors import KnowledgeError
+from fedhet.base.errors import KnowledgeError
 from fedhet.server.magnitudes import magnitudes_of
 from fedhet.server.steps import with_whole_changes
 from fedhet.wire.contract import Contract, Sizes, TensorField

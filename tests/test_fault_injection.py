@@ -7,10 +7,10 @@ import pytest
 from federation import records, run, small, without_times
 from test_permissions import PARTITION, SHIPPED
 
+from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.fault_injection import drops_out, injected_faults, straggles
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import check_deployable
-from fedhet.errors import SettingsError
 
 ROUNDS = range(1, 1001)
 

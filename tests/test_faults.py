@@ -15,11 +15,11 @@ import pytest
 from federation import records, run, small, without_times
 from interruption import until
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config, resolve
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, site_name
-from fedhet.errors import FedhetError
 from fedhet.runs.log import RunLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

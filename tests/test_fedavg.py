@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
+from fedhet.base.errors import FedhetError
 from fedhet.data import RunData
-from fedhet.errors import FedhetError
 from fedhet.models import build
 from fedhet.models.parts import arrays_of, names_of, shapes_of
 

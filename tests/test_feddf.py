@@ -13,9 +13,9 @@ from interruption import cut_and_resumed
 from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
+from fedhet.base.errors import DivergedError
 from fedhet.data import RunData
-from fedhet.devices import CPU
-from fedhet.errors import DivergedError
+from fedhet.learning.devices import CPU
 from fedhet.models import build
 from fedhet.strategies import feddf
 

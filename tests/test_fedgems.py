@@ -11,10 +11,10 @@ from federation import Server, client_of, records, run, small
 from rounds import altered, instruction_of, reply_of, same
 from torch import nn
 
+from fedhet.base.errors import DataError, KnowledgeError, SettingsError, StateError
+from fedhet.base.seeding import derive
 from fedhet.client_runtime.node import read_node
 from fedhet.data import RunData
-from fedhet.errors import DataError, KnowledgeError, SettingsError, StateError
-from fedhet.seeding import derive
 from fedhet.wire.knowledge import Knowledge
 
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}

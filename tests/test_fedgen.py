@@ -18,8 +18,8 @@ from fedhet.algorithms.generator import (
     label_weights,
     train_generator,
 )
-from fedhet.arrays import group
-from fedhet.errors import ModelError
+from fedhet.base.arrays import group
+from fedhet.base.errors import ModelError
 from fedhet.methods.fedgen import generator_shapes
 from fedhet.models import HetModel
 from fedhet.strategies import fedgen as server_half

@@ -12,8 +12,8 @@ from rounds import PLAIN, SPACES, clients, fitted, inside_of, moved_outputs, ope
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.arrays import grouped
-from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.base.arrays import grouped
+from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.models import build
 from fedhet.runs.log import RunLog
 from fedhet.server.reply import Reply

@@ -10,8 +10,8 @@ from rounds import PLAIN, instruction_of, learn, reply_of, state_of
 
 from fedhet.algorithms.adaptive_distillation import Adapting, View, mutual_losses
 from fedhet.algorithms.averaging import changed
+from fedhet.base.errors import SettingsError
 from fedhet.clients.fedkd import Mentor
-from fedhet.errors import SettingsError
 from fedhet.inference.client import open_client
 from fedhet.inference.export import export
 from fedhet.models import HetModel, build

@@ -23,9 +23,9 @@ from rounds import (
     state_of,
 )
 
+from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.cache import open_client
 from fedhet.clients.fedmd import Consensus
-from fedhet.errors import SettingsError
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 

@@ -11,8 +11,8 @@ from rounds import PLAIN, instruction_of, learn, opened, reply_of, same, state_o
 from safetensors.numpy import load_file
 
 from fedhet.algorithms.matryoshka import Projector, matryoshka_losses
+from fedhet.base.errors import SettingsError
 from fedhet.clients.fedmrl import Fusion
-from fedhet.errors import SettingsError
 from fedhet.inference.client import open_client
 from fedhet.inference.export import export
 from fedhet.models import HetModel, build

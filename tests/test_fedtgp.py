@@ -18,7 +18,7 @@ from fedhet.algorithms.trainable_prototypes import (
     contrastive_loss,
     train_prototypes,
 )
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply
 from fedhet.strategies import fedtgp as server_half

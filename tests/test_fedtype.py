@@ -10,10 +10,10 @@ from rounds import clients, fitted, instruction_of, learn, opened, replied, same
 from torch.nn import functional as F
 
 from fedhet.algorithms.local_models import START_SCALE, LocalModel
-from fedhet.arrays import group, grouped
+from fedhet.base.arrays import group, grouped
+from fedhet.base.errors import SettingsError
 from fedhet.clients.fedtype import Reciprocity
 from fedhet.data import Split
-from fedhet.errors import SettingsError
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 

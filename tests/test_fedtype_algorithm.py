@@ -12,7 +12,7 @@ import torch
 from federation import small
 from rounds import opened, state_of
 
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 

@@ -9,11 +9,11 @@ from rounds import instruction_of, learn, reply_of, state_of
 
 from benchmarks.knowledge_share import reply_sizes
 from fedhet import models
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
+from fedhet.learning.training import batches
 from fedhet.runs.measures import Measured
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import FeloStrategy
-from fedhet.training import batches
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 

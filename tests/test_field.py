@@ -14,9 +14,9 @@ from scipy import stats
 from synthetic import lines_of, make
 from typer.testing import CliRunner
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
-from fedhet.errors import SettingsError
 from fedhet.field import collect, plan_field, read_field
 from fedhet.field.ranks import critical, ranked
 from fedhet.field.write import costs, every, matrix, ranks, write_latex

@@ -12,17 +12,19 @@ from flwr.superlink.grid import InMemoryGrid
 from interruption import CutError, CutOff, resumed
 from rich.console import Console
 
-from fedhet import api, report, server_app
-from fedhet.client_app import client_fn
+from fedhet import report
+from fedhet.base.errors import FedhetError, SettingsError
+from fedhet.client_runtime.app import client_fn
 from fedhet.config.layers import Layers
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import to_flower
 from fedhet.engines import inline, simulate
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.inference import api
 from fedhet.runs.progress import Progress
 from fedhet.runs.status import Status as RunStatus
 from fedhet.runs.status import read_status
-from fedhet.server_app import FedhetServerApp, Reported
+from fedhet.server import app as server_app
+from fedhet.server.app import FedhetServerApp, Reported
 
 
 def grid_of(counts):

@@ -9,7 +9,7 @@ from federation import Server, client_of, small
 from rounds import PLAIN, instruction_of, learn, reply_of, same
 
 from fedhet.algorithms.distillation import mutual_loss
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.models import build
 
 

@@ -13,8 +13,8 @@ from federation import run, small
 from interruption import CutError, CutOff, resumed
 
 from fedhet import report
-from fedhet.errors import FedhetError, StateError
-from fedhet.storage import ClientStore
+from fedhet.base.errors import FedhetError, StateError
+from fedhet.runs.storage import ClientStore
 
 ROUNDS = 3
 

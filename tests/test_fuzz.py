@@ -17,7 +17,7 @@ import pytest
 from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.errors import KnowledgeError
+from fedhet.base.errors import KnowledgeError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.runs.files import record_line
 from fedhet.runs.records import RoundRecord

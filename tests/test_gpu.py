@@ -17,18 +17,18 @@ from torch.nn import functional as F
 import fedhet
 from benchmarks.pretended_gpu import pretended
 from fedhet.algorithms.conformal import running_sums
+from fedhet.base.errors import FedhetError, SettingsError
+from fedhet.base.transfer import Numbers, all_to_device, joined, separated
 from fedhet.client_runtime.cache import close_clients
 from fedhet.data import RunData
 from fedhet.data.examples import write_example
-from fedhet.devices import compute_for, find_device
 from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.learning.devices import compute_for, find_device
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
 from fedhet.privacy.noise import SecretNoise
 from fedhet.report import load_run
 from fedhet.settings.engine import ComputeSettings
-from fedhet.tensors.transfer import Numbers, all_to_device, joined, separated
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="PyTorch without CUDA has no list of its kernels"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits, query_statistics
-from fedhet.devices import CPU
-from fedhet.errors import ModelError, SettingsError
+from fedhet.base.errors import ModelError, SettingsError
+from fedhet.learning.devices import CPU
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays
 from fedhet.wire.identity import ClientInfo
 

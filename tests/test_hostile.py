@@ -13,13 +13,13 @@ from federation import Server, records, run, small
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import Notices, cut_and_resumed
 
+from fedhet.base.errors import FedhetError
 from fedhet.deployment.local import LocalDeployment
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
-from fedhet.errors import FedhetError
 from fedhet.methods.registry import find_method, method_names
+from fedhet.runs.storage import Checkpoints, ClientStore
 from fedhet.server.reply_spool import ReplySpool
-from fedhet.storage import Checkpoints, ClientStore
 from fedhet.wire import contract
 from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode

@@ -9,8 +9,8 @@ from federation import Server, records
 from torch.nn import functional as F
 
 from fedhet import models
+from fedhet.base.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.config.resolve import check, resolve
-from fedhet.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.kinds import SIGNAL, TEXT, kind_of, text_shape
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models.registry import MODELS

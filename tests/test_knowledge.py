@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.arrays import grouped
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import grouped
+from fedhet.base.errors import KnowledgeError
 from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import (
     DTYPES,

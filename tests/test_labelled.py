@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import opened
 
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
+from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import read_node
 from fedhet.data import UNKNOWN, Split, split_labels
-from fedhet.errors import DataError
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -13,10 +13,10 @@ import pytest
 from federation import run, small, without_times
 from typer.testing import CliRunner
 
+from fedhet.base.errors import DataError, FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.engines.environment import KEEPING_PAGES
 from fedhet.engines.ray import connection
-from fedhet.errors import DataError, FedhetError, SettingsError
 from fedhet.runs.log import Watcher
 
 

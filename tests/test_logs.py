@@ -7,8 +7,8 @@ import logging
 import pytest
 from rich.table import Table
 
+from fedhet.base.errors import SettingsError
 from fedhet.deployment.flower_cli import readable
-from fedhet.errors import SettingsError
 from fedhet.runs import logs
 
 

@@ -10,11 +10,11 @@ from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
+from fedhet.base.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.engines import inline
 from fedhet.engines.inline import InlineProxy
-from fedhet.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.runs.log import RunLog
 from fedhet.server.admission import Admission, commonest_task
 from fedhet.server.members import Member, Members, first_of_pool
@@ -388,7 +388,7 @@ def test_an_error_at_a_node_comes_without_flowers_wrapping(members, notices):
     told = "Message contains an Error (reason: {}). It originated during client-side execution."
     for said, noticed in [
         (
-            "<class 'fedhet.errors.DataError'>:<'/srv: no 'train'>'\n>'>",
+            "<class 'fedhet.base.errors.DataError'>:<'/srv: no 'train'>'\n>'>",
             "register: /srv: no 'train'>' >",
         ),
         (

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, to_flower
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, flatten
@@ -247,7 +247,7 @@ def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():
     allowed |= {"algorithms", "settings"}
     pure = {m for m in TREES if m.startswith("fedhet.algorithms")}
     assert len(pure) > 10
-    for module in pure | {"fedhet.training", "fedhet.seeding", "fedhet.arrays"}:
+    for module in pure | {"fedhet.learning.training", "fedhet.base.seeding", "fedhet.base.arrays"}:
         for node in at_any_time(TREES[module].body):
             ours = list(targets(node))
             assert {name.split(".")[1] for name in ours} <= allowed, f"{module}: {ours}"

@@ -11,18 +11,19 @@ from federation import records, run, small
 from torch import nn
 from typer.testing import CliRunner
 
-from fedhet import api, report
+from fedhet import report
+from fedhet.base.errors import KnowledgeError, SettingsError, ToldError
+from fedhet.base.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
 from fedhet.cli import app
 from fedhet.data import RunData, Split
-from fedhet.devices import CPU
-from fedhet.errors import KnowledgeError, SettingsError, ToldError
-from fedhet.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
+from fedhet.inference import api
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import evaluate
 from fedhet.models import build_any
 from fedhet.models.evaluation import judge
 from fedhet.runs.measures import Measured, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
 from fedhet.settings.run import RunSettings
-from fedhet.training import evaluate
 
 NAMES = tuple(name for name in METRICS if name != "accuracy")
 ALL = list(METRICS)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedhet.errors import StateError
-from fedhet.storage import ModelStore
+from fedhet.base.errors import StateError
+from fedhet.runs.storage import ModelStore
 
 
 def model(seed):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchvision import models as tv  # type: ignore[import-untyped, unused-ignore]
 
 from fedhet import models
+from fedhet.base.errors import ModelError, SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.errors import ModelError, SettingsError
 from fedhet.models import HetModel
 from fedhet.models.signals import means_of_pieces
 

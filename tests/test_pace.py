@@ -10,8 +10,8 @@ from federation import settings
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
 from fedhet.pace.clock import SimulatedClock, read_devices
 from fedhet.pace.closing import Closing, asked, closing, usual, wanted
 from fedhet.pace.staleness import buffered_rate, carried_over, staleness_weight

@@ -13,8 +13,8 @@ import pytest
 from synthetic import Page, lines_of, make, rewrite, shown
 from typer.testing import CliRunner
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli import app
-from fedhet.errors import SettingsError
 from fedhet.report import (
     compare,
     comparison_table,

@@ -10,8 +10,8 @@ import pytest
 from synthetic import make
 from typer.testing import CliRunner
 
+from fedhet.base.disk import Folder
 from fedhet.cli import app
-from fedhet.disk.folder import Folder
 from fedhet.report import load_run
 from fedhet.report.figures import drawings, write_figures
 

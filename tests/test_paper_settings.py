@@ -2,11 +2,11 @@
 
 import pytest
 
+from fedhet.base.errors import SettingsError
 from fedhet.config import paper_settings, reference
 from fedhet.config.paper_settings import differences, experiments
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method, shipped_names
 
 OF_PAPERS = sorted(name for name in shipped_names() if find_method(name).spec.paper != "no paper")

@@ -18,11 +18,11 @@ from synthetic import make
 from test_presets import ALGORITHM_1
 from typer.testing import CliRunner
 
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.cli import jobs as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.errors import FedhetError, SettingsError
 from fedhet.papers import (
     SIZES,
     PaperTable,

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedhet.client_app import client_fn
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
 from fedhet.data import DataSpec, load
-from fedhet.errors import DataError, SettingsError
 
 SHIPPED = {"method": "felo", "models.pool": "mlp,cnn2", "data.dataset": "digits"}
 PARTITION = {"partition-id": 0, "num-partitions": 4}

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 from fedhet import models
+from fedhet.base.errors import SettingsError
 from fedhet.cli.options import gather
 from fedhet.cli.sweep import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
-from fedhet.errors import SettingsError
 
 # FedType, Appendix F and Section 4.1.
 FEDTYPE = {

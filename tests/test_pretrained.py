@@ -6,8 +6,8 @@ import torch
 import torchvision
 from federation import run, small
 
+from fedhet.base.errors import ModelError, SettingsError
 from fedhet.client_runtime.permissions import permitted
-from fedhet.errors import ModelError, SettingsError
 from fedhet.models import build, shapes
 from fedhet.models import pretrained as pretrained_models
 from fedhet.models.pretrained import NETWORKS, is_pretrained

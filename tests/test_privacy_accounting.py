@@ -11,7 +11,7 @@ from opacus.accountants import RDPAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy.accounting import Plan, Release, combined, epoch, epsilon_of, solved

@@ -23,15 +23,15 @@ from rounds import opened, replied
 from torch import nn
 
 from fedhet import report
-from fedhet.client_app import client_fn
+from fedhet.base.errors import PrivacyError, SettingsError, StateError
 from fedhet.client_runtime import privacy as promises
+from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.privacy import check_trainable
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
-from fedhet.errors import PrivacyError, SettingsError, StateError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy import noise as secret_noise

@@ -223,7 +223,7 @@ DRAWING = {
     "cauchy_", "log_normal_", "geometric_", "random_", "manual_seed", "seed", "default_rng",
     "RandomState", "distributions", "optimizers", "DPOptimizer", "SystemRandom", "_generate_noise",
 }  # fmt: skip
-SOURCES = {"random", "fedhet.seeding", "numpy.random", "torch.random", "torch.distributions"}
+SOURCES = {"random", "fedhet.base.seeding", "numpy.random", "torch.random", "torch.distributions"}
 PRIVATE_PATH = [
     *sorted((Path(fedhet.__file__).parent / "privacy").glob("*.py")),
     Path(promises.__file__),
@@ -262,7 +262,7 @@ def test_no_module_on_the_private_path_draws_from_another_generator(path):
         "from torch import Generator\nx = Generator()", "x = torch.randn(3)", "x.normal_()",
         "x = torch.normal(0.0, 1.0, (3,))", "x = torch.bernoulli(p)", "x = np.random.rand(3)",
         "from numpy.random import default_rng", "import random", "from numpy import random",
-        "from fedhet.seeding import torch_generator", "import opacus.optimizers",
+        "from fedhet.base.seeding import torch_generator", "import opacus.optimizers",
         "x = opacus.optimizers.DPOptimizer(o)", "x = torch.rand(9) < rate",
     ],
 )  # fmt: skip

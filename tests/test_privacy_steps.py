@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.devices import CPU
-from fedhet.errors import ModelError
+from fedhet.base.errors import ModelError
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import cross_entropy_of, optimization, train_epoch
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
 from fedhet.privacy.class_sums import clipped, noised_means
 from fedhet.privacy.noise import SecretNoise
 from fedhet.settings.run import TrainingSettings
-from fedhet.training import cross_entropy_of, optimization, train_epoch
 
 PLAIN_SGD = TrainingSettings(optimizer="sgd", lr=0.5, momentum=0.0)
 

@@ -12,14 +12,14 @@ import pytest
 from flwr.common import Context, RecordDict
 from PIL import Image
 
-from fedhet.client_app import client_fn
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.cache import close_clients
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
 from fedhet.data import Declaration
-from fedhet.errors import DataError, SettingsError
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, encode

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, load, refuse_overlap
-from fedhet.errors import DataError, SettingsError
 from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)

@@ -14,17 +14,17 @@ from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import site_data
 from fedhet.data.spec import DataSpec
-from fedhet.devices import CPU
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import augmentation, image_changes, randaugment
-from fedhet.seeding import torch_generator
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import batches, cross_entropy_of, optimization
 from fedhet.settings.assignment import training_of
 from fedhet.settings.run import TrainingSettings
-from fedhet.training import batches, cross_entropy_of, optimization
 
 
 def draws(seed=0):

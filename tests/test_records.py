@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fedhet.errors import StateError
+from fedhet.base.errors import StateError
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.files import read_partition, read_records, read_summary, record_line, summary_text
 from fedhet.runs.records import (

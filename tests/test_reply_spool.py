@@ -13,9 +13,9 @@ from torch import nn
 
 from fedhet.algorithms import averaging
 from fedhet.algorithms.averaging import RunningAverage, average_weights
-from fedhet.arrays import OnDemand
+from fedhet.base.arrays import OnDemand
+from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.engines.inline import InlineProxy
-from fedhet.errors import KnowledgeError, StateError
 from fedhet.server import reply_spool
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.contract import Contract, TensorField, WeightsField

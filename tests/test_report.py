@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
 
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli.listing import listings
-from fedhet.errors import SettingsError, StateError
 from fedhet.report import (
     compare,
     comparison_table,

@@ -24,15 +24,15 @@ from interruption import (
     until,
 )
 
+from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
-from fedhet.errors import StateError
 from fedhet.methods.registry import method_names
 from fedhet.report import load_run
 from fedhet.runs.directory import forget_models
+from fedhet.runs.storage import Checkpoints, save
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
-from fedhet.storage import Checkpoints, save
 
 PYTHON = [sys.executable, "-m", "fedhet"]
 

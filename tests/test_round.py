@@ -19,7 +19,7 @@ from flwr.common import (
     ndarrays_to_parameters,
 )
 
-from fedhet.errors import KnowledgeError, StateError
+from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import clock

@@ -8,6 +8,7 @@ import pytest
 from federation import Server, records, run, small, without_times
 from rounds import altered, instruction_of, reply_of
 
+from fedhet.base.errors import DataError, SettingsError, StateError
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
@@ -15,8 +16,7 @@ from fedhet.config.sources import read_toml
 from fedhet.engines import inline
 from fedhet.engines import simulate as simulation
 from fedhet.engines.inline import InlineProxy
-from fedhet.errors import DataError, SettingsError, StateError
-from fedhet.server_app import components
+from fedhet.server.app import components
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 

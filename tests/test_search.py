@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.algorithms.search import Candidate, adjusted, best, grid
+from fedhet.base.errors import SettingsError
 from fedhet.clients.cofed import Trials, candidates
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
-from fedhet.training import Evaluation, Optimization, batches
+from fedhet.learning.training import Evaluation, Optimization, batches
 from fedhet.wire.knowledge import Knowledge
 
 TASKS = {

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from fedhet.base.errors import SettingsError, nearest
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.layers import Layers
@@ -27,7 +28,6 @@ from fedhet.config.sources import (
 )
 from fedhet.config.values import validated
 from fedhet.data import DataSpec
-from fedhet.errors import SettingsError, nearest
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import PLACE, RunSettings, where_it_ran

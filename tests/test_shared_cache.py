@@ -10,14 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+from fedhet.base.errors import DataError, StateError
 from fedhet.data import DataSpec, RunData, Split, refuse_overlap, store
 from fedhet.data.shared_cache import read_dataset
 from fedhet.data.spec import concatenated
-from fedhet.devices import Compute
-from fedhet.errors import DataError, StateError
+from fedhet.learning.devices import Compute
+from fedhet.learning.training import (
+    cross_entropy_of,
+    evaluate,
+    logits_of,
+    optimization,
+    train_epochs,
+)
 from fedhet.models.classical import Refitted
 from fedhet.settings.run import TrainingSettings
-from fedhet.training import cross_entropy_of, evaluate, logits_of, optimization, train_epochs
 
 RNG = np.random.default_rng(0)
 BYTES = torch.from_numpy(RNG.integers(0, 256, (60, 1, 8, 8), dtype=np.uint8))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.report.significance import holm, p_value, read_test
 
 

@@ -10,11 +10,11 @@ from federation import Server, client_of, small
 from flwr.common import parameters_to_ndarrays
 from rounds import reply_of
 
-from fedhet.client_app import client_fn
+from fedhet.base.errors import FedhetError, SettingsError
+from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.limits import SiteClient, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.client_runtime.permissions import permitted
-from fedhet.errors import FedhetError, SettingsError
 
 SHIPPED = {"method": "felo", "models.pool": "mlp,cnn2", "data.dataset": "digits"}
 PARTITION = {"partition-id": 0, "num-partitions": 4}

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.values import validated
 from fedhet.data import DataSpec, RunData, load
 from fedhet.engines import choice
 from fedhet.engines.choice import with_backend
 from fedhet.engines.simulate import concurrently
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import shipped_names
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_a_small_run_imports_neither_ray_nor_a_compiler_nor_what_draws(tmp_path)
 
 COMPILED = """
 import sys
-import fedhet.devices, torch
+import fedhet.learning.devices, torch
 layer = torch.nn.Linear(2, 1)
 for kind in (torch.optim.SGD, torch.optim.Adam):
     optimizer = kind(layer.parameters(), lr=0.1)

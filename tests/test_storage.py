@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import fedhet.storage
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
-from fedhet.storage import ClientStore, load, load_facts, save
+import fedhet.runs.storage
+from fedhet.base.disk import Folder
+from fedhet.base.errors import StateError
+from fedhet.runs.storage import ClientStore, load, load_facts, save
 
 CPU = torch.device("cpu")
 STATE = "round-000001.safetensors"
@@ -366,10 +366,10 @@ def fails(*_args, **_options):
 
 
 CRASHES = {
-    "disk full": ("fedhet.storage.save_file", half_written, "No space left"),
-    "sync fails": ("fedhet.disk.folder.os.fsync", fails, "Input/output error"),
-    "rename fails": ("fedhet.disk.folder.os.replace", fails, "Input/output error"),
-    "no temporary file": ("fedhet.disk.folder.os.open", fails, "Input/output error"),
+    "disk full": ("fedhet.runs.storage.save_file", half_written, "No space left"),
+    "sync fails": ("fedhet.base.disk.os.fsync", fails, "Input/output error"),
+    "rename fails": ("fedhet.base.disk.os.replace", fails, "Input/output error"),
+    "no temporary file": ("fedhet.base.disk.os.open", fails, "Input/output error"),
 }
 
 
@@ -402,7 +402,7 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
 
     store.save(1, *OLD)
     with monkeypatch.context() as patch:
-        patch.setattr(fedhet.storage, "save_file", interrupted)
+        patch.setattr(fedhet.runs.storage, "save_file", interrupted)
         with pytest.raises(raised):
             store.save(1, *NEW)
     assert files(store.root) == [STATE]
@@ -414,8 +414,8 @@ def test_a_write_that_the_system_cuts_off(tmp_path):
     script = """
 import resource, sys, torch
 from pathlib import Path
-from fedhet.errors import StateError
-from fedhet.storage import ClientStore
+from fedhet.base.errors import StateError
+from fedhet.runs.storage import ClientStore
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")
 store.save(1, {"w": torch.ones(100)}, {"version": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -461,7 +461,7 @@ def test_replacing_puts_a_finished_file_in_place(tmp_path):
 KILLED = """
 import os, random, signal, sys, torch
 from pathlib import Path
-from fedhet.storage import ClientStore
+from fedhet.runs.storage import ClientStore
 
 torch.set_num_threads(1)
 store = ClientStore(Path(sys.argv[1]), "run-1", "client-0")

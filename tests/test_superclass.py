@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import parse_pairs, read_preset
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.superclass import assign, label_spaces, merged, named
-from fedhet.errors import DataError, SettingsError
 
 PAIRS = (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"), ("8", "9"))
 DIGITS = DataSpec(

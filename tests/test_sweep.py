@@ -9,10 +9,10 @@ from synthetic import make
 from typer.testing import CliRunner
 
 from fedhet import report
+from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.cli.jobs import jobs_that_fit
 from fedhet.cli.sweep import check_names, folder_name, point_name, read_grid, read_sweep
-from fedhet.errors import SettingsError
 from fedhet.report.sweep import _panel
 
 

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from federation import run, small, without_figures
 
-from fedhet.client_app import client_fn
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.client_runtime.app import client_fn
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.tables import TableSchema, found_schema, read_schema, read_table
-from fedhet.errors import DataError, SettingsError
 from fedhet.inference import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]

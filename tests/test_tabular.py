@@ -9,10 +9,10 @@ import sklearn.datasets
 import torch
 from federation import settings
 
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, load
-from fedhet.errors import DataError, SettingsError
 
 JOBS = ("Private", "?", "State-gov")
 

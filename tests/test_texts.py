@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.seeding import numpy_rng
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
 from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.examples import OWNERS, TOPICS, write_example
 from fedhet.data.rows import read_rows
 from fedhet.data.tokens import tokenized, words
-from fedhet.errors import DataError, SettingsError
-from fedhet.seeding import numpy_rng
 
 ROWS = [
     ("The cat, sat!", "pets", "ann"),

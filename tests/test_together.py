@@ -14,26 +14,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedhet.base.seeding import torch_generator
+from fedhet.base.transfer import Numbers
 from fedhet.client_runtime import meeting, recipe
 from fedhet.client_runtime.meeting import guest_here, meet
 from fedhet.client_runtime.stacking import Work, alike, can_be_stacked, pays_on, together
 from fedhet.config.resolve import resolve
 from fedhet.data import RunData
-from fedhet.devices import CPU
 from fedhet.engines.inline import run_inline
 from fedhet.engines.ray.worker import Worker
 from fedhet.engines.simulate import simulate
+from fedhet.learning import transfer
+from fedhet.learning.devices import CPU
+from fedhet.learning.objective import CrossEntropy, Objective
+from fedhet.learning.training import optimization, train_epochs
 from fedhet.methods.registry import all_methods
-from fedhet.seeding import torch_generator
+from fedhet.server.app import components
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.dispatch import together_of
 from fedhet.server.proxy import Group, NamedProxy
-from fedhet.server_app import components
 from fedhet.settings.run import TrainingSettings
-from fedhet.tensors import transfer
-from fedhet.tensors.objective import CrossEntropy, Objective
-from fedhet.tensors.transfer import Numbers
-from fedhet.training import optimization, train_epochs
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from federation import run, small
 
-from fedhet import api
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
+from fedhet.inference import api
 from fedhet.runs.log import Watcher
 from fedhet.runs.trackers import trackers_of
 

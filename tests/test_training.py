@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhet.devices import (
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.seeding import derive, numpy_rng, seeded, torch_generator
+from fedhet.learning.devices import (
     CPU,
     Compute,
     available_devices,
@@ -23,13 +25,8 @@ from fedhet.devices import (
     find_device,
     settled,
 )
-from fedhet.errors import DataError, SettingsError
-from fedhet.models import build
-from fedhet.seeding import derive, numpy_rng, seeded, torch_generator
-from fedhet.settings.engine import ComputeSettings, EngineSettings
-from fedhet.settings.run import TrainingSettings
-from fedhet.tensors.objective import Objective
-from fedhet.training import (
+from fedhet.learning.objective import Objective
+from fedhet.learning.training import (
     batches,
     cross_entropy_of,
     evaluate,
@@ -38,6 +35,9 @@ from fedhet.training import (
     train_epoch,
     train_epochs,
 )
+from fedhet.models import build
+from fedhet.settings.engine import ComputeSettings, EngineSettings
+from fedhet.settings.run import TrainingSettings
 
 
 def generator(seed=0):
@@ -516,7 +516,7 @@ def test_seeds_are_spread_out():
 
 def test_seeds_are_the_same_in_any_process():
     script = (
-        "import torch; from fedhet.seeding import *\n"
+        "import torch; from fedhet.base.seeding import *\n"
         "torch.manual_seed(99); torch.rand(7)\n"
         "print(derive(7, 'client-3', 7, 'batches'), derive(0), derive(0, 'ü', -5))\n"
         "print(torch.rand(2, generator=torch_generator(3, 'a')).tolist())\n"

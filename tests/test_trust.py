@@ -11,7 +11,7 @@ import pytest
 from federation import run, small, without_figures
 
 import fedhet
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.inference import export, open_client
 
 OWN = """

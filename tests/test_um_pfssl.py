@@ -17,13 +17,13 @@ from benchmarks.model_pool import Pool, settings, traffic
 from fedhet import models
 from fedhet.algorithms.helpers import Helper, to_arrays
 from fedhet.algorithms.uncertainty import predictive
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
+from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError
+from fedhet.base.seeding import seeded
 from fedhet.config.resolve import resolve
 from fedhet.data import Split
-from fedhet.errors import FedhetError, KnowledgeError, SettingsError
-from fedhet.seeding import seeded
+from fedhet.learning.training import batches
 from fedhet.server.reply_spool import SpooledReply
-from fedhet.training import batches
 from fedhet.wire.knowledge import Knowledge, decode
 
 MODEL = "cnn2-dropout"

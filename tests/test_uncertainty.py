@@ -24,8 +24,8 @@ from fedhet.algorithms.uncertainty import (
     semi_supervised_loss,
     split_at_dropout,
 )
+from fedhet.base.seeding import seeded
 from fedhet.models.het import HetModel
-from fedhet.seeding import seeded
 
 DROPPERS = ["cnn2-dropout", "cnn3-dropout", "resnet9"]
 

@@ -10,14 +10,14 @@ from rounds import instruction_of, same
 from fedhet import models
 from fedhet.algorithms.classwise import average
 from fedhet.algorithms.cvae import synthesise, train_cvae
+from fedhet.base.errors import KnowledgeError
+from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.messages import read_instruction
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.errors import KnowledgeError
-from fedhet.seeding import torch_generator
+from fedhet.learning.training import batches
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import read_means
-from fedhet.training import batches
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 WIDTH = 8

@@ -17,8 +17,8 @@ from interruption import until
 from synthetic import lines_of, make
 from test_page_browser import BROWSER, browser  # noqa: F401
 
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import main
-from fedhet.errors import SettingsError, StateError
 from fedhet.report import watch
 from fedhet.report.watch import serve
 from fedhet.runs.directory import claimed

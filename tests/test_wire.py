@@ -9,8 +9,8 @@ from federation import Server, client_of, records, run, small, without_times
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import cut_and_resumed
 
-from fedhet.arrays import OnDemand
-from fedhet.errors import KnowledgeError, SettingsError
+from fedhet.base.arrays import OnDemand
+from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.settings.wire import WireSettings

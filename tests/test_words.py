@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fedhet.base.errors import ModelError, SettingsError
 from fedhet.cli import app, completion
 from fedhet.cli.training import _how_to_go_on, _label
 from fedhet.config.sources import all_settings, preset_names
-from fedhet.errors import ModelError, SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.models.user_model import import_user_model
 from fedhet.runs.display import line_display

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 Weights = Mapping[str, Array]
 PART = 2**18

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.choices import FeatureNorm
 from fedhet.algorithms.distillation import kl_divergence
-from fedhet.arrays import Array
-from fedhet.tensors.transfer import HOST, Numbers, all_to_device, to_device
+from fedhet.base.arrays import Array
+from fedhet.base.transfer import HOST, Numbers, all_to_device, to_device
 
 SMALLEST = 1e-6
 """The mean square below which a feature vector is no longer scaled up, for `unit`: a vector of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 LEVELS = 127
 """The greatest integer of a row, which stands for its largest absolute value."""

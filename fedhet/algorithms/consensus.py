@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 DEVIATIONS = 3.0
 """How many standard deviations the filter allows: the published code filters above a variance of 9,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.devices import CPU
-from fedhet.training import Optimization, train_epochs
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import Optimization, train_epochs
 
 LIMIT = 5.0
 """Maximum distance from the centre, in spreads: features further away are scaled back to it."""

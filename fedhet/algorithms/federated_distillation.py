@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from fedhet.algorithms.classwise import Teacher
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 SMALLEST = 1e-12
 """The least probability of which a logarithm is taken."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.arrays import Array
-from fedhet.tensors.transfer import to_device
+from fedhet.base.arrays import Array
+from fedhet.base.transfer import to_device
 
 
 class Generator(nn.Module):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedhet.devices import CPU
-from fedhet.training import Optimization, cross_entropy_of, train_epochs
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import Optimization, cross_entropy_of, train_epochs
 
 
 def train_head(

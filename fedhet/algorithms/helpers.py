@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 Key = tuple[int, int]
 """A model's number in the pool and its version, the round in which it was uploaded."""

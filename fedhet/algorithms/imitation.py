@@ -24,7 +24,7 @@ from fedhet.algorithms.conformal import (
     prediction_sets,
     top_sets,
 )
-from fedhet.tensors.transfer import Numbers, to_device
+from fedhet.base.transfer import Numbers, to_device
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedhet.algorithms.choices import LEAST_SCALE
-from fedhet.tensors.transfer import joined, separated
+from fedhet.base.transfer import joined, separated
 
 Weights = Mapping[str, Tensor]
 

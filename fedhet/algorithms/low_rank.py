@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 
 def energy_kept(round: int, rounds: int, start: float, end: float) -> float:

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 STEPS, TOLERANCE = 100, 1e-8
 """Weiszfeld's iterations: the most of them, and the change of weights at which they end."""

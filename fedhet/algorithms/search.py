@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fedhet.training import Evaluation
+from fedhet.learning.training import Evaluation
 
 SGD = "sgd"
 SGD_RATES = 10.0

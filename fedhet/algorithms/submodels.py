@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhet.algorithms.averaging import Weights, as_type
-from fedhet.arrays import Array, Shapes
-from fedhet.devices import Compute
-from fedhet.training import batches, evaluating
+from fedhet.base.arrays import Array, Shapes
+from fedhet.learning.devices import Compute
+from fedhet.learning.training import batches, evaluating
 
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 """The layers that the scaler follows."""

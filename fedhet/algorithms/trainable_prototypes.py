@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.choices import Margin
 from fedhet.algorithms.prototypes import EXACT
-from fedhet.devices import CPU
-from fedhet.training import Optimization, train_epochs
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import Optimization, train_epochs
 
 
 class TrainablePrototypes(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.choices import Divergence, RelationKind
-from fedhet.devices import CPU, Compute
-from fedhet.training import evaluating
+from fedhet.learning.devices import CPU, Compute
+from fedhet.learning.training import evaluating
 
 PROCESSOR_ROWS, ACCELERATOR_ROWS = 128, 1024
 """Samples times passes at once. The masks depend on it, so that no setting changes it."""

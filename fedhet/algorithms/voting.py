@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 CELLS = 2**17
 """Size of a block of counts (classes x instances), chosen to fit the processor's cache."""

@@ -21,6 +21,8 @@ if any(option[:1] == "e" for option in sys.warnoptions):
 
 import typer
 
+from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.version import __version__
 from fedhet.cli.commands import Command
 from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
 from fedhet.cli.doctor import doctor_command
@@ -42,9 +44,7 @@ from fedhet.cli.show import (
 from fedhet.cli.use import export_command, predict_command
 from fedhet.cli.watch import sites_command, status_command, watch_command
 from fedhet.engines.ray.connection import is_starting
-from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.units import make_output_lenient
-from fedhet.version import __version__
 
 app = typer.Typer(
     help="Federated learning for clients whose models differ.",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from fedhet.base.errors import StateError
 from fedhet.cli.options import console, say
 from fedhet.cli.table import printed
-from fedhet.errors import StateError
 from fedhet.papers.claims import claims_in, counted
 from fedhet.papers.finished import MEASURED, read_finished
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli.options import NONE, loading, say, with_settings
 from fedhet.config.values import validated
-from fedhet.errors import SettingsError
 
 if TYPE_CHECKING:
     from fedhet.deployment.flower_cli import Connection
@@ -39,7 +39,7 @@ def deploy_local_command(
     with loading():
         from fedhet.config.resolve import resolve
         from fedhet.deployment.local import deploy_local
-        from fedhet.server_app import run_directory
+        from fedhet.server.app import run_directory
 
     chosen = resolve(values)
     directory = run_directory(chosen)

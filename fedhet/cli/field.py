@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli.making import Wanted, make_runs, raise_faults, show_plan
 from fedhet.cli.options import console, say
 from fedhet.cli.table import printed
-from fedhet.errors import SettingsError
 from fedhet.field import FieldPlan, collect, plan_field, read_field, write_field, write_latex
 from fedhet.field.declaration import NAME
 from fedhet.field.write import LEGEND, matrix, ranks

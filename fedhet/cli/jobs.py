@@ -12,10 +12,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config
 from fedhet.engines.environment import for_training, inherited
 from fedhet.engines.simulate import simulate, train
-from fedhet.errors import FedhetError
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import time_left
 

@@ -17,11 +17,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedhet.base.errors import FedhetError
 from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.jobs import counted, fault_of, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.config.resolve import Config
-from fedhet.errors import FedhetError
 from fedhet.papers.plan import PlannedRun, Values
 from fedhet.runs.directory import forget_models
 from fedhet.runs.log import Watcher

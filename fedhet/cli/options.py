@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from rich.console import Console
 
+from fedhet.base.errors import FedhetError, SettingsError, typed
 from fedhet.cli import completion
 from fedhet.config.layers import Layers
 from fedhet.config.sources import parse_pairs
-from fedhet.errors import FedhetError, SettingsError, typed
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli.listing import listing
 from fedhet.cli.options import NONE, console, say
-from fedhet.errors import SettingsError
 
 
 def privacy_command(

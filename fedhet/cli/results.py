@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fedhet.base.metrics import METRICS
 from fedhet.cli.options import NONE, loading, say
-from fedhet.metrics import METRICS
 from fedhet.runs.records import KINDS, PROTOCOLS
 
 Paper = Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli import completion
 from fedhet.cli.options import NONE, loading, read_seeds, say, with_settings
 from fedhet.cli.show import list_tables
@@ -17,7 +18,6 @@ from fedhet.cli.sweep import check_names, read_grid, refuse_of_each_run
 from fedhet.config.sources import of_method, parse_pairs
 from fedhet.config.values import Given, validated
 from fedhet.engines.ray.connection import starting
-from fedhet.errors import SettingsError
 
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 

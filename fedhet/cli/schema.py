@@ -50,9 +50,9 @@ def schema_command(
     ),
 ) -> None:
     """Write what a table's columns become: the sites of a deployment need the same file."""
+    from fedhet.base.disk import write_text
     from fedhet.data import DataSpec
     from fedhet.data.tables import found_schema, read_table
-    from fedhet.disk.folder import write_text
     from fedhet.settings.schema import build
 
     given = {"columns": columns, "categories": categories, "missing": missing}

@@ -7,8 +7,8 @@ from decimal import Decimal, InvalidOperation
 from itertools import product
 from math import prod
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.sources import full_name
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text, read_text

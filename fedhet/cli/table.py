@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.table import Table
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli.listing import listing
 from fedhet.cli.making import Wanted, make_runs, raise_faults, show_plan
 from fedhet.cli.options import console, say
 from fedhet.cli.show import LIST
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
 from fedhet.field import plan_field, read_field
 from fedhet.field.declaration import NAME
 from fedhet.methods.registry import shipped_names

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fedhet.base.errors import FedhetError, StateError
 from fedhet.cli.interrupt import ending_at_once
 from fedhet.cli.jobs import counted, fault_of, jobs_that_fit, side_by_side
 from fedhet.cli.options import console, say
 from fedhet.cli.sweep import point_name
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
-from fedhet.errors import FedhetError, StateError
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.units import plural
-from fedhet.server_app import run_directory
+from fedhet.server.app import run_directory
 from fedhet.settings.text import as_text
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.deploy import connected
 from fedhet.cli.listing import listing
 from fedhet.cli.options import NONE, console, loading, say
-from fedhet.errors import FedhetError, SettingsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Authority = Annotated[

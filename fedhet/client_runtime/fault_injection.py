@@ -9,8 +9,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from fedhet.errors import DropOutError
-from fedhet.seeding import numpy_rng
+from fedhet.base.errors import DropOutError
+from fedhet.base.seeding import numpy_rng
 from fedhet.settings.run import RunSettings
 
 

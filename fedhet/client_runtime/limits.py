@@ -17,9 +17,9 @@ from typing import Any
 from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 
+from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError, StateError, words_of
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.resolve import Config
-from fedhet.errors import FedhetError, KnowledgeError, SettingsError, StateError, words_of
 
 LOG = logging.getLogger("fedhet")
 _PART = r"[^\s'\",;:()\[\]]"

@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 from flwr.common import NDArrays, Scalar
 
-from fedhet.arrays import Arrays, group, grouped
+from fedhet.base.arrays import Arrays, group, grouped
+from fedhet.base.errors import FedhetError, StateError
 from fedhet.client_runtime.messages import read_instruction
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
-from fedhet.errors import FedhetError, StateError
 from fedhet.models.weights import on_host
 from fedhet.runs.measures import LACKS
-from fedhet.storage import KEPT_STATES, ClientStore, ModelStore
+from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import is_name

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Generic, TypeVar
 
+from fedhet.base.seeding import random_states, set_random_states
 from fedhet.client_runtime.stacking import Work, alike, can_be_stacked, together
-from fedhet.seeding import random_states, set_random_states
 
 Result = TypeVar("Result")
 _HERE = threading.local()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from flwr.common import Scalar
 from torch import nn
 
+from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.recipe import Recipe
 from fedhet.client_runtime.samples import ClientSamples
-from fedhet.devices import Compute
+from fedhet.learning.devices import Compute
+from fedhet.learning.training import cross_entropy_of
 from fedhet.models.evaluation import Evaluations, judge_all
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
-from fedhet.seeding import seeded, torch_generator
 from fedhet.settings.run import RunSettings
-from fedhet.training import cross_entropy_of
 from fedhet.wire.knowledge import Knowledge
 
 if TYPE_CHECKING:

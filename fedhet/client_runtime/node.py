@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
 from fedhet.data import ClientData, Declaration, RunData, site_data
-from fedhet.disk.folder import expanded
-from fedhet.errors import SettingsError
 from fedhet.models import assign
 from fedhet.settings.assignment import training_of
 from fedhet.settings.privacy import PrivacySettings

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.trust import DATASETS, code_named, is_named
 from fedhet.data.sources import SOURCES
 from fedhet.data.sources.base import Place
-from fedhet.disk.folder import expanded
-from fedhet.errors import SettingsError
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, build
 

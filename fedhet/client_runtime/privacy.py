@@ -21,12 +21,8 @@ from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.algorithms.classwise import ClassMeans, ClassSums
-from fedhet.client_runtime.node import Node
-from fedhet.client_runtime.samples import ClientSamples
-from fedhet.config.resolve import Config
-from fedhet.devices import Compute, evaluation_batch
-from fedhet.disk.folder import Folder
-from fedhet.errors import (
+from fedhet.base.disk import Folder
+from fedhet.base.errors import (
     DataError,
     FedhetError,
     OwnModelError,
@@ -34,6 +30,11 @@ from fedhet.errors import (
     SettingsError,
     StateError,
 )
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.samples import ClientSamples
+from fedhet.config.resolve import Config
+from fedhet.learning.devices import Compute, evaluation_batch
+from fedhet.learning.training import Epochs, Optimization, evaluating
 from fedhet.models import HetModel
 from fedhet.models.evaluation import Evaluations
 from fedhet.privacy.accounting import (
@@ -50,9 +51,8 @@ from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.noise import SecretNoise
 from fedhet.privacy.sgd import privately
 from fedhet.runs.measures import SPENT, Measured
+from fedhet.runs.storage import KEPT_STATES
 from fedhet.settings.run import TrainingSettings
-from fedhet.storage import KEPT_STATES
-from fedhet.training import Epochs, Optimization, evaluating
 from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 

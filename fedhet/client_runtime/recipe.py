@@ -11,20 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
-from fedhet.arrays import group, grouped
+from fedhet.base.arrays import group, grouped
+from fedhet.base.errors import StateError
+from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.meeting import Guest, guest_here
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.client_runtime.stacking import Work, pays_on
 from fedhet.client_runtime.state import ClientState
 from fedhet.data import Split
-from fedhet.devices import Compute
-from fedhet.errors import StateError
 from fedhet.kinds import augmentation
-from fedhet.runs.measures import WORK
-from fedhet.seeding import torch_generator
-from fedhet.settings.run import RunSettings, TrainingSettings
-from fedhet.tensors.objective import Objective
-from fedhet.training import (
+from fedhet.learning.devices import Compute
+from fedhet.learning.objective import Objective
+from fedhet.learning.training import (
     Augment,
     Epochs,
     LossOfBatch,
@@ -33,6 +31,8 @@ from fedhet.training import (
     optimization,
     train_epochs,
 )
+from fedhet.runs.measures import WORK
+from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
@@ -114,7 +114,7 @@ class Recipe:
         augment: bool | Augment,
         options: Epochs,
     ) -> float:
-        """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
+        """Train as `fedhet.learning.training.train_epochs` does, by default for the local epochs.
 
         Returns the mean loss of the last epoch.
         """

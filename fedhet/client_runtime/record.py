@@ -13,15 +13,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
+from fedhet.base.disk import expanded, read_json, write_text
+from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data import RunData, Split
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
-from fedhet.disk.bounded import read_json
-from fedhet.disk.folder import expanded, write_text
-from fedhet.errors import StateError
 from fedhet.kinds import kind_of
 from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
 from fedhet.data import (
@@ -22,8 +23,7 @@ from fedhet.data import (
 )
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
-from fedhet.devices import Compute
-from fedhet.errors import DataError
+from fedhet.learning.devices import Compute
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of
 

@@ -13,12 +13,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedhet.algorithms.fixmatch import confident_labels, unlabelled_loss
+from fedhet.base.transfer import rows_of
 from fedhet.data import UNKNOWN, Split
-from fedhet.devices import Compute
 from fedhet.kinds import Shape, check_changeable, kind_of
+from fedhet.learning.devices import Compute
+from fedhet.learning.training import LossOfBatch, batches, evaluating
 from fedhet.settings.run import TrainingSettings
-from fedhet.tensors.transfer import rows_of
-from fedhet.training import LossOfBatch, batches, evaluating
 
 Predict = Callable[[Tensor], Tensor]
 """Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedhet.devices import Compute
-from fedhet.seeding import seeded
-from fedhet.tensors.objective import Objective
-from fedhet.tensors.transfer import Numbers, rows_of
-from fedhet.training import Augment, Optimization
+from fedhet.base.seeding import seeded
+from fedhet.base.transfer import Numbers, rows_of
+from fedhet.learning.devices import Compute
+from fedhet.learning.objective import Objective
+from fedhet.learning.training import Augment, Optimization
 
 Tensors = Mapping[str, Tensor]
 TRIED = 2

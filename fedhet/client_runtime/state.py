@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedhet.arrays import group, grouped
-from fedhet.devices import Compute, move
-from fedhet.errors import StateError
+from fedhet.base.arrays import group, grouped
+from fedhet.base.errors import StateError
+from fedhet.base.transfer import HOST, all_to_device
+from fedhet.learning.devices import Compute, move
 from fedhet.models import Refitted
-from fedhet.storage import ClientStore, Facts, refuse_other
-from fedhet.tensors.transfer import HOST, all_to_device
+from fedhet.runs.storage import ClientStore, Facts, refuse_other
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""

@@ -17,6 +17,8 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
+from fedhet.base.errors import FedhetError, OwnModelError
+from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.fault_injection import injected_faults
 from fedhet.client_runtime.link import Link, lacking
 from fedhet.client_runtime.messages import best_round, measures, own_loss
@@ -30,16 +32,9 @@ from fedhet.client_runtime.semi import Predict
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.data import Split
-from fedhet.devices import compute_for
-from fedhet.errors import FedhetError, OwnModelError
-from fedhet.models import HetModel, Refitted, build, build_any
-from fedhet.models.allocation import allocating
-from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.runs.measures import timed, write_measures
-from fedhet.seeding import seeded, torch_generator
-from fedhet.settings.run import TrainingSettings
-from fedhet.tensors.objective import OwnClasses
-from fedhet.training import (
+from fedhet.learning.devices import compute_for
+from fedhet.learning.objective import OwnClasses
+from fedhet.learning.training import (
     Augment,
     Epochs,
     LossOfBatch,
@@ -47,6 +42,11 @@ from fedhet.training import (
     cross_entropy_of,
     with_penalty,
 )
+from fedhet.models import HetModel, Refitted, build, build_any
+from fedhet.models.allocation import allocating
+from fedhet.models.evaluation import Evaluations, judge_all
+from fedhet.runs.measures import timed, write_measures
+from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
@@ -189,7 +189,7 @@ class HetClient(NumPyClient):
         augment: bool | Augment = True,
         **options: Unpack[Epochs],
     ) -> None:
-        """Train as `fedhet.training.train_epochs` does, by default for the local epochs.
+        """Train as `fedhet.learning.training.train_epochs` does, by default for the local epochs.
 
         `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
         where the targets belong to the unchanged images. The client's own samples: `train_own`.

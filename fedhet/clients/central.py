@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
 from fedhet.clients.local import LocalClient
 from fedhet.data import Split, stacked
 from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer

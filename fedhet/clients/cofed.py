@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from fedhet.algorithms.search import Candidate, adjusted, best, grid
 from fedhet.algorithms.voting import undecided
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
 from fedhet.data.spec import concatenated, stratified
+from fedhet.learning.training import Evaluation, cross_entropy_of, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Refitted
 from fedhet.models.evaluation import Evaluations, judge_all
 from fedhet.runs.records import PROTOCOLS
-from fedhet.seeding import numpy_rng, seeded
 from fedhet.settings.run import TrainingSettings
-from fedhet.training import Evaluation, cross_entropy_of, evaluate, logits_of, train_epochs
 from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 

@@ -14,8 +14,8 @@ from fedhet.algorithms.distillation import digest_losses
 from fedhet.clients.fedmd import Consensus, FedMdClient
 from fedhet.data import Split
 from fedhet.data.spec import concatenated
+from fedhet.learning.training import Optimization
 from fedhet.methods.cronus import CronusSettings
-from fedhet.training import Optimization
 
 
 class CronusClient(FedMdClient):

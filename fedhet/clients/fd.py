@@ -19,7 +19,7 @@ from fedhet.algorithms.federated_distillation import (
     class_cross_entropy,
     nearest_distributions,
 )
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.clients.fedhe import FedHeClient, FedHeObjective
 from fedhet.methods.fd import FdSettings
 from fedhet.wire.knowledge import Knowledge

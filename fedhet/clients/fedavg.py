@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.local_models import LocalModel
-from fedhet.arrays import Array, Arrays, grouped
+from fedhet.base.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
+from fedhet.learning.objective import Objective
 from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.models.parts import names_of
-from fedhet.tensors.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedhet.algorithms.selective import taught_loss
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
-from fedhet.errors import KnowledgeError
+from fedhet.learning.training import Optimization, cross_entropy_of, logits_of
 from fedhet.methods.fedgems import FedGemsSettings
 from fedhet.models import HetModel
-from fedhet.training import Optimization, cross_entropy_of, logits_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.algorithms.generator import Generator
 from fedhet.algorithms.local_models import LocalModel
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.errors import ModelError
+from fedhet.base.transfer import rows_of
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.devices import move
-from fedhet.errors import ModelError
+from fedhet.learning.devices import move
 from fedhet.methods.fedgen import FedGenSettings
 from fedhet.models import load_weights
-from fedhet.tensors.transfer import rows_of
 from fedhet.wire.knowledge import Knowledge
 
 

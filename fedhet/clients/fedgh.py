@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedhet.arrays import Arrays
+from fedhet.base.arrays import Arrays
 from fedhet.clients.fedproto import FedProtoClient
 from fedhet.methods.fedgh import FedGhSettings
 from fedhet.models import HetModel, load_weights, to_arrays

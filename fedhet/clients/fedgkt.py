@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.clients.base import HetClient
+from fedhet.learning.training import logits_of
 from fedhet.methods.fedgkt import FedGktSettings
 from fedhet.models import HetModel, build, load_weights
-from fedhet.training import logits_of
 from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 

@@ -19,11 +19,11 @@ from fedhet.algorithms.classwise import (
     class_feature_loss,
     class_logit_loss,
 )
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.clients.base import HetClient
+from fedhet.learning.objective import Objective, OwnClasses
 from fedhet.methods.fedhe import FedHeSettings
 from fedhet.models import HetModel
-from fedhet.tensors.objective import Objective, OwnClasses
 from fedhet.wire.knowledge import Knowledge
 
 

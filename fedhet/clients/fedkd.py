@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from fedhet.algorithms.adaptive_distillation import Adapting, View, mutual_losses
 from fedhet.algorithms.averaging import changed
 from fedhet.algorithms.low_rank import energy_kept, factors
-from fedhet.arrays import Array, Arrays, group, grouped
+from fedhet.base.arrays import Array, Arrays, group, grouped
+from fedhet.base.errors import KnowledgeError
+from fedhet.base.seeding import seeded
+from fedhet.base.transfer import all_to_device
 from fedhet.client_runtime.epoch_means import EpochMeans
 from fedhet.clients.base import HetClient
-from fedhet.errors import KnowledgeError
 from fedhet.methods.fedkd import FedKdSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
 from fedhet.models.weights import on_host
-from fedhet.seeding import seeded
-from fedhet.tensors.transfer import all_to_device
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.matryoshka import Projector, matryoshka_losses
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
+from fedhet.base.seeding import seeded
 from fedhet.client_runtime.epoch_means import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedmrl import FedMrlSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
-from fedhet.seeding import seeded
 from fedhet.wire.knowledge import Knowledge
 
 

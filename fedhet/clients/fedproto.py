@@ -20,11 +20,11 @@ from fedhet.algorithms.classwise import (
 )
 from fedhet.algorithms.prototypes import NearestPrototype
 from fedhet.clients.base import HetClient
-from fedhet.devices import evaluation_batch
+from fedhet.learning.devices import evaluation_batch
+from fedhet.learning.objective import Objective
+from fedhet.learning.training import evaluating
 from fedhet.methods.fedproto import PrototypeSettings
 from fedhet.models import HetModel
-from fedhet.tensors.objective import Objective
-from fedhet.training import evaluating
 from fedhet.wire.knowledge import Knowledge
 
 

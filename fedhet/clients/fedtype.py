@@ -22,15 +22,15 @@ from fedhet.algorithms.local_models import (
     ProximalModel,
     VariationalModel,
 )
-from fedhet.arrays import Array, grouped
+from fedhet.base.arrays import Array, grouped
+from fedhet.base.errors import KnowledgeError
+from fedhet.base.seeding import derive, numpy_rng
+from fedhet.base.transfer import all_to_device, rows_of
 from fedhet.clients.base import HetClient
 from fedhet.data import Split
-from fedhet.errors import KnowledgeError
+from fedhet.learning.training import Optimization, evaluating, statistics_kept
 from fedhet.methods.fedtype import FedTypeSettings
 from fedhet.models import HetModel, build, load_weights, on_host
-from fedhet.seeding import derive, numpy_rng
-from fedhet.tensors.transfer import all_to_device, rows_of
-from fedhet.training import Optimization, evaluating, statistics_kept
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32

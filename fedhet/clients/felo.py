@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, Terms, felo_loss
-from fedhet.arrays import grouped
+from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
+from fedhet.learning.objective import Objective
 from fedhet.methods.felo import FeloSettings
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.tensors.objective import Objective
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from fedhet.algorithms.local_models import LocalizedModel, LocalModel
-from fedhet.arrays import Array, Arrays, group, grouped
+from fedhet.base.arrays import Array, Arrays, group, grouped
+from fedhet.base.seeding import derive
+from fedhet.base.transfer import all_to_device
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.pfedbayes import PFedBayesSettings
 from fedhet.models import HetModel, on_host
-from fedhet.seeding import derive
-from fedhet.tensors.transfer import all_to_device
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"

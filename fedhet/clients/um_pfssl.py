@@ -36,15 +36,15 @@ from fedhet.algorithms.uncertainty import (
     relation,
     semi_supervised_loss,
 )
-from fedhet.arrays import Array, grouped
+from fedhet.base.arrays import Array, grouped
+from fedhet.base.errors import KnowledgeError
+from fedhet.base.seeding import seeded
 from fedhet.clients.base import HetClient
 from fedhet.data import UNKNOWN
-from fedhet.errors import KnowledgeError
+from fedhet.learning.training import cross_entropy_of, evaluate
 from fedhet.methods.um_pfssl import UmPfsslSettings
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.seeding import seeded
-from fedhet.storage import ModelStore
-from fedhet.training import cross_entropy_of, evaluate
+from fedhet.runs.storage import ModelStore
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_BATCH = 2

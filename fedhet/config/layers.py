@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.config.sources import of_method, read_preset, read_toml
 from fedhet.config.trust import check_trusted
-from fedhet.errors import SettingsError, StateError
 
 PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.config.sources import preset_names
 from fedhet.config.values import validated
-from fedhet.errors import SettingsError, unknown_name
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import plain, unknown

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedhet import models
+from fedhet.base.errors import ModelError
 from fedhet.data import GENERATED
-from fedhet.errors import ModelError
 from fedhet.kinds import Shape
 from fedhet.methods.registry import Method
 from fedhet.privacy.sgd import refuse_unfit

@@ -11,14 +11,14 @@ import tomli_w
 
 from fedhet import data, models
 from fedhet.algorithms.robust import withstood
+from fedhet.base.disk import expanded
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.config.privacy import check_private, check_trainable
 from fedhet.config.sources import from_flower
 from fedhet.config.values import Given, validated
 from fedhet.data import sources
-from fedhet.devices import compute_for
-from fedhet.disk.folder import expanded
-from fedhet.errors import FedhetError, SettingsError
 from fedhet.kinds import KINDS, Shape, augmentation
+from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
 from fedhet.pace.closing import closing, honest_majority, wanted
 from fedhet.settings.pace import SIMULATED_ONLY

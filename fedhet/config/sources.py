@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.disk.bounded import read_tables
-from fedhet.errors import SettingsError, StateError, reason_of, unknown_name
+from fedhet.base.disk import read_tables
+from fedhet.base.errors import SettingsError, StateError, reason_of, unknown_name
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.sources import from_flower, known_settings
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import method_names
 from fedhet.settings.schema import A_DATASET, A_MODEL, names
 
 TRUST_VARIABLE = "FEDHET_TRUST"
-OBJECTS = "fedhet.objects"
+OBJECTS = "fedhet.inference.objects"
 """The module of objects that this process was given: naming them imports nothing."""
 METHOD = "method"
 DATASETS = ("data.dataset", "data.public-dataset")

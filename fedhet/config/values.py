@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.sources import all_settings
-from fedhet.errors import SettingsError
 from fedhet.methods.registry import Method, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, build, is_assigned, plain, refused, unknown

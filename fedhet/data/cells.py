@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fedhet.base.errors import DataError, nearest, one_line, reason_of
 from fedhet.data.rows import bytes_of, is_json, read_fields, read_objects, refuse_doubled
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.errors import DataError, nearest, one_line, reason_of
 
 LOG = logging.getLogger("fedhet")
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet")

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, nearest, reason_of
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, nearest, reason_of
 from fedhet.kinds import Shape
-from fedhet.seeding import numpy_rng
 
 LOG = logging.getLogger("fedhet")
 TRAIN, TEST, VALIDATION = "train", "test", "val"

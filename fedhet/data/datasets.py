@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import FIXED_SEED, Dataset, DataSpec, global_random_kept, stratified
 from fedhet.data.superclass import merged
-from fedhet.errors import DataError, SettingsError
-from fedhet.seeding import numpy_rng
 
 
 @global_random_kept()

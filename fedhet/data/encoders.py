@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, ModelError, SettingsError, reason_of
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, ModelError, SettingsError, reason_of
 
 VARIABLE = "FEDHET_ENCODERS"
 _MODEL = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.errors import DataError
-from fedhet.seeding import numpy_rng
+from fedhet.base.errors import DataError
+from fedhet.base.seeding import numpy_rng
 
 OWNERS = 10
 """The number of sites that the texts and signals are of."""

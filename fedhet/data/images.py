@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import Shape
 
 if TYPE_CHECKING:

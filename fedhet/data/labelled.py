@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.spec import ClientData, Split, concatenated
-from fedhet.errors import DataError
-from fedhet.seeding import numpy_rng
 from fedhet.settings.data import DataSettings
 
 

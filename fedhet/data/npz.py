@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedhet.base.errors import DataError, reason_of
 from fedhet.data.spec import DataSpec, Index, Split, numbered, refuse_more
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, Kind
 
 MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedhet.base.errors import DataError
+from fedhet.base.seeding import derive, numpy_rng
 from fedhet.data.spec import Dataset, DataSpec, Index, global_random_kept
-from fedhet.errors import DataError
-from fedhet.seeding import derive, numpy_rng
 
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _DIRICHLET_DRAWS = 11

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.sources import find_source
 from fedhet.data.spec import Dataset, DataSpec, Split, stratified
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import KINDS, Shape, described, kind_of
-from fedhet.seeding import numpy_rng
 
 GENERATED = "generated"
 """The `public-dataset` that is generated from the training set, as its kind of samples says."""

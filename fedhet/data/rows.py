@@ -20,10 +20,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from fedhet.base.disk import parsed
+from fedhet.base.errors import DataError, nearest, reason_of
 from fedhet.data.spec import DataSpec, refuse_more
 from fedhet.data.values import label_of
-from fedhet.disk.bounded import parsed
-from fedhet.errors import DataError, nearest, reason_of
 
 _FORMATS = (".csv", ".tsv", ".jsonl")
 ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", ".gz"))

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedhet.base.disk import Folder
+from fedhet.base.errors import StateError, reason_of
 from fedhet.data.spec import Dataset, Index, Split
 from fedhet.data.tables import TableSchema
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError, reason_of
 
 _PARTITION = "partition.safetensors"
 _SAMPLES = "samples.npy"

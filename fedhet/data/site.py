@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fedhet.base.disk import expanded, read_tables
+from fedhet.base.errors import DataError, StateError, reason_of
 from fedhet.data.class_folders import (
     TRAIN,
     UNLABELLED,
@@ -34,9 +36,6 @@ from fedhet.data.spec import (
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, site_rows
 from fedhet.data.tokens import shape_of_texts
-from fedhet.disk.bounded import read_tables
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, StateError, reason_of
 from fedhet.kinds import TABLE, TEXT, Shape, kind_of
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings

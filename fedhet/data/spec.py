@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
+from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import Shape
-from fedhet.seeding import numpy_rng
 from fedhet.settings.assignment import drawn_unseen
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
@@ -70,8 +70,8 @@ class Split:
         return np.arange(len(self))
 
     def scaled(self) -> Split:
-        """Return the split with `x` as models expect it (see `fedhet.devices.scaled`)."""
-        from fedhet.devices import scaled
+        """Return the split with `x` as models expect it (see `fedhet.learning.devices.scaled`)."""
+        from fedhet.learning.devices import scaled
 
         return Split(scaled(self.x), self.y)
 
@@ -206,8 +206,8 @@ def concatenated(*parts: Tensor) -> Tensor:
     """Return samples one after the other: as they are stored, or scaled if that differs."""
     import torch
 
-    from fedhet.devices import scaled
-    from fedhet.tensors.transfer import to_device
+    from fedhet.base.transfer import to_device
+    from fedhet.learning.devices import scaled
 
     alike, place = len({part.dtype for part in parts}) == 1, parts[0].device
     return torch.cat([to_device(part if alike else scaled(part), place) for part in parts])

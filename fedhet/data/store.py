@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data import shared_cache
 from fedhet.data.datasets import load
 from fedhet.data.labelled import split_labels, stacked
@@ -26,7 +27,6 @@ from fedhet.data.public import (
 from fedhet.data.sources import find_source
 from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_test
 from fedhet.data.superclass import Assignment, assign
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError, SettingsError, nearest
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.spec import Dataset, DataSpec, Index, Split
-from fedhet.errors import DataError, SettingsError, nearest
-from fedhet.seeding import numpy_rng
 
 # Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.
 CIFAR100 = tuple(

@@ -24,6 +24,8 @@ import numpy.typing as npt
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedhet.base.disk import read_tables
+from fedhet.base.errors import DataError, StateError, nearest, one_line, reason_of
 from fedhet.data.cells import ENDINGS, NO_NAME, Cells, find_table, read_table
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.values import (
@@ -40,8 +42,6 @@ from fedhet.data.values import (
     parse_numbers,
     recognize,
 )
-from fedhet.disk.bounded import read_tables
-from fedhet.errors import DataError, StateError, nearest, one_line, reason_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError, nearest, reason_of
 from fedhet.data.class_folders import Files
 from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.tokens import tokenized
 from fedhet.data.values import Words, class_words
-from fedhet.errors import DataError, nearest, reason_of
 from fedhet.kinds import Shape
 
 LOG = logging.getLogger("fedhet")

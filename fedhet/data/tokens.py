@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.base.errors import DataError, SettingsError, reason_of
 from fedhet.data.encoders import configuration, encoder_folder
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.errors import DataError, SettingsError, reason_of
 from fedhet.kinds import PADDING, Shape, text_shape
 
 WORDS = "words"

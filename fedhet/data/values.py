@@ -21,7 +21,7 @@ from unicodedata import normalize
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
 
 Kind = Literal["number", "date", "category"]
 Numbers = npt.NDArray[np.float64]

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedhet.errors import FedhetError, reason_of
+from fedhet.base.errors import FedhetError, reason_of
 from fedhet.runs.units import plural
 from fedhet.settings.address import read_host
 from fedhet.wire.identity import is_name

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fedhet.base.errors import FedhetError, reason_of
 from fedhet.deployment.flower_cli import Connection, readable
-from fedhet.errors import FedhetError, reason_of
 
 FEW_LINES = 8
 """Of a run's log, its last ones."""

@@ -19,8 +19,8 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
+from fedhet.base.errors import FedhetError, one_line, reason_of
 from fedhet.deployment import certs
-from fedhet.errors import FedhetError, one_line, reason_of
 from fedhet.runs.units import human_bytes, plural
 from fedhet.settings.address import host_and_port
 

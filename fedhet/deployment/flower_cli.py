@@ -21,14 +21,14 @@ import tomli_w
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
+from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.version import __version__
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
-from fedhet.errors import FedhetError, reason_of
 from fedhet.runs.logs import message_of
 from fedhet.settings.address import host_and_port, joined
 from fedhet.settings.schema import nest
-from fedhet.version import __version__
 
 CONNECTION = "fedhet-server"
 """The connection's name; Flower would take a folder of this name for an app in its old form."""
@@ -305,8 +305,8 @@ def app_of(config: Config) -> dict[str, object]:
     app = {
         "publisher": "fedhet",
         "components": {
-            "serverapp": "fedhet.server_app:app",
-            "clientapp": "fedhet.client_app:app",
+            "serverapp": "fedhet.server.app:app",
+            "clientapp": "fedhet.client_runtime.app:app",
         },
         "config": nest(to_flower(config.flat())),
     }

@@ -21,6 +21,7 @@ from types import TracebackType
 
 import psutil
 
+from fedhet.base.errors import FedhetError
 from fedhet.client_runtime.node import STATE_DIR_VARIABLE
 from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
@@ -29,7 +30,6 @@ from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.engines.environment import for_training
 from fedhet.engines.readiness import check_own_models
-from fedhet.errors import FedhetError
 from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"

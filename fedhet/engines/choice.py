@@ -18,12 +18,12 @@ import torch
 from flwr.server import ServerAppComponents
 from flwr.server.client_manager import ClientManager
 
+from fedhet.base.errors import one_line
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.devices import compute_for, find_device
 from fedhet.engines.gpu_memory import with_gpu_share
 from fedhet.engines.inline import run_inline
-from fedhet.errors import one_line
+from fedhet.learning.devices import compute_for, find_device
 from fedhet.models import Refitted, assign, build_any
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural

@@ -8,12 +8,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fedhet.base.errors import FedhetError, one_line
 from fedhet.client_runtime.cache import close_clients
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.devices import find_device
-from fedhet.errors import FedhetError, one_line
 from fedhet.kinds import Shape, kind_of
+from fedhet.learning.devices import find_device
 from fedhet.models import Refitted, build_any
 from fedhet.server.dispatch import together_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from fedhet.base.errors import ModelError
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, check
 from fedhet.data import RunData, Split
 from fedhet.data.sources import paths_of
-from fedhet.errors import ModelError
 from fedhet.models import is_user_model
 from fedhet.models.pretrained import check_weights, is_pretrained
 from fedhet.wire.identity import ClientInfo

@@ -17,18 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedhet.base.disk import Folder, write_text
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config, check, resolve
 from fedhet.config.sources import of_method, read_toml
 from fedhet.data import RunData
-from fedhet.devices import settled
-from fedhet.disk.folder import Folder, write_text
 from fedhet.engines.choice import cluster_for, engine_of, show_waiting, with_backend
 from fedhet.engines.readiness import check_files, check_own_models
-from fedhet.errors import SettingsError
+from fedhet.learning.devices import settled
 from fedhet.runs.files import BASELINE
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import forget_peak
-from fedhet.server_app import components
+from fedhet.server.app import components
 
 if TYPE_CHECKING:
     from fedhet import report

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
+from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.errors import SettingsError
 from fedhet.field.declaration import NAME, Architectures, FieldTable
 from fedhet.methods.registry import all_methods
 from fedhet.papers.plan import PlannedRun, Values, as_options, layered, seeded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedhet.disk.folder import Folder, write_text
+from fedhet.base.disk import Folder, write_text
 from fedhet.field.declaration import NAME
 from fedhet.field.plan import Cell as Place
 from fedhet.field.ranks import ALPHA

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.version import __version__
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.data.tokens import WORDS
 from fedhet.data.values import MISSING, MISSING_NUMBER
-from fedhet.errors import DataError, SettingsError
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.models import HetModel
-from fedhet.version import __version__
 
 SCALING: dict[Stored, str] = {
     "bytes": "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1",

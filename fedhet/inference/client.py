@@ -14,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedhet.base.errors import DataError, ModelError, StateError, nearest, words_of
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.record import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_toml
 from fedhet.config.trust import DATASETS, check_trusted
-from fedhet.errors import DataError, ModelError, StateError, nearest, words_of
 from fedhet.inference.folders import best_round_of, find_store
+from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Refitted
 from fedhet.models.allocation import Allocation
 from fedhet.runs.records import MOST_ROUNDS
-from fedhet.storage import ClientStore
-from fedhet.training import evaluate, logits_of
+from fedhet.runs.storage import ClientStore
 from fedhet.wire.identity import client_name
 
 TIMES_ITS_STATE = 8

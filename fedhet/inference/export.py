@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedhet.base.disk import Folder, write_text
+from fedhet.base.errors import FedhetError, ModelError, SettingsError, one_line
 from fedhet.data.tables import TableSchema
-from fedhet.devices import scaled
-from fedhet.disk.folder import Folder, write_text
-from fedhet.errors import FedhetError, ModelError, SettingsError, one_line
 from fedhet.inference.card import card
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import TEXT
+from fedhet.learning.devices import scaled
 from fedhet.models import Refitted
-from fedhet.storage import apart
+from fedhet.runs.storage import apart
 
 FORMATS = ("safetensors", "pt2", "onnx")
 """Weights alone; torch.export's program; ONNX."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedhet.base.errors import StateError, nearest
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.config.trust import check_trusted
-from fedhet.errors import StateError, nearest
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.files import read_records
 from fedhet.runs.statistics import best_round
+from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
-from fedhet.storage import ClientStore
 
 STATE = "state"
 """The folder of the private states in the directory of a simulated run."""

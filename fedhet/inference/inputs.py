@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.base.errors import DataError
 from fedhet.client_runtime.record import ClientRecord
 from fedhet.data import DataSpec
 from fedhet.data.class_folders import Files, Scan
@@ -20,9 +21,8 @@ from fedhet.data.spec import refuse_more
 from fedhet.data.tables import TableSchema, read_table
 from fedhet.data.texts import TEXTS
 from fedhet.data.tokens import tokenized
-from fedhet.devices import scaled
-from fedhet.errors import DataError
 from fedhet.kinds import IMAGE, TEXT, kind_of
+from fedhet.learning.devices import scaled
 from fedhet.runs.units import natural
 
 ROUNDING = 1e-3

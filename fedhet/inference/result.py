@@ -11,10 +11,10 @@ import pandas as pd
 from torch import nn
 
 from fedhet import report
+from fedhet.base.metrics import ACCURACY
 from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.inference import export as write_model
-from fedhet.metrics import ACCURACY
-from fedhet.objects import check_held
+from fedhet.inference.objects import check_held
 from fedhet.report import frames
 from fedhet.report.compare import to_dict
 from fedhet.report.page import render

@@ -14,7 +14,7 @@ PyTorch before it is called, so that settings and the declarations of methods ca
 
 from __future__ import annotations
 
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
 from fedhet.kinds.base import Change, Kind, Shape
 from fedhet.kinds.image import IMAGE
 from fedhet.kinds.signal import SIGNAL

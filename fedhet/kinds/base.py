@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
 
 if TYPE_CHECKING:  # a kind is declared without PyTorch, which only its functions need
     from torch import Generator, Tensor

@@ -14,8 +14,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from fedhet.base.transfer import to_device
 from fedhet.kinds.base import Change
-from fedhet.tensors.transfer import to_device
 
 BLACK = -1.0
 IN_A_ROW = 2

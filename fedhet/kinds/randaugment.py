@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 from torchvision.transforms.v2 import functional as V
 
-from fedhet.tensors.transfer import to_device
+from fedhet.base.transfer import to_device
 
 Operation = Callable[[Tensor], Tensor]
 STRENGTH = 1 / 3

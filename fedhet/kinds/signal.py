@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
 from fedhet.kinds.base import Array, Kind, finite
 
 _ALLOWED = "of signals x must be [N, channels, time] or [N, time], finite numbers"

@@ -13,9 +13,9 @@ from types import MappingProxyType
 import torch
 from torch import Generator, Tensor
 
+from fedhet.base.transfer import to_device
 from fedhet.kinds.base import Change
 from fedhet.kinds.text import PADDING
-from fedhet.tensors.transfer import to_device
 
 WEAK, STRONG = 0.1, 0.3
 """The share of tokens that a weak and a strong change leave out."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedhet.arrays import Shapes
+from fedhet.base.arrays import Shapes
 from fedhet.methods import lg_fedavg
 from fedhet.methods.spec import Protection
 from fedhet.settings.schema import Count, NonNegative, Positive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from fedhet.errors import ModelError
+from fedhet.base.errors import ModelError
 from fedhet.kinds import Shape
 from fedhet.methods.sizes import model_shapes
 from fedhet.methods.spec import MethodSpec, Protection

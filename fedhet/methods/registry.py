@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError, place_of, typed, unknown_name, where_looked
+from fedhet.base.errors import SettingsError, place_of, typed, unknown_name, where_looked
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 

@@ -6,7 +6,7 @@ It needs the models, and so PyTorch, which is imported when it is asked for.
 from __future__ import annotations
 
 from fedhet.algorithms.choices import Part
-from fedhet.arrays import Shapes
+from fedhet.base.arrays import Shapes
 from fedhet.kinds import Shape
 from fedhet.settings.run import RunSettings
 

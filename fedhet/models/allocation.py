@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedhet.errors import ModelError
+from fedhet.base.errors import ModelError
 
 _aten = torch.ops.aten
 _MAKES = {_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn}

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.errors import ModelError, typed
+from fedhet.base.seeding import seeded
 from fedhet.data.spec import global_random_kept
-from fedhet.devices import scaled
-from fedhet.errors import ModelError, typed
-from fedhet.seeding import seeded
+from fedhet.learning.devices import scaled
 
 ROUNDING = 1e-5
 """By how much a float32 probability may be outside 0 to 1."""

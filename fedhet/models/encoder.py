@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedhet.base.errors import ModelError, reason_of
 from fedhet.data.encoders import configuration, encoder_folder, encoder_parts
-from fedhet.errors import ModelError, reason_of
 from fedhet.kinds import PADDING, TEXT, Shape
 from fedhet.models.het import HetModel, join
 from fedhet.models.texts import mean_of, present, trimmed

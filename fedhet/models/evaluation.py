@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.metrics import ACCURACY, Predictions, measure
 from fedhet.data import Split
-from fedhet.devices import Compute
-from fedhet.metrics import ACCURACY, Predictions, measure
+from fedhet.learning.devices import Compute
+from fedhet.learning.training import Evaluation, evaluate
 from fedhet.models import Refitted
-from fedhet.training import Evaluation, evaluate
 
 Evaluations = dict[tuple[str, str], Evaluation]
 """Evaluations by protocol ("personal", "common") and kind of model ("private", "proxy", ...)."""

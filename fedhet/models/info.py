@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedhet.errors import ModelError
+from fedhet.base.errors import ModelError
 from fedhet.kinds import IMAGE, Kind, Shape, kind_of
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhet.algorithms.choices import Part
-from fedhet.arrays import Array, Shapes
+from fedhet.base.arrays import Array, Shapes
 from fedhet.kinds import Shape
 from fedhet.models.het import HetModel
 from fedhet.models.registry import build, shapes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhet.errors import ModelError, reason_of
+from fedhet.base.errors import ModelError, reason_of
 from fedhet.kinds import Shape
 from fedhet.models.info import ModelInfo
 

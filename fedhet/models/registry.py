@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 import torch
 
+from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
+from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.encoders import is_encoder
-from fedhet.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.kinds import Shape, kind_of
 from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
@@ -37,7 +38,6 @@ from fedhet.models.user_model import (
     is_user_model,
     no_gradients,
 )
-from fedhet.seeding import derive, numpy_rng, seeded
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
     {

@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import Shape
 from fedhet.models.dropout import Dropout
 from fedhet.models.info import DrawnInfo, ModelInfo, share_of
-from fedhet.seeding import numpy_rng
 
 
 def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fedhet.errors import ModelError, nearest
+from fedhet.base.errors import ModelError, nearest
 from fedhet.kinds import IMAGE, Shape
 from fedhet.models.het import HetModel, join, output_shape
 

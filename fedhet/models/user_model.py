@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fedhet.base.errors import ModelError, nearest, where_looked
 from fedhet.data.encoders import is_encoder
-from fedhet.errors import ModelError, nearest, where_looked
 from fedhet.kinds import Shape, kind_of
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhet.arrays import Array, Arrays
-from fedhet.tensors.transfer import HOST, all_to_device
+from fedhet.base.arrays import Array, Arrays
+from fedhet.base.transfer import HOST, all_to_device
 
 Model = TypeVar("Model", bound=nn.Module)
 

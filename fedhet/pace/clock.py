@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedhet.errors import SettingsError, nearest, one_line
-from fedhet.seeding import numpy_rng
+from fedhet.base.errors import SettingsError, nearest, one_line
+from fedhet.base.seeding import numpy_rng
 from fedhet.settings.pace import DRAWN_CLOCK, PaceSettings
 
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"

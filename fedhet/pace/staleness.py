@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 
 def staleness_weight(age: int) -> float:

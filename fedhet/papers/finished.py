@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedhet.errors import StateError
+from fedhet.base.errors import StateError
 from fedhet.papers.results import Results, Verdict
 from fedhet.papers.source import SIZES, Size, table_names
 from fedhet.runs.files import read_origin, read_summary, read_validated

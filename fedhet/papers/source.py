@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedhet.errors import SettingsError, unknown_name
+from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.methods.registry import shipped_names
 from fedhet.runs.records import PROTOCOLS
 

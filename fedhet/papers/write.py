@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedhet.disk.folder import Folder, write_text
+from fedhet.base.disk import Folder, write_text
 from fedhet.papers.finished import Finished
 from fedhet.papers.plan import as_options
 from fedhet.papers.results import OUTCOMES, CellResult, Results, Verdict

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.methods.spec import Passes
 from fedhet.privacy.quiet import root_handlers_kept
 from fedhet.settings.privacy import MIN_NOISE, PrivacySettings

@@ -21,8 +21,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError, words_of
+from fedhet.base.disk import Folder
+from fedhet.base.errors import StateError, words_of
 from fedhet.privacy.accounting import Release
 from fedhet.privacy.noise import CIPHER
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedhet.errors import ModelError, SettingsError
+from fedhet.base.errors import ModelError, SettingsError
 from fedhet.kinds import Shape, kind_of
+from fedhet.learning.training import Optimization
 from fedhet.models import HetModel
 from fedhet.privacy.accounting import EXTRA
 from fedhet.privacy.noise import SecretNoise
 from fedhet.privacy.quiet import root_handlers_kept
-from fedhet.training import Optimization
 
 
 class PrivateOptimization(Optimization):

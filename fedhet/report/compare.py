@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 from pydantic_core import to_json
 
-from fedhet.disk.folder import Folder, write_text
-from fedhet.errors import SettingsError
-from fedhet.metrics import ACCURACY, Metric, in_order, metric_of
+from fedhet.base.disk import Folder, write_text
+from fedhet.base.errors import SettingsError
+from fedhet.base.metrics import ACCURACY, Metric, in_order, metric_of
 from fedhet.report.comparison import Comparison
 from fedhet.report.curves import drawings, overview
 from fedhet.report.groups import (

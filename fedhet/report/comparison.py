@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedhet.metrics import ACCURACY, METRICS, Metric
+from fedhet.base.metrics import ACCURACY, METRICS, Metric
 from fedhet.report.groups import Column, Group, Spread
 from fedhet.report.paired import Pair, Test
 from fedhet.runs.units import percent, score

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
-from fedhet.disk.folder import Folder
+from fedhet.base.disk import Folder
 from fedhet.report import canvas, clients, frames, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fedhet.metrics import ACCURACY
+from fedhet.base.metrics import ACCURACY
 from fedhet.runs.records import NAN, RoundRecord
 
 STATISTICS = ["mean", "std", "worst"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedhet.errors import SettingsError, StateError, nearest
+from fedhet.base.errors import SettingsError, StateError, nearest
 from fedhet.report.frames import over_seeds
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.records import KINDS, NAN

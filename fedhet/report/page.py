@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from fedhet.disk.folder import write_text
+from fedhet.base.disk import write_text
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import canvas, figures
 from fedhet.report.comparison import Comparison

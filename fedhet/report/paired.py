@@ -12,7 +12,7 @@ from typing import Literal
 
 import pandas as pd
 
-from fedhet.errors import SettingsError, nearest
+from fedhet.base.errors import SettingsError, nearest
 from fedhet.report.groups import Column, Group
 from fedhet.report.run import Run
 from fedhet.runs.records import NAN

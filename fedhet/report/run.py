@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from fedhet.disk.bounded import read_tables
-from fedhet.errors import StateError
+from fedhet.base.disk import read_tables
+from fedhet.base.errors import StateError
+from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import title_of
-from fedhet.metrics import ACCURACY, is_shown, metric_of
 from fedhet.report import frames
 from fedhet.runs.files import (
     BASELINE,

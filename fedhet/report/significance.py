@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.report.paired import DIGITS, Pair, Test
 from fedhet.runs.records import NAN
 

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from fedhet.disk.folder import Folder
+from fedhet.base.disk import Folder
 from fedhet.report import canvas
 from fedhet.runs.units import human_bytes, printable
 

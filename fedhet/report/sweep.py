@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pydantic_core import to_json
 from rich.table import Table
 
-from fedhet.disk.folder import Folder, write_text
+from fedhet.base.disk import Folder, write_text
 from fedhet.report import style
 from fedhet.report.groups import chosen_figures
 from fedhet.report.page import render

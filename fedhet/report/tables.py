@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedhet.metrics import is_shown
+from fedhet.base.metrics import is_shown
 from fedhet.report.comparison import Comparison
 from fedhet.report.frames import STATISTICS
 from fedhet.report.groups import Group, Spread

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from fedhet.disk.bounded import read_file
-from fedhet.errors import FedhetError, SettingsError, StateError
+from fedhet.base.disk import read_file
+from fedhet.base.errors import FedhetError, SettingsError, StateError
 from fedhet.report.compare import comparison_page
 from fedhet.report.groups import runs_below
 from fedhet.report.page import Live, render, render_run

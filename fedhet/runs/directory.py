@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from fedhet.base.disk import Folder, read_json, refuse_links
+from fedhet.base.errors import StateError, reason_of
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
-from fedhet.disk.bounded import read_json
-from fedhet.disk.folder import Folder, refuse_links
-from fedhet.errors import StateError, reason_of
 from fedhet.runs.files import read_records
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.statistics import headline_mean

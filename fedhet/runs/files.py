@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedhet.disk.bounded import parsed, read_file, read_json, refuse_parts
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError, reason_of
+from fedhet.base.disk import Folder, parsed, read_file, read_json, refuse_parts
+from fedhet.base.errors import StateError, reason_of
 from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
 
 T = TypeVar("T")

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
+from fedhet.base.disk import Folder, write_text
+from fedhet.base.errors import FedhetError, one_line, typed
+from fedhet.base.metrics import ACCURACY
+from fedhet.base.version import versions
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
-from fedhet.disk.folder import Folder, write_text
-from fedhet.errors import FedhetError, one_line, typed
-from fedhet.metrics import ACCURACY
 from fedhet.runs.directory import (
     check_same,
     claimed,
@@ -45,10 +46,9 @@ from fedhet.runs.records import (
 )
 from fedhet.runs.scalars import scalars
 from fedhet.runs.statistics import best_round, final_scores
+from fedhet.runs.storage import Checkpoint, Checkpoints, Facts
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
-from fedhet.storage import Checkpoint, Checkpoints, Facts
-from fedhet.version import versions
 from fedhet.wire.identity import ClientInfo
 
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from fedhet.errors import FedhetError, SettingsError
+from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.runs.units import make_output_lenient
 
 FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"

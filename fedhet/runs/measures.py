@@ -17,10 +17,10 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from fedhet.errors import KnowledgeError, nearest, shown
-from fedhet.metrics import ACCURACY, metric_of
+from fedhet.base.errors import KnowledgeError, nearest, shown
+from fedhet.base.metrics import ACCURACY, metric_of
+from fedhet.learning.training import Evaluation
 from fedhet.runs.records import PROTOCOLS
-from fedhet.training import Evaluation
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

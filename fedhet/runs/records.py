@@ -21,8 +21,8 @@ from pydantic import (
     PlainSerializer,
 )
 
-from fedhet.errors import one_line
-from fedhet.metrics import ACCURACY
+from fedhet.base.errors import one_line
+from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
 """The largest number in a run's files: beyond every sum of what clients may report."""

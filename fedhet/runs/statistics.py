@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedhet.metrics import ACCURACY, LEAST_ACCURACY
+from fedhet.base.metrics import ACCURACY, LEAST_ACCURACY
 from fedhet.runs.records import (
     KINDS,
     NAN,

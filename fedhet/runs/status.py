@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from fedhet.disk.folder import write_text
-from fedhet.errors import StateError
+from fedhet.base.disk import write_text
+from fedhet.base.errors import StateError
 from fedhet.runs.directory import is_claimed
 from fedhet.runs.files import read_validated
 from fedhet.runs.progress import ClientProgress, Progress

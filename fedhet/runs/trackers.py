@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedhet.base.disk import write_text
+from fedhet.base.errors import SettingsError, one_line
 from fedhet.config.resolve import Config
-from fedhet.disk.folder import write_text
-from fedhet.errors import SettingsError, one_line
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord, Summary

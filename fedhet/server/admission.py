@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedhet.base.errors import FedhetError, ModelError
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.errors import FedhetError, ModelError
 from fedhet.models import is_registered, shapes
 from fedhet.wire.identity import ClientInfo
 

@@ -17,8 +17,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from fedhet.arrays import Array
-from fedhet.seeding import numpy_rng
+from fedhet.base.arrays import Array
+from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.defence import AttackSettings

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
-from fedhet.errors import FedhetError
+from fedhet.base.errors import FedhetError
 
 Outcome = Literal["silent", "error", "refused"]
 """No answer; an answer with an error of the client's own; a reply that the server refuses."""

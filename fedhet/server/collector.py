@@ -16,7 +16,7 @@ from typing import Any
 from flwr.common import EvaluateIns, FitRes
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import StateError
+from fedhet.base.errors import StateError
 from fedhet.pace.clock import SimulatedClock
 from fedhet.pace.closing import (
     RECENT,

@@ -27,7 +27,7 @@ from fedhet.algorithms.robust import (
     weighted_mean,
     withstood,
 )
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.defence import CHOOSING, DefenceSettings

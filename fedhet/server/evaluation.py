@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from fedhet.data import Split
-from fedhet.devices import compute_for
+from fedhet.learning.devices import compute_for
 from fedhet.models.evaluation import judge
 from fedhet.runs.measures import Measured, placed
 from fedhet.settings.run import RunSettings

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from flwr.common import Code, EvaluateRes, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.arrays import Arrays
-from fedhet.errors import ToldError
+from fedhet.base.arrays import Arrays
+from fedhet.base.errors import ToldError
+from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
-from fedhet.metrics import ACCURACY, measured_names
 from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.members import Member
 from fedhet.server.proxy import Failures, name_of, reasons

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Set
 
 import numpy as np
 
-from fedhet.arrays import Array
-from fedhet.seeding import numpy_rng
+from fedhet.base.arrays import Array
+from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.run import RunSettings

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from flwr.common import Code, FitRes, Parameters, Status
 
-from fedhet.arrays import group, grouped
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError
-from fedhet.storage import load, load_facts, save
+from fedhet.base.arrays import group, grouped
+from fedhet.base.disk import Folder
+from fedhet.base.errors import StateError
+from fedhet.runs.storage import load, load_facts, save
 from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import Knowledge
 

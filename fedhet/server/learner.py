@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from fedhet.algorithms.schedule import Plateau, rate_factor
-from fedhet.arrays import Array, Arrays, group, grouped
-from fedhet.devices import compute_for
-from fedhet.errors import DivergedError
-from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.models.weights import on_host
-from fedhet.seeding import seeded, torch_generator
-from fedhet.settings.run import RunSettings
-from fedhet.tensors.transfer import all_to_device
-from fedhet.training import (
+from fedhet.base.arrays import Array, Arrays, group, grouped
+from fedhet.base.errors import DivergedError
+from fedhet.base.seeding import seeded, torch_generator
+from fedhet.base.transfer import all_to_device
+from fedhet.learning.devices import compute_for
+from fedhet.learning.training import (
     LossOfBatch,
     Optimization,
     all_finite,
@@ -27,6 +24,9 @@ from fedhet.training import (
     optimization,
     train_epochs,
 )
+from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.models.weights import on_host
+from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER
 

@@ -14,8 +14,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from fedhet.arrays import Array, Arrays, OnDemand
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, Arrays, OnDemand
+from fedhet.base.errors import KnowledgeError
 from fedhet.wire.knowledge import Knowledge
 
 Magnitudes = Mapping[str, float]

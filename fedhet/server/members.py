@@ -11,9 +11,9 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.base.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.server.admission import (
     Admission,
     Task,

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedhet.arrays import Array, Arrays
+from fedhet.base.arrays import Array, Arrays
 from fedhet.config.resolve import Config
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
+from fedhet.runs.storage import Facts
 from fedhet.server.collector import Collector
 from fedhet.server.dispatch import Dispatch, together_of
 from fedhet.server.exchange import Exchange
@@ -18,7 +19,6 @@ from fedhet.server.published import Publisher, publisher_of
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.server.round import RoundState
 from fedhet.server.selecting import Selecting
-from fedhet.storage import Facts
 
 PACE = "pace"
 """The fact of a checkpoint that holds who is at work, and what is known for the selection."""

@@ -17,7 +17,7 @@ from flwr.app import Message
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 
-from fedhet.errors import one_line
+from fedhet.base.errors import one_line
 
 FRESH_SECONDS = 10.0
 """Seconds for which Flower's list of the nodes is used again."""

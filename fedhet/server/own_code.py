@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fedhet.errors import DropOutError, FedhetError, OwnModelError, StateError, typed, words_of
+from fedhet.base.errors import DropOutError, FedhetError, OwnModelError, StateError, typed, words_of
 
 LOG = logging.getLogger("flwr")
 NOT_OF_CODE = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.errors import one_line, words_of
+from fedhet.base.errors import one_line, words_of
 from fedhet.runs.measures import LACKS
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.members import Member

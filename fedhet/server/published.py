@@ -16,10 +16,10 @@ from functools import cached_property
 
 from flwr.common import Parameters, ndarrays_to_parameters
 
-from fedhet.arrays import Array, Arrays, group, grouped
+from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.methods.spec import MethodSpec
+from fedhet.runs.storage import Facts
 from fedhet.settings.run import RunSettings
-from fedhet.storage import Facts
 from fedhet.wire.coder import Coder, Place, rules_of
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 from fedhet.wire.packing import Encoded, Packing, digest_of

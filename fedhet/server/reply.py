@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fedhet.errors import FedhetError, KnowledgeError, words_of
+from fedhet.base.errors import FedhetError, KnowledgeError, words_of
 from fedhet.pace.staleness import staleness_weight
 from fedhet.runs.measures import Measured
 from fedhet.server.magnitudes import Magnitudes, magnitudes_of

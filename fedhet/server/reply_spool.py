@@ -16,9 +16,9 @@ from pathlib import Path
 
 from flwr.common import Parameters, ndarrays_to_parameters
 
-from fedhet.arrays import Array, OnDemand
-from fedhet.disk.folder import Folder
-from fedhet.errors import KnowledgeError, StateError, reason_of
+from fedhet.base.arrays import Array, OnDemand
+from fedhet.base.disk import Folder
+from fedhet.base.errors import KnowledgeError, StateError, reason_of
 from fedhet.server.magnitudes import Magnitudes, magnitudes_of
 from fedhet.server.reply import from_outside
 from fedhet.wire.contract import Contract

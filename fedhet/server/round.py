@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedhet.errors import (
+from fedhet.base.errors import (
     DivergedError,
     FedhetError,
     KnowledgeError,

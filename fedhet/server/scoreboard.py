@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedhet.metrics import ACCURACY, in_order, metric_of
+from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Place
 from fedhet.runs.records import ByMetric, RoundRecord
 from fedhet.runs.statistics import relative, summarise

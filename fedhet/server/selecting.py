@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fedhet.base.seeding import numpy_rng
 from fedhet.pace.closing import asked, wanted
 from fedhet.pace.selection import History, Past, chosen, worth_of
-from fedhet.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import Selection
 from fedhet.settings.run import RunSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from fedhet.arrays import Array, Arrays, OnDemand
+from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.methods.spec import MethodSpec
 from fedhet.pace.staleness import buffered_rate, carried_over
 from fedhet.server.reply import Reply

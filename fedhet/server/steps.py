@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial, reduce
 
-from fedhet.arrays import Array, OnDemand
+from fedhet.base.arrays import Array, OnDemand
 from fedhet.server.attacks import IN_THE_PAPER, Attack
 from fedhet.server.defence import Defence
 from fedhet.server.hostile import Hostile

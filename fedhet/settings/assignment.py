@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
-from fedhet.seeding import numpy_rng
+from fedhet.base.seeding import numpy_rng
 from fedhet.settings.run import RunSettings, TrainingSettings
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.kinds import AUGMENTATIONS, IMAGE
-from fedhet.metrics import ACCURACY, METRICS
 from fedhet.settings.data import DataSettings
 from fedhet.settings.defence import AttackSettings, DefenceSettings
 from fedhet.settings.engine import EngineSettings

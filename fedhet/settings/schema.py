@@ -26,8 +26,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from fedhet.errors import SettingsError, closest
-from fedhet.metrics import chosen
+from fedhet.base.errors import SettingsError, closest
+from fedhet.base.metrics import chosen
 from fedhet.settings.words import instead, meant
 
 Scalar = bool | int | float | str

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
 from fedhet.settings.schema import is_assigned
 
 MOST_TIMES = 1000

@@ -18,13 +18,14 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from torch import nn
 
-from fedhet.arrays import Array, refuse_other_types
+from fedhet.base.arrays import Array, refuse_other_types
+from fedhet.base.errors import FedhetError, StateError
 from fedhet.config.resolve import Config
 from fedhet.data import RunData, Split
-from fedhet.errors import FedhetError, StateError
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures
+from fedhet.runs.storage import Checkpoint
 from fedhet.server.client_health import ClientHealth
 from fedhet.server.collector import Collected
 from fedhet.server.dispatch import NOTHING
@@ -39,7 +40,6 @@ from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.staleness import carried_over_by
 from fedhet.server.steps import checks, through
-from fedhet.storage import Checkpoint
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedhet.arrays import Array, group, grouped
-from fedhet.devices import compute_for
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.learning.devices import compute_for
 from fedhet.methods.central import SPEC, CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import build, load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply, Selection

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
-from fedhet.arrays import Array, grouped, groups
-from fedhet.errors import KnowledgeError, nearest
+from fedhet.base.arrays import Array, grouped, groups
+from fedhet.base.errors import KnowledgeError, nearest
 from fedhet.methods.cofed import SPEC, CofedSettings
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection

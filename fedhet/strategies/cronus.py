@@ -15,7 +15,7 @@ from fedhet.algorithms.consensus import (
     trimmed_scores,
     weighted_scores,
 )
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.methods.cronus import SPEC, CronusSettings
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedmd import FedMdStrategy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedhet.algorithms.consensus import entropy_reduced, mean_scores
 from fedhet.algorithms.distillation import digest_losses
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.methods.ds_fl import SPEC, DsFlSettings
 from fedhet.models import build
 from fedhet.server.learner import Learner

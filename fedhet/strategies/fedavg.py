@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
 from fedhet.models import HetModel, build
 from fedhet.models.parts import arrays_of

@@ -20,15 +20,15 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.arrays import Array, Arrays, grouped, groups
+from fedhet.base.arrays import Array, Arrays, grouped, groups
+from fedhet.base.errors import DivergedError, KnowledgeError
+from fedhet.base.seeding import seeded, torch_generator
 from fedhet.data import refuse_overlap
-from fedhet.devices import Compute, compute_for
-from fedhet.errors import DivergedError, KnowledgeError
+from fedhet.learning.devices import Compute, compute_for
+from fedhet.learning.training import all_finite, batches, logits_of, optimization, train_epochs
 from fedhet.methods.feddf import SPEC, FedDfSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
-from fedhet.seeding import seeded, torch_generator
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.training import all_finite, batches, logits_of, optimization, train_epochs
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge

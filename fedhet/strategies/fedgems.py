@@ -21,13 +21,13 @@ from fedhet.algorithms.selective import (
     targets_of,
     taught_loss,
 )
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
 from fedhet.data import refuse_overlap
+from fedhet.learning.training import LossOfBatch
 from fedhet.methods.fedgems import SPEC, FedGemsSettings
 from fedhet.models import build
 from fedhet.server.learner import Learner
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.training import LossOfBatch
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

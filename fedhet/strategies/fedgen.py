@@ -21,13 +21,13 @@ from fedhet.algorithms.generator import (
     label_weights,
     train_generator,
 )
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.seeding import seeded, torch_generator
+from fedhet.learning.training import all_finite
 from fedhet.methods.fedgen import SPEC, FedGenSettings
 from fedhet.models import load_weights, to_arrays
-from fedhet.seeding import seeded, torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy
-from fedhet.training import all_finite
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.global_head import train_head
-from fedhet.errors import DivergedError
+from fedhet.base.errors import DivergedError
+from fedhet.base.seeding import torch_generator
 from fedhet.methods.fedgh import SPEC, FedGhSettings
 from fedhet.models import build, load_weights, to_arrays
-from fedhet.seeding import torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy
 from fedhet.wire.contract import MAX_MAGNITUDE

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.arrays import Array, group, grouped
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.errors import KnowledgeError
 from fedhet.methods.fedgkt import SPEC, FedGktSettings
 from fedhet.models import build, to_arrays
 from fedhet.server.learner import Learner

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedhet.algorithms.classwise import class_average, class_totals
-from fedhet.arrays import Array, grouped, groups
+from fedhet.base.arrays import Array, grouped, groups
 from fedhet.methods.fedhe import SPEC, FedHeSettings
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo

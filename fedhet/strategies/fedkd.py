@@ -14,7 +14,7 @@ import torch
 
 from fedhet.algorithms.averaging import changed
 from fedhet.algorithms.low_rank import energy_kept, factors
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedkd import SPEC, FedKdSettings
 from fedhet.models import build, to_arrays
 from fedhet.runs.measures import mean_figures

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fedhet.algorithms.classwise import capped
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.methods.fedproto import SPEC, FedProtoSettings
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedhe import FedHeStrategy

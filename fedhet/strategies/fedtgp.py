@@ -19,13 +19,13 @@ from fedhet.algorithms.trainable_prototypes import (
     nearest_distances,
     train_prototypes,
 )
-from fedhet.arrays import Array, group, grouped
-from fedhet.errors import DivergedError
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.errors import DivergedError
+from fedhet.base.seeding import seeded, torch_generator
+from fedhet.learning.training import all_finite
 from fedhet.methods.fedtgp import SPEC, FedTgpSettings
 from fedhet.models import load_weights, to_arrays
-from fedhet.seeding import seeded, torch_generator
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.training import all_finite
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge

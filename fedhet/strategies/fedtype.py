@@ -13,7 +13,7 @@ import numpy as np
 
 from fedhet.algorithms.averaging import average_weights, moved_towards
 from fedhet.algorithms.local_models import START_SCALE
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedtype import SPEC, FedTypeSettings
 from fedhet.models import build, to_arrays
 from fedhet.runs.measures import mean_figures

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, average, capped
-from fedhet.arrays import Array, Arrays, group, grouped, groups
+from fedhet.base.arrays import Array, Arrays, group, grouped, groups
 from fedhet.methods.felo import SPEC, FeloSettings
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits
-from fedhet.arrays import Array, group, grouped
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
 from fedhet.models import build, is_registered, narrow_name
 from fedhet.models.parts import arrays_of

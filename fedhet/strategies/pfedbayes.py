@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.methods.pfedbayes import SPEC
 from fedhet.models import HetModel
 from fedhet.strategies.fedavg import FedAvgStrategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedhet.algorithms.averaging import moved_towards
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 from fedhet.methods.pfedme import SPEC, PFedMeSettings
 from fedhet.strategies.fedavg import FedAvgStrategy
 

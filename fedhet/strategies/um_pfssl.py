@@ -20,12 +20,12 @@ from fedhet.algorithms.helpers import (
     replaceable,
     to_arrays,
 )
-from fedhet.arrays import Array, group, grouped, groups
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, group, grouped, groups
+from fedhet.base.errors import KnowledgeError
+from fedhet.base.seeding import numpy_rng
 from fedhet.methods.um_pfssl import SPEC, UmPfsslSettings
 from fedhet.runs.measures import mean_figures
-from fedhet.seeding import numpy_rng
-from fedhet.storage import ModelStore
+from fedhet.runs.storage import ModelStore
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo

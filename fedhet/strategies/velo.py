@@ -14,13 +14,13 @@ import torch
 
 from fedhet.algorithms.classwise import newest
 from fedhet.algorithms.cvae import Cvae, separation, synthesise, train_cvae
-from fedhet.arrays import Array, group, grouped
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.seeding import numpy_rng, seeded, torch_generator
+from fedhet.learning.training import all_finite
 from fedhet.methods.velo import SPEC, VeloSettings
 from fedhet.models import load_weights, to_arrays
-from fedhet.seeding import numpy_rng, seeded, torch_generator
 from fedhet.strategies.base import Reply
 from fedhet.strategies.felo import FeloStrategy
-from fedhet.training import all_finite
 from fedhet.wire.identity import SERVER
 
 DRAWS = 100

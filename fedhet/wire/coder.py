@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedhet.arrays import Array, Arrays
-from fedhet.seeding import numpy_rng
+from fedhet.base.arrays import Array, Arrays
+from fedhet.base.seeding import numpy_rng
 from fedhet.settings.wire import WireSettings
 from fedhet.wire.contract import VARIANCES, Contract, Field, TensorField, WeightsField
 from fedhet.wire.encodings import Encoding, Float16, Int8, TopK, Whole, halved

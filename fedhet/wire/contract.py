@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedhet.arrays import Array, Arrays, Shapes, group_of, grouped
-from fedhet.errors import KnowledgeError, nearest
+from fedhet.base.arrays import Array, Arrays, Shapes, group_of, grouped
+from fedhet.base.errors import KnowledgeError, nearest
 
 MAX_MAGNITUDE = 1e12
 """The largest absolute value of a number that travels, unless its field allows another.

@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedhet.algorithms.compression import LEVELS, largest, rounded, scales_of
-from fedhet.arrays import Array
+from fedhet.base.arrays import Array
 
 Shape = tuple[int, ...]
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)

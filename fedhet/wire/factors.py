@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from fedhet.arrays import Array, Arrays, OnDemand, Shapes
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, Arrays, OnDemand, Shapes
+from fedhet.base.errors import KnowledgeError
 from fedhet.wire import contract
 from fedhet.wire.contract import WeightsField
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from fedhet.errors import KnowledgeError, shown
+from fedhet.base.errors import KnowledgeError, shown
 from fedhet.kinds import kind_of
 
 SERVER = "server"

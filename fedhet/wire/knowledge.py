@@ -16,8 +16,8 @@ from flwr.common import Parameters
 from google.protobuf.message import DecodeError
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.arrays import Array, Arrays, OnDemand, group_of
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, Arrays, OnDemand, group_of
+from fedhet.base.errors import KnowledgeError
 from fedhet.wire.identity import is_name
 from fedhet.wire.packing import DTYPES, MAX_RANK, PLAIN, Packing, decoded_bytes, unpacked
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.arrays import Array, Arrays
-from fedhet.errors import KnowledgeError
+from fedhet.base.arrays import Array, Arrays
+from fedhet.base.errors import KnowledgeError
 from fedhet.wire.encodings import ENCODINGS, EncodingError, halved
 
 DTYPES = frozenset(

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.data.encoders import encoder_folder
 from fedhet.data.sources.base import Source
 from fedhet.data.tokens import WORDS
-from fedhet.disk.folder import expanded
-from fedhet.errors import SettingsError, unknown_name
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import refused

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, numbered, refuse_more
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import SIGNAL
 
 Numbers = npt.NDArray[np.float32]

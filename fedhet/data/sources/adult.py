@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
 from fedhet.data.rows import bytes_of, open_bounded
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, held_out, numbered, refuse_more
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import TABLE
 
 _OPENML_TEST_FRACTION = 1 / 3

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
 from fedhet.data.npz import checked_labels
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, Split, numbered, refuse_more
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape, text_shape
 
 SIDE = 28

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError
 from fedhet.data.npz import checked_labels, read_arrays
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError
 
 PARTS = ("train", "val", "test")
 ARRAYS = tuple(f"{part}_{what}" for part in PARTS for what in ("images", "labels"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data.npz import read_npz, same_form
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import IMAGE, TABLE, Kind
 
 _PARTS = ("train", "test")

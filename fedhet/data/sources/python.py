@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError, nearest
 from fedhet.data.npz import checked_labels
 from fedhet.data.sources.base import Source, nowhere
 from fedhet.data.spec import Dataset, Split
-from fedhet.errors import DataError, nearest
 from fedhet.kinds import IMAGE, Kind, kind_of
 
 NAME, PLACE = "python", "module:function"

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedhet.base.errors import DataError
 from fedhet.data.sources.base import Source, nowhere
 from fedhet.data.spec import Dataset, DataSpec, Split, held_out
-from fedhet.errors import DataError
 from fedhet.kinds import IMAGE, TABLE
 
 _TEST_FRACTION = 0.2

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import SettingsError
 from fedhet.data.npz import read_npz, read_owners, same_form
 from fedhet.data.sources.base import Source
 from fedhet.data.sources.npz import read_clients
 from fedhet.data.spec import Dataset, DataSpec
-from fedhet.disk.folder import expanded
-from fedhet.errors import SettingsError
 from fedhet.kinds import SIGNAL
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Index, numbered
 from fedhet.data.tables import ENDINGS, Cells, find_table, found_schema, owners, read_table
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TABLE
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data.class_folders import read_tree
 from fedhet.data.rows import read_rows
 from fedhet.data.sources.base import Source
@@ -16,8 +18,6 @@ from fedhet.data.spec import Dataset, DataSpec, numbered
 from fedhet.data.texts import TEXTS, find_rows, labelled
 from fedhet.data.tokens import shape_of_texts
 from fedhet.data.values import class_words
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, SettingsError
 from fedhet.kinds import TEXT
 
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import Dataset, DataSpec, Split
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError
 from fedhet.settings.data import DataSettings
 
 _CLASSES = MappingProxyType(

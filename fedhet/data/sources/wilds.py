@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
 from fedhet.data.npz import checked_labels
 from fedhet.data.sources.base import Source
 from fedhet.data.spec import FIXED_SEED, Dataset, DataSpec, Split, numbered, refuse_more, stratified
-from fedhet.disk.folder import expanded
-from fedhet.errors import DataError, reason_of
 from fedhet.kinds import Shape
-from fedhet.seeding import numpy_rng
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
+from fedhet.base.errors import FedhetError, reason_of, words_of
 from fedhet.engines.environment import TUNABLES, for_training, inherited
 from fedhet.engines.ray.private import forget, private, remove_folder
-from fedhet.errors import FedhetError, reason_of, words_of
 from fedhet.settings.address import AUTO, host_and_port
 
 REACHABLE_WITHIN = 10.0

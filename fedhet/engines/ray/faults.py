@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from fedhet.base.errors import one_line
 from fedhet.engines.ray.inspection import Answer, Listing, Question
-from fedhet.errors import one_line
 from fedhet.runs.units import plural
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fedhet.config.resolve import Config, absolute
-from fedhet.devices import find_device
 from fedhet.engines.ray.connection import connect, leave
 from fedhet.engines.ray.machines import (
     Machine,
@@ -22,6 +21,7 @@ from fedhet.engines.ray.machines import (
 )
 from fedhet.engines.ray.pool import WorkerPool
 from fedhet.engines.ray.ray_clients import Workers, actor_of
+from fedhet.learning.devices import find_device
 from fedhet.runs.directory import make_empty
 
 

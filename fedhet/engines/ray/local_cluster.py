@@ -13,11 +13,11 @@ from flwr.server import ServerAppComponents
 
 from fedhet.config.resolve import Config, absolute
 from fedhet.data import RunData
-from fedhet.devices import find_device
 from fedhet.engines.ray.connection import BACKGROUND, end_later, leave, start
 from fedhet.engines.ray.machines import places, running_machines, taking_clients
 from fedhet.engines.ray.pool import WorkerPool
 from fedhet.engines.ray.ray_clients import Workers, actor_of
+from fedhet.learning.devices import find_device
 
 
 class LocalCluster:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedhet.base.disk import Folder
+from fedhet.base.errors import FedhetError, words_of
 from fedhet.config.resolve import Config
 from fedhet.data.encoders import encoder_folder, encoder_parts, is_encoder
 from fedhet.data.sources import find_source, paths_of
-from fedhet.devices import find_device
-from fedhet.disk.folder import Folder
 from fedhet.engines.ray import inspection
 from fedhet.engines.ray.faults import faults
 from fedhet.engines.ray.inspection import Answer, Question
-from fedhet.errors import FedhetError, words_of
+from fedhet.learning.devices import find_device
 from fedhet.models.user_model import is_user_model
 from fedhet.runs.units import plural
 from fedhet.settings.engine import EngineSettings

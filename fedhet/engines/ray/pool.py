@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedhet.base.errors import FedhetError
 from fedhet.engines.gpu_memory import ASKED_ALONE
 from fedhet.engines.ray.machines import Machine
-from fedhet.errors import FedhetError
 
 LOG = logging.getLogger("flwr")
 LOOK_EVERY = 0.5

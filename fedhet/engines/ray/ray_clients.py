@@ -14,11 +14,11 @@ from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config
 from fedhet.engines.gpu_memory import ASKED_APART
 from fedhet.engines.ray.pool import LostError, WorkerPool
 from fedhet.engines.ray.worker import Failed, Worker
-from fedhet.errors import FedhetError
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.own_code import ClientCodeError
 from fedhet.settings.engine import EngineSettings

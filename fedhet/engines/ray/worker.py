@@ -16,8 +16,8 @@ from fedhet.client_runtime.meeting import meet
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.devices import find_device
 from fedhet.engines.gpu_memory import make_room, set_share, too_small
+from fedhet.learning.devices import find_device
 from fedhet.server.own_code import CodeFault, is_of_code
 
 

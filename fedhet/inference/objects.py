@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from fedhet.base.errors import SettingsError
 from fedhet.data.sources.python import NAME as PYTHON
-from fedhet.errors import SettingsError
 
 HERE = __name__
 _held: dict[str, Any] = {}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedhet.arrays import Array
-from fedhet.errors import nearest
+from fedhet.base.arrays import Array
+from fedhet.base.errors import nearest
 
 ACCURACY = "accuracy"
 RECALL = "recall"

@@ -2,7 +2,7 @@
 
 For clients (private states), servers (one checkpoint per round), and models (a store).
 
-A file is written under a temporary name, synced and renamed (`fedhet.disk.folder`), so that readers
+A file is written under a temporary name, synced and renamed (`fedhet.base.disk`), so that readers
 find either the old state or the new one, never a partial one.
 """
 
@@ -23,11 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedhet.algorithms.helpers import Key
-from fedhet.arrays import Array
-from fedhet.disk.bounded import parsed, refuse_odd
-from fedhet.disk.folder import Folder
-from fedhet.errors import StateError, reason_of
-from fedhet.tensors.transfer import HOST, all_to_device
+from fedhet.base.arrays import Array
+from fedhet.base.disk import Folder, parsed, refuse_odd
+from fedhet.base.errors import StateError, reason_of
+from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]

@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fedhet.errors import SettingsError
+from fedhet.base.errors import SettingsError
+from fedhet.base.transfer import all_to_device, to_device
 from fedhet.settings.engine import ComputeSettings, EngineSettings
-from fedhet.tensors.transfer import all_to_device, to_device
 
 Module = TypeVar("Module", bound=nn.Module)
 Loss = TypeVar("Loss", bound=Callable[..., Tensor])

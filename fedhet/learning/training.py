@@ -16,11 +16,11 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor, nn
 
-from fedhet.devices import CPU, Compute, evaluation_batch
-from fedhet.errors import DataError
+from fedhet.base.errors import DataError
+from fedhet.base.transfer import rows_of, to_device
+from fedhet.learning.devices import CPU, Compute, evaluation_batch
+from fedhet.learning.objective import CrossEntropy, Objective
 from fedhet.settings.run import TrainingSettings
-from fedhet.tensors.objective import CrossEntropy, Objective
-from fedhet.tensors.transfer import rows_of, to_device
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""

@@ -10,18 +10,18 @@ from typing import Any
 from rich.console import Console
 
 from fedhet import report
+from fedhet.base.errors import SettingsError
+from fedhet.base.metrics import ACCURACY
 from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import by_full_name
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
-from fedhet.errors import SettingsError
+from fedhet.inference.objects import HERE, dataset_name, hold, method_name, model_name
 from fedhet.inference.result import ComparedRuns, Result
-from fedhet.metrics import ACCURACY
-from fedhet.objects import HERE, dataset_name, hold, method_name, model_name
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
-from fedhet.server_app import run_directory
+from fedhet.server.app import run_directory
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
 
@@ -102,10 +102,10 @@ def load(
     """Return the result of a run from its directory; of an interrupted one, what it has recorded.
 
     `objects` has the Python objects that the run was given, by the names that it has for them, such
-    as `{"tiny": tiny}` for a model "fedhet.objects:tiny". Another process than the run's needs them
-    to use the models. `trust` names the modules that the run's settings may import for that,
-    comma-separated ("mymodels"); by default none but fedhet's. Raises StateError if it is not a
-    run's directory.
+    as `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". Another process than the run's
+    needs them to use the models. `trust` names the modules that the run's settings may import for
+    that, comma-separated ("mymodels"); by default none but fedhet's. Raises StateError if it is
+    not a run's directory.
     """
     hold(objects or {})
     return Result(report.load_run(Path(directory)), trust=trust)

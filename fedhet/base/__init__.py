@@ -1,0 +1,1 @@
+"""What everything else builds on: arrays, errors, seeds, metrics, and files on disk."""

@@ -1,1 +1,0 @@
-"""Tensors: how they move between devices, and what is computed of them as one module."""
