@@ -1,7 +1,7 @@
 """What an accelerator alone can show, in pieces of a few minutes that need nothing from outside.
 
     make gpu                                      # all of them, one after another
-    python -m benchmarks.gpu precision together   # some
+    python -m benchmarks.gpu precision compile   # some
     python -m benchmarks.gpu --device cpu --quick # small, on a processor: do they run?
 
 All runs are in this process (`inline`), on images that are made here: ten classes, each a pattern
@@ -16,7 +16,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from queue import Queue
@@ -30,21 +30,22 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedhet
-from benchmarks import conformal_step, together
+from benchmarks import conformal_step
 from benchmarks.pretended_gpu import PRETENDED
 from benchmarks.timing import ratios, show
 from fedhet.base.errors import SettingsError
-from fedhet.client_runtime import stacking
-from fedhet.client_runtime.stacking import Work
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset
 from fedhet.engines.simulate import simulate
 from fedhet.inference.objects import dataset_name
-from fedhet.learning.devices import compute_for, find_device
+from fedhet.learning.devices import Compute, compute_for, find_device
+from fedhet.learning.objective import CrossEntropy
+from fedhet.learning.training import optimization, train_epochs
 from fedhet.models import build
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.settings.engine import ComputeSettings
+from fedhet.settings.run import TrainingSettings
 
 SHAPE, CLASSES = (3, 32, 32), 10
 
@@ -253,17 +254,6 @@ def conformal(where: Where) -> None:
     conformal_step.measure(where.choose(2800, 24), where.choose(5, 1), where.device, batches)
 
 
-def stacked(where: Where) -> None:
-    """Clients of one architecture that train as one (`engine.together`), against one by one."""
-    compute = compute_for(ComputeSettings(device=where.device, precision="float32"))
-    for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
-        works = [together.work_of(name, 28, 32, k, compute) for k in range(where.choose(20, 2))]
-        as_one = waited(where, stacking.together, works)
-        apart = waited(where, together.one_by_one, works)
-        found = ratios(as_one, apart, where.choose(5, 1))
-        show(f"together / one by one, {len(works)} x {name}", found)
-
-
 def compiled(where: Where) -> None:
     """An epoch whose steps `torch.compile` makes (`engine.compile`), against one without."""
     for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
@@ -275,24 +265,29 @@ def compiled(where: Where) -> None:
             except SettingsError as error:  # without a compiler
                 print(error)
                 return
-            work = together.work_of(name, 28, 32, 0, compute)
-            work = replace(work, objective=compute.compiled(work.objective))
-            epochs[compiles] = waited(where, together.one_by_one, [work])
+            epochs[compiles] = epoch_of(where, name, compute)
         show(
             f"compiled / as it is, {name}", ratios(epochs[True], epochs[False], where.choose(9, 1))
         )
 
 
-def waited(
-    where: Where, train: Callable[[list[Work]], object], works: list[Work]
-) -> Callable[[], None]:
-    """Return a function that trains works, and waits until the accelerator has."""
+def epoch_of(where: Where, name: str, compute: Compute) -> Callable[[], None]:
+    """Return a function that trains a model for an epoch, and waits until the device is done."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (320, 1, 28, 28), dtype=torch.uint8, generator=rng)
+    y = torch.randint(0, CLASSES, (320,), generator=rng).to(compute.device)
+    model = compute.place(build(name, (1, 28, 28), CLASSES, seed=0)).train()
+    optimizing = optimization(model.parameters(), TrainingSettings(), compute)
+    loss_of = compute.compiled(CrossEntropy(model)) if optimizing.compiles else CrossEntropy(model)
 
-    def work() -> None:
-        train(works)
+    def train() -> None:
+        there = x.to(compute.device)
+        train_epochs(
+            there, y, loss_of, optimizing, epochs=1, batch_size=32, generator=rng, compute=compute
+        )
         where.wait()
 
-    return work
+    return train
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
@@ -407,7 +402,6 @@ PIECES = {
     "waits": waits,
     "shared": shared,
     "conformal": conformal,
-    "together": stacked,
     "compile": compiled,
     "memory": memory,
     "fedtype": fedtype,

@@ -40,23 +40,6 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.default_rng(derive(seed, *names))
 
 
-def random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the states of torch's global generators, of the CPU and of all GPUs in use."""
-    import torch
-
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    gpus = torch.cuda.get_rng_state_all() if started else []
-    return torch.get_rng_state(), gpus
-
-
-def set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Restore what `random_states` returned."""
-    import torch
-
-    torch.set_rng_state(states[0])
-    torch.cuda.set_rng_state_all(states[1])
-
-
 @contextmanager
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's global generators inside the block, and restore their state afterwards.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from functools import partial
 
@@ -14,14 +13,11 @@ from fedhet.algorithms.schedule import Plateau, rate_factor
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import StateError
 from fedhet.base.seeding import torch_generator
-from fedhet.client_runtime.meeting import Guest, guest_here
 from fedhet.client_runtime.semi import FixMatch
-from fedhet.client_runtime.stacking import Work, pays_on
 from fedhet.client_runtime.state import ClientState
 from fedhet.data import Split
 from fedhet.kinds import augmentation
 from fedhet.learning.devices import Compute
-from fedhet.learning.objective import Objective
 from fedhet.learning.training import (
     Augment,
     Epochs,
@@ -64,7 +60,7 @@ class Recipe:
     def begin(self, round: int) -> None:
         """Begin a round: its learning rate, and its random draws."""
         self._round, self._optimizing = round, None
-        self.work, self.waited = 0, 0.0
+        self.work = 0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
         """The generator of the round's augmentations."""
 
@@ -122,44 +118,9 @@ class Recipe:
         options["batch_size"] = options.get("batch_size") or settings.batch_size
         self.work += options["epochs"] * len(y) * options.get("steps", 1)
         change = self.augmentation(augment)
-        guest = guest_here()
-        if guest and isinstance(loss_of, Objective) and self._may_meet(settings, loss_of):
-            work = Work(
-                loss_of,
-                x,
-                y,
-                optimizing,
-                options["epochs"],
-                options["batch_size"],
-                generator,
-                self._compute,
-                change,
-                options.get("before_epoch"),
-            )
-            if (loss := self._met(guest, work)) is not None:
-                return loss
         loss_of = self._compute.compiled(loss_of) if optimizing.compiles else loss_of
         train = partial(train_epochs, generator=generator, compute=self._compute, augment=change)
         return train(x, y, loss_of, optimizing, **options)
-
-    def _may_meet(self, settings: TrainingSettings, objective: Objective) -> bool:
-        """Return whether the client may train with others of its architecture at once.
-
-        What is kept or limited by client speaks against it, and a device where it does not pay.
-        """
-        apart = settings.keep_optimizer or settings.clip
-        scaled = self._compute.autocast_dtype is torch.float16
-        return not (apart or scaled) and pays_on(self._compute.device, objective)
-
-    def _met(self, guest: Guest[object], work: Work) -> float | None:
-        """Return the loss of the local epochs, trained with other clients; None: not yet trained.
-
-        The time that the client has waited for others is not its own.
-        """
-        started = time.perf_counter()
-        loss = guest.train(work)
-        self.waited += time.perf_counter() - started - guest.seconds
-        return loss
 
     def fix_match(
         self, labelled: Split, unlabelled: Split, model: nn.Module, settings: TrainingSettings

@@ -335,7 +335,6 @@ class HetClient(NumPyClient):
         self.loss, self.figures = None, {}
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
             answer, seconds = timed(self.train, round, instruction)
-            seconds -= self.recipe.waited
         self.recipe.end(self.training, None if self.promise.is_on else self.loss)
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds

@@ -15,7 +15,6 @@ from fedhet.data import RunData
 from fedhet.kinds import Shape, kind_of
 from fedhet.learning.devices import find_device
 from fedhet.models import Refitted, build_any
-from fedhet.server.dispatch import together_of
 
 CONTEXT_BYTES = 2**29
 """What CUDA itself takes of a GPU's memory in each process."""
@@ -24,7 +23,6 @@ IN_USE = 0.9
 MOST_WORKERS = 8
 """Workers on a GPU at most, if their number follows from the models' size."""
 ASKED_ALONE = "finds too little memory on the GPU: it is asked again alone"
-ASKED_APART = "find too little memory on the GPU to train as one: each is asked by itself"
 COPIES = 4
 """Of a weight: itself, its gradient, and two that Adam keeps."""
 
@@ -50,8 +48,7 @@ def share_for(needed: int, total: int) -> float:
 def needed_bytes(config: Config, data: RunData) -> int:
     """Return about what training takes of a GPU's memory for the largest of the run's models.
 
-    A method that trains further models of its own takes as much for each, and so does each of the
-    clients that train as one.
+    A method that trains further models of its own takes as much for each.
     """
     run, shape = config.run, tuple(data.dataset.shape)
     classes, own = len(data.dataset.classes), config.flat()
@@ -63,7 +60,7 @@ def needed_bytes(config: Config, data: RunData) -> int:
     }
     largest = max(sizes[name] for name in run.models.pool)
     each = largest + sum(sizes[name] for name in others)
-    return CONTEXT_BYTES + together_of(config.method.spec, run) * each
+    return CONTEXT_BYTES + each
 
 
 def _own_models(config: Config) -> list[str]:

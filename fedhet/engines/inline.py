@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from flwr.common import FitIns, FitRes
 from flwr.server import Server, ServerAppComponents, ServerConfig
 
 from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.meeting import meet
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
-from fedhet.engines.gpu_memory import ASKED_ALONE, ASKED_APART, make_room, too_small
+from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.own_code import ClientCodeError, CodeFault, is_of_code
 
@@ -67,21 +64,6 @@ class InlineProxy(DirectProxy):
                 raise
             raise ClientCodeError(CodeFault.of(error)) from error
 
-    @classmethod
-    def fit_together(
-        cls, proxies: Sequence[Self], instructions: Sequence[FitIns], timeout: float | None
-    ) -> Sequence[FitRes | Exception | None]:
-        """Let clients train at once, without a time limit."""
-        with cls._one_at_a_time:
-            pairs = zip(proxies, instructions, strict=True)
-            calls = [partial(proxy._call, "fit", instruction) for proxy, instruction in pairs]
-            found = [_answer(each) for each in meet(calls)]
-            if any(each is None for each in found):
-                first, *others = proxies
-                first._notice(f"{first.cid} and {len(others)} others {ASKED_APART}")
-                make_room()
-        return found
-
     def _called(self, name: str, instruction: Any) -> Any:
         """Call the client; if the GPU's memory does not suffice, once more without the others."""
         try:
@@ -97,12 +79,3 @@ class InlineProxy(DirectProxy):
     def _call(self, name: str, instruction: Any) -> Any:
         client = open_client(self._config, self._node).to_client()
         return getattr(client, name)(instruction)
-
-
-def _answer(found: FitRes | Exception) -> FitRes | Exception | None:
-    """Return what a client of a group has answered; None: the GPU's memory did not suffice."""
-    if isinstance(found, torch.OutOfMemoryError):
-        return None
-    if isinstance(found, Exception) and is_of_code(found):
-        return ClientCodeError(CodeFault.of(found))
-    return found

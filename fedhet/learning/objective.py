@@ -1,10 +1,6 @@
-"""A batch's loss as a function of tensors alone, so that many clients' can be computed at once.
+"""A batch's loss as a module: the networks that it trains are its submodules.
 
-An objective is a module. The networks that it trains are its submodules; what the server has sent,
-and what is gathered on the way, are its buffers or those of its submodules. Whatever else it has (a
-weight of the loss, whether it gathers) decides how it computes. `client_runtime.stacking` computes
-the objectives of several clients by one of them, into which it puts the stacked tensors of all: a
-tensor that is neither a parameter nor a buffer would be that one client's.
+What the server has sent, and what is gathered on the way, are its buffers.
 """
 
 from __future__ import annotations

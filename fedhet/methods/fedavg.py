@@ -53,6 +53,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
-    together=True,
     privacy=DP_SGD,
 )

@@ -113,7 +113,6 @@ SPEC = replace(
         "generator_loss": "cross-entropy of the ensemble of heads on generated features",
         "agreement": "share of generated features that the ensemble takes for their class",
     },
-    together=False,
     privacy=Protection(
         "DP-SGD; the heads that are sent are its result, without the numbers of samples by class",
         needs={"weighting": ("clients",), "prior": ("uniform",)},

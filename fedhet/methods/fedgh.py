@@ -49,6 +49,5 @@ SPEC = replace(
         "classes_covered": "classes that the head was trained on in the round",
         "head_loss": "loss of the server's head",
     },
-    together=False,
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

@@ -52,6 +52,5 @@ SPEC = MethodSpec(
     figures={
         "classes_covered": "classes with an average",
     },
-    together=True,
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

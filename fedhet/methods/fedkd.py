@@ -78,6 +78,5 @@ SPEC = replace(
         "sent_down": "numbers of the mentee's change that the server sends, as a share of its own",
         "intensity": "intensity of distillation: 1 by the sum of both task losses",
     },
-    together=False,
     privacy=replace(BOTH_MODELS, models=("mentee",), needs={"intensity": ("sample",)}),
 )

@@ -61,6 +61,5 @@ SPEC = replace(
         "fine_loss": "cross-entropy of the own head, on all fused features",
         "coarse_loss": "cross-entropy of the shared head, on the coarse part of them",
     },
-    together=False,
     privacy=replace(BOTH_MODELS, models=("shared",)),
 )

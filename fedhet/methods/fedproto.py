@@ -73,6 +73,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
-    together=True,
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

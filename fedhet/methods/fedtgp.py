@@ -69,7 +69,6 @@ SPEC = replace(
         "margin": "margin between classes",
         "separation": "distance of a prototype to the nearest other, mean over classes",
     },
-    together=False,
     # A class mean's distance gives a sample a gradient that depends on the batch's other samples.
     privacy=replace(fedproto.SPEC.privacy, needs={"distance": ("mse",)}),
 )

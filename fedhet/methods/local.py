@@ -10,6 +10,5 @@ SPEC = MethodSpec(
     headline="common",
     late="averaged",
     any_model=True,
-    together=True,
     privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
 )

@@ -59,6 +59,5 @@ SPEC = replace(
     sizes=gaussian_sizes,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
-    together=False,
     privacy=Protection(refused="its weights are drawn within a step, several times a batch"),
 )

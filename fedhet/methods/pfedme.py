@@ -29,6 +29,5 @@ SPEC = replace(
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,
-    together=False,
     privacy=Protection(refused="it takes several steps on each batch"),
 )

@@ -134,12 +134,6 @@ class MethodSpec:
     """What a reply is worth when its round has closed. averaged: it enters averages with a smaller
     weight, and weights as the change that the client made. kept: it counts like any other, as what
     the client knows of itself. refused: its rows belong to the round."""
-    together: bool = False
-    """Whether clients may train as one where `engine.together` says so.
-
-    If so, all that their local epochs depend on is an `Objective` (`fedhet.tensors`) that the
-    client trains by `train_own` at the rate of the round, with one step for each batch.
-    """
     learns_last: bool = False
     """Whether clients train once more, on what the last round has formed, before they evaluate."""
     defences: tuple[Average, ...] = ()

@@ -12,7 +12,7 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.storage import Facts
 from fedhet.server.collector import Collector
-from fedhet.server.dispatch import Dispatch, together_of
+from fedhet.server.dispatch import Dispatch
 from fedhet.server.exchange import Exchange
 from fedhet.server.late_replies import LateReplies
 from fedhet.server.published import Publisher, publisher_of
@@ -50,8 +50,7 @@ class Messaging:
         spool = ReplySpool(log.directory / "inbox", limit, spec.replies, exchange.bases_of)
         used = spool if spec.large_messages or spec.replies.weights else None
         at_once = (run.engine.in_flight or log.workers) if spec.large_messages else None
-        together = together_of(spec, run)
-        dispatch = Dispatch(exchange, log.client_answered, used, at_once, together)
+        dispatch = Dispatch(exchange, log.client_answered, used, at_once)
         late = LateReplies(log.directory, log.run_name)
         collector = Collector(run, exchange, late, used)
         return cls(Selecting(run), exchange, publisher, spool, dispatch, late, collector)

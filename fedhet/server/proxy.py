@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.errors import one_line, words_of
 from fedhet.runs.measures import LACKS
-from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.members import Member
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.knowledge import payload_bytes
@@ -48,8 +46,6 @@ class NamedProxy(ClientProxy):
         """Whether a reply that has come belongs to the round: a late one is not spooled."""
         self.sent = 0
         """Bytes of the message that it was sent last."""
-        self.group: Group | None = None
-        """The clients with which this one trains, if it does not train alone."""
         self._proxy = member.proxy
         self._on_answer = on_answer
 
@@ -60,7 +56,7 @@ class NamedProxy(ClientProxy):
                 if self.instruction is not None:
                     ins = FitIns(self.instruction(), ins.config)
                 self.sent = payload_bytes(ins.parameters)
-                result = self._fitted(ins, timeout, group_id)
+                result = self._proxy.fit(ins, timeout, group_id)
                 if lacks(result) and (whole := self.again()):
                     result = self._proxy.fit(replace(ins, parameters=whole), timeout, group_id)
                 if self.in_time() and self.spool is not None:
@@ -70,11 +66,6 @@ class NamedProxy(ClientProxy):
             raise ClientFailureError(self.name, words_of(error)) from error
         self._on_answer(self.name, one_line(str(result.metrics.get("error", ""))))
         return result
-
-    def _fitted(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
-        group, self.group = self.group, None  # it refers to this proxy
-        answer = None if group is None else group.answer(self, ins, timeout)
-        return answer or self._proxy.fit(ins, timeout, group_id)
 
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
@@ -112,41 +103,6 @@ class FormerProxy(NamedProxy):
 def lacks(result: FitRes | EvaluateRes) -> bool:
     """Return whether a client says that it lacks the weights on which its instruction builds."""
     return result.metrics.get(LACKS) is True
-
-
-class Group:
-    """Clients that train together: the first that is asked trains all, the others get theirs.
-
-    The instructions differ in what the method sends; what Flower adds to them must be equal.
-    """
-
-    def __init__(self, payloads: Mapping[NamedProxy, Parameters]) -> None:
-        self._payloads, self._lock = payloads, threading.Lock()
-        self._config: dict[str, Scalar] | None = None
-        self._answers: dict[NamedProxy, FitRes | Exception | None] = {}
-
-    def answer(self, proxy: NamedProxy, ins: FitIns, timeout: float | None) -> FitRes | None:
-        """Return what a client has answered; None if it must be asked alone. Raises its error."""
-        with self._lock:
-            if self._config is None:
-                self._config, self._answers = ins.config, self._asked(ins.config, timeout)
-                self._payloads = {}
-        found = self._answers.pop(proxy, None)
-        if isinstance(found, Exception):
-            raise found
-        return found if ins.config == self._config else None
-
-    def _asked(
-        self, config: dict[str, Scalar], timeout: float | None
-    ) -> dict[NamedProxy, FitRes | Exception | None]:
-        every = (each._proxy for each in self._payloads)
-        behind = [proxy for proxy in every if isinstance(proxy, DirectProxy)]
-        instructions = [FitIns(payload, config) for payload in self._payloads.values()]
-        try:
-            answers = type(behind[0]).fit_together(behind, instructions, timeout)
-        except Exception as error:
-            answers = [error] * len(behind)
-        return dict(zip(self._payloads, answers, strict=True))
 
 
 class ClientFailureError(Exception):

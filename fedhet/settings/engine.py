@@ -93,13 +93,6 @@ class EngineSettings(ComputeSettings):
         "number of clients asked at once by a method that sends each something large of its own, "
         "which bounds the server's memory; 0 = the number of workers, in a deployment all clients",
     )
-    together: Count = Field(
-        1,
-        description="in a simulation, the most clients of one architecture that train as one, "
-        "stacked (local, fedavg, fedprox, fedbn, fedper, lg-fedavg, felo, velo, fedproto, fedhe, "
-        "fml): on a GPU any network that can be, on a processor small ones of linear layers; 1 = "
-        "one by one. Results are equal but for rounding, and for the masks of dropout",
-    )
     max_payload_mb: Positive = machine(2048.0, "size in MB above which a reply is refused")
     samples_cap: NonNegative = Field(
         10.0,

@@ -6,17 +6,14 @@ Flower's server runs in this process, as everywhere; its clients are called in R
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
-from flwr.common import FitIns, FitRes
 from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config
-from fedhet.engines.gpu_memory import ASKED_APART
 from fedhet.engines.ray.pool import LostError, WorkerPool
 from fedhet.engines.ray.worker import Failed, Worker
 from fedhet.server.direct_proxy import DirectProxy
@@ -100,32 +97,6 @@ class WorkerProxy(DirectProxy):
         if isinstance(result, Failed):
             raise _error_of(result)
         return result
-
-    @classmethod
-    def fit_together(
-        cls, proxies: Sequence[Self], instructions: Sequence[FitIns], timeout: float | None
-    ) -> Sequence[FitRes | Exception | None]:
-        """Let clients train at once on a worker. Raises ClientCallError."""
-        partitions, pool = [proxy._partition for proxy in proxies], proxies[0]._pool
-        who = f"{proxies[0].cid} and {len(proxies) - 1} others"
-        try:
-            found = pool.run(
-                who,
-                lambda actor: actor.fit_together.remote(partitions, instructions),
-                timeout,
-            )
-        except (LostError, TimeoutError) as error:
-            raise ClientCallError(str(error)) from error
-        if any(isinstance(each, Failed) and each.of_memory for each in found):
-            pool.notice(f"{who} {ASKED_APART}")
-        return [_answer(each) for each in found]
-
-
-def _answer(found: FitRes | Failed) -> FitRes | Exception | None:
-    """Return what a client of a group has answered; None: the GPU's memory did not suffice."""
-    if not isinstance(found, Failed):
-        return found
-    return None if found.of_memory else _error_of(found)
 
 
 def _error_of(failed: Failed) -> Exception:

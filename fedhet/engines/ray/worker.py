@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.meeting import meet
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
 from fedhet.data import RunData
@@ -59,14 +56,6 @@ class Worker:
         finally:
             make_room()
             self._share(self._config.run.engine.gpus_per_client)
-
-    def fit_together(self, partitions: Sequence[int], instructions: Sequence[Any]) -> list[Any]:
-        """Let clients train at once; return the result of each, or `Failed`."""
-        pairs = zip(partitions, instructions, strict=True)
-        found = meet([partial(self._called, partition, "fit", each) for partition, each in pairs])
-        if any(isinstance(each, Failed) and each.of_memory for each in found):
-            make_room()
-        return found
 
     def make_room(self) -> None:
         """Give back the GPU's memory that this worker does not need at the moment."""
