@@ -124,8 +124,8 @@ def test_every_preset_resolves_for_each_method(name):
 
 # --- the rooms --------------------------------------------------------------------------------
 
-MOST_FLAT_FILES = 14
-MOST_LINES_OF_A_CLASS = 300
+MOST_FLAT_FILES = 2
+MOST_LINES_OF_A_CLASS = 400
 
 
 def _name_of(path: Path) -> str:
@@ -243,8 +243,7 @@ def test_a_half_reads_the_declaration_of_its_own_method_alone():
 
 
 def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():
-    allowed = {"arrays", "devices", "errors", "kinds", "seeding", "tensors", "training"}
-    allowed |= {"algorithms", "settings"}
+    allowed = {"base", "learning", "kinds", "algorithms", "settings"}
     pure = {m for m in TREES if m.startswith("fedhet.algorithms")}
     assert len(pure) > 10
     for module in pure | {"fedhet.learning.training", "fedhet.base.seeding", "fedhet.base.arrays"}:
