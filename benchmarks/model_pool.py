@@ -33,7 +33,7 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.server import fit_clients
 
-from fedhet.algorithms.helpers import (
+from fedhet.algorithms.uncertainty import (
     CANDIDATE,
     FILL,
     REFRESH,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.timing import seconds
-from fedhet.algorithms.voting import Vote, aggregate, for_space
+from fedhet.algorithms.consensus import Vote, aggregate, for_space
 
 
 def draw(clients: int, instances: int, classes: int) -> list[Vote]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedhet import models
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.cvae import (
+from fedhet.algorithms.generators import (
     LIMIT,
     Cvae,
     cvae_loss,

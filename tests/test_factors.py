@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import altered, reply_of
 
-from fedhet.algorithms.low_rank import energy_kept, factors, least_rank
+from fedhet.algorithms.compression import energy_kept, factors, least_rank
 from fedhet.base.errors import KnowledgeError
 from fedhet.server.magnitudes import magnitudes_of
 from fedhet.server.steps import with_whole_changes

@@ -23,8 +23,8 @@ from rounds import (
     state_of,
 )
 
-from fedhet.algorithms.classwise import Teacher
-from fedhet.algorithms.federated_distillation import (
+from fedhet.algorithms.classwise import (
+    Teacher,
     class_cross_entropy,
     nearest_distributions,
     totals_of,

@@ -10,7 +10,7 @@ from federation import Server, client_of, records, run, small
 from rounds import PLAIN, SPACES, altered, instruction_of, learn, opened, replied, reply_of, same
 from torch import nn
 
-from fedhet.algorithms.generator import (
+from fedhet.algorithms.generators import (
     Course,
     Generator,
     diversity_loss,

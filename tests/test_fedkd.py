@@ -8,8 +8,8 @@ import torch
 from federation import Server, client_of, records, run, small
 from rounds import PLAIN, instruction_of, learn, reply_of, state_of
 
-from fedhet.algorithms.adaptive_distillation import Adapting, View, mutual_losses
 from fedhet.algorithms.averaging import changed
+from fedhet.algorithms.distillation import Adapting, View, mutual_losses
 from fedhet.base.errors import SettingsError
 from fedhet.clients.fedkd import Mentor
 from fedhet.inference.client import open_client

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rounds import PLAIN, fitted, instruction_of, learn, opened, reply_of, same
 
 from fedhet.algorithms.classwise import Teacher, class_mean_distance
-from fedhet.algorithms.prototypes import NearestPrototype
-from fedhet.algorithms.trainable_prototypes import (
+from fedhet.algorithms.heads import (
+    NearestPrototype,
     TrainablePrototypes,
     adaptive_margin,
     contrastive_loss,

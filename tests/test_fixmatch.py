@@ -6,7 +6,7 @@ import torch
 from federation import Server, client_of, each, records, run, small
 from torch import nn
 
-from fedhet.algorithms.fixmatch import confident_labels, unlabelled_loss
+from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.data import Split

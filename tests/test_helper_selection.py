@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.model_pool import bounded_cost, greedy_cost
-from fedhet.algorithms.helpers import (
+from fedhet.algorithms.uncertainty import (
     Helper,
     filled,
     from_arrays,

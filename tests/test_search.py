@@ -11,7 +11,7 @@ from federation import Server, small
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.algorithms.search import Candidate, adjusted, best, grid
+from fedhet.algorithms.schedule import Candidate, adjusted, best, grid
 from fedhet.base.errors import SettingsError
 from fedhet.clients.cofed import Trials, candidates
 from fedhet.config.resolve import resolve

@@ -15,8 +15,7 @@ from test_helper_selection import ranks_lowest, replace_helper
 
 from benchmarks.model_pool import Pool, settings, traffic
 from fedhet import models
-from fedhet.algorithms.helpers import Helper, to_arrays
-from fedhet.algorithms.uncertainty import predictive
+from fedhet.algorithms.uncertainty import Helper, predictive, to_arrays
 from fedhet.base.arrays import grouped
 from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.base.seeding import seeded

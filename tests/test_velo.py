@@ -9,7 +9,7 @@ from rounds import instruction_of, same
 
 from fedhet import models
 from fedhet.algorithms.classwise import average
-from fedhet.algorithms.cvae import synthesise, train_cvae
+from fedhet.algorithms.generators import synthesise, train_cvae
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.messages import read_instruction

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.algorithms.voting import CELLS, Vote, aggregate, conflicts, for_space, undecided
+from fedhet.algorithms.consensus import CELLS, Vote, aggregate, conflicts, for_space, undecided
 
 
 def algorithm_1(predictions, spaces, every, alpha, instances, weights):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor, nn
 
-from fedhet.algorithms.fixmatch import confident_labels, unlabelled_loss
+from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.transfer import rows_of
 from fedhet.data import UNKNOWN, Split
 from fedhet.kinds import Shape, check_changeable, kind_of

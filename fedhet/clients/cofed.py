@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.search import Candidate, adjusted, best, grid
-from fedhet.algorithms.voting import undecided
+from fedhet.algorithms.consensus import undecided
+from fedhet.algorithms.schedule import Candidate, adjusted, best, grid
 from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient

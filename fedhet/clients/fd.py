@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.classwise import Teacher
-from fedhet.algorithms.federated_distillation import (
-    SMALLEST,
+from fedhet.algorithms.classwise import (
+    LEAST_PROBABILITY,
+    Teacher,
     class_cross_entropy,
     nearest_distributions,
 )
@@ -59,5 +59,5 @@ class FdClient(FedHeClient):
 
     def entries(self, knowledge: Knowledge) -> Array:
         """Return the logarithms of the other clients' probabilities: logits of the same softmax."""
-        logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], SMALLEST))
+        logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], LEAST_PROBABILITY))
         return logs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.algorithms.generator import Generator
+from fedhet.algorithms.generators import Generator
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array
 from fedhet.base.errors import ModelError

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.adaptive_distillation import Adapting, View, mutual_losses
 from fedhet.algorithms.averaging import changed
-from fedhet.algorithms.low_rank import energy_kept, factors
+from fedhet.algorithms.compression import energy_kept, factors
+from fedhet.algorithms.distillation import Adapting, View, mutual_losses
 from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded

@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.matryoshka import Projector, matryoshka_losses
+from fedhet.algorithms.heads import Projector, matryoshka_losses
 from fedhet.base.arrays import grouped
 from fedhet.base.seeding import seeded
 from fedhet.client_runtime.epoch_means import EpochMeans

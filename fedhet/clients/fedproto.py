@@ -18,7 +18,7 @@ from fedhet.algorithms.classwise import (
     class_feature_loss,
     class_mean_distance,
 )
-from fedhet.algorithms.prototypes import NearestPrototype
+from fedhet.algorithms.heads import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.learning.devices import evaluation_batch
 from fedhet.learning.objective import Objective

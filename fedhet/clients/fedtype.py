@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.conformal import Raps, free_ranks
+from fedhet.algorithms.conformal import Imitation, Raps, SetRules, free_ranks
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.algorithms.imitation import Imitation, SetRules
 from fedhet.algorithms.local_models import (
     LocalModel,
     MoreauModel,

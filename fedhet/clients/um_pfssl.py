@@ -16,26 +16,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedhet.algorithms.averaging import average_weights
-from fedhet.algorithms.helpers import (
+from fedhet.algorithms.uncertainty import (
     CANDIDATE,
     FILL,
     REFRESH,
     Helper,
-    filled,
-    ranked,
-    refreshed,
-    replaced,
-)
-from fedhet.algorithms.helpers import to_arrays as list_to_arrays
-from fedhet.algorithms.uncertainty import (
     aggregation_weights,
     certainty,
     entropy,
+    filled,
     most_certain,
     predictive,
+    ranked,
+    refreshed,
     relation,
+    replaced,
     semi_supervised_loss,
 )
+from fedhet.algorithms.uncertainty import to_arrays as list_to_arrays
 from fedhet.base.arrays import Array, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded

@@ -71,7 +71,7 @@ def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shape
     """Return the shape and dtype of the generator's tensors; PyTorch is imported for it."""
     import torch
 
-    from fedhet.algorithms.generator import Generator
+    from fedhet.algorithms.generators import Generator
 
     with torch.device("meta"):
         state = Generator(classes, noise, hidden, width).state_dict()

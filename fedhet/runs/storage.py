@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedhet.algorithms.helpers import Key
+from fedhet.algorithms.uncertainty import Key
 from fedhet.base.arrays import Array
 from fedhet.base.disk import Folder, parsed, refuse_odd
 from fedhet.base.errors import StateError, reason_of

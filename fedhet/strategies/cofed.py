@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedhet.algorithms.voting import Vote, aggregate, conflicts, for_space
+from fedhet.algorithms.consensus import Vote, aggregate, conflicts, for_space
 from fedhet.base.arrays import Array, grouped, groups
 from fedhet.base.errors import KnowledgeError, nearest
 from fedhet.methods.cofed import SPEC, CofedSettings

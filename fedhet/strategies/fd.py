@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedhet.algorithms.federated_distillation import totals_of, without
+from fedhet.algorithms.classwise import totals_of, without
 from fedhet.base.arrays import Array
 from fedhet.methods.fd import SPEC, FdSettings
 from fedhet.strategies.base import Reply

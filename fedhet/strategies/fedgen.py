@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.classwise import capped
-from fedhet.algorithms.generator import (
+from fedhet.algorithms.generators import (
     Course,
     Generator,
     agreement,

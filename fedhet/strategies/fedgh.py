@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.global_head import train_head
+from fedhet.algorithms.heads import train_head
 from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import torch_generator
 from fedhet.methods.fedgh import SPEC, FedGhSettings

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.averaging import changed
-from fedhet.algorithms.low_rank import energy_kept, factors
+from fedhet.algorithms.compression import energy_kept, factors
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedkd import SPEC, FedKdSettings
 from fedhet.models import build, to_arrays

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedhet.algorithms.trainable_prototypes import (
+from fedhet.algorithms.heads import (
     TrainablePrototypes,
     adaptive_margin,
     nearest_distances,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedhet.algorithms.helpers import (
+from fedhet.algorithms.uncertainty import (
     Helper,
     Key,
     Plan,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.cvae import Cvae, separation, synthesise, train_cvae
+from fedhet.algorithms.generators import Cvae, separation, synthesise, train_cvae
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng, seeded, torch_generator
 from fedhet.learning.training import all_finite
