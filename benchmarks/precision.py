@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.environment import for_training
 from fedhet.engines.inline import run_inline
 from fedhet.methods.registry import find_method

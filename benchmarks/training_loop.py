@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.timing import ratios, show
+from fedhet.cli.example import write_example
 from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import resolve
-from fedhet.data.examples import write_example
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedhet.base.version import __version__
 
 if TYPE_CHECKING:
-    from fedhet.data import Dataset as Dataset
-    from fedhet.data import Split as Split
+    from fedhet.data.spec import Dataset, Split
     from fedhet.inference.api import compare as compare
     from fedhet.inference.api import load as load
     from fedhet.inference.api import run as run
@@ -27,8 +26,8 @@ _HOMES = {
     "load": "fedhet.inference.api",
     "compare": "fedhet.inference.api",
     "Result": "fedhet.inference.result",
-    "Dataset": "fedhet.data",
-    "Split": "fedhet.data",
+    "Dataset": "fedhet.data.spec",
+    "Split": "fedhet.data.spec",
 }
 
 

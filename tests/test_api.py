@@ -19,7 +19,7 @@ from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.client_runtime.permissions import permitted
 from fedhet.clients.local import LocalClient
 from fedhet.config.layers import Layers
-from fedhet.data import dataset_names, sample_kind
+from fedhet.data.sources import dataset_names, sample_kind
 from fedhet.inference import api
 from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display

@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from test_tabular import write_adult
 
 from fedhet.base.errors import DataError
-from fedhet.data import DataSpec, RunData, load, site_data
 from fedhet.data.images import decode
+from fedhet.data.site import site_data
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load
 
 SITE = DataSpec(test_fraction=0.25)
 ROWS = {"x": np.ones((8, 3), np.float32), "y": np.arange(8) % 2}

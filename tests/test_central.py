@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
-from fedhet.data import RunData, labelled_parts
+from fedhet.data.partition import labelled_parts
+from fedhet.data.store import RunData
 from fedhet.deployment.flower_cli import submit
 from fedhet.methods.central import trainer
 from fedhet.models import build

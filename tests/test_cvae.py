@@ -22,7 +22,8 @@ from fedhet.algorithms.generators import (
     train_cvae,
 )
 from fedhet.base.seeding import seeded
-from fedhet.data import DataSpec, load
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import load
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import Optimization, all_finite, train_epoch
 from fedhet.methods.velo import VeloSettings

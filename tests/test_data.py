@@ -24,9 +24,12 @@ from pydantic import ValidationError
 from fedhet.base.errors import DataError, FedhetError, SettingsError
 from fedhet.base.seeding import derive, numpy_rng
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, dataset_names, images, load, site_data
+from fedhet.data import images
 from fedhet.data.partition import partition
-from fedhet.data.spec import stratified
+from fedhet.data.site import site_data
+from fedhet.data.sources import dataset_names
+from fedhet.data.spec import DataSpec, stratified
+from fedhet.data.store import RunData, load
 from fedhet.learning.devices import scaled
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import build
@@ -152,7 +155,7 @@ import random, socket
 import numpy as np
 import torch
 from tests.test_data import DIGITS, PARTITIONS, digest
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 
 def refuse(*_, **__):
     raise AssertionError("network")

@@ -15,9 +15,9 @@ from interruption import until
 from test_tables import many, write
 
 from fedhet.base.errors import FedhetError
+from fedhet.cli.example import write_example
 from fedhet.config.resolve import resolve
-from fedhet.data import RunData
-from fedhet.data.examples import write_example
+from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
 from fedhet.deployment.flower_cli import submit
 from fedhet.deployment.local import LocalDeployment, free_port

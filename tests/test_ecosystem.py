@@ -8,7 +8,8 @@ from federation import run, small
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import parse_pairs
-from fedhet.data import DataSpec, load
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import load
 from fedhet.models import assign
 
 

@@ -8,8 +8,9 @@ import torch
 from fedhet import models
 from fedhet.base.errors import DataError, ModelError, SettingsError
 from fedhet.client_runtime.permissions import permitted
-from fedhet.data import DataSpec, load
-from fedhet.data.encoders import VARIABLE, encoder_folder
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import load
+from fedhet.data.texts import VARIABLE, encoder_folder
 
 WORDS = ["[UNK]", "[PAD]", "a", "cat", "dog", "stock", "fell"]
 PAD = 1  # as RoBERTa has it: not the padding of this library

@@ -15,7 +15,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from fedhet.base.errors import FedhetError
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.models import build
 from fedhet.models.parts import arrays_of, names_of, shapes_of
 

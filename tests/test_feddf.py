@@ -14,7 +14,7 @@ from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.averaging import RunningAverage
 from fedhet.base.errors import DivergedError
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.learning.devices import CPU
 from fedhet.models import build
 from fedhet.strategies import feddf

@@ -14,7 +14,7 @@ from torch import nn
 from fedhet.base.errors import DataError, KnowledgeError, SettingsError, StateError
 from fedhet.base.seeding import derive
 from fedhet.client_runtime.node import read_node
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.wire.knowledge import Knowledge
 
 FEW = {"fedgems.server-model": "mlp2", "models": "mlp", "max_samples": 300, "batch_size": 16}

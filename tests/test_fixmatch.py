@@ -9,9 +9,9 @@ from torch import nn
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.semi import FixMatch
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.kinds import check_changeable, kind_of
-from fedhet.kinds.image_changes import strong, weak
+from fedhet.kinds.changes import strong, weak
 from fedhet.learning.devices import CPU
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.run import TrainingSettings

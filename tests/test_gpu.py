@@ -19,9 +19,9 @@ from benchmarks.pretended_gpu import pretended
 from fedhet.algorithms.conformal import running_sums
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.base.transfer import Numbers, all_to_device, joined, separated
+from fedhet.cli.example import write_example
 from fedhet.client_runtime.cache import close_clients
-from fedhet.data import RunData
-from fedhet.data.examples import write_example
+from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
 from fedhet.learning.devices import compute_for, find_device
 from fedhet.methods.registry import find_method, method_names

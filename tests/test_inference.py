@@ -23,8 +23,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fedhet.base.errors import DataError, FedhetError, ModelError, StateError
+from fedhet.cli.example import write_example
 from fedhet.client_runtime.node import read_node
-from fedhet.data.examples import write_example
 from fedhet.inference import FORMATS, clients_in, export, open_client, read_inputs, samples_for
 from fedhet.inference.export import Encoder
 from fedhet.wire.knowledge import Envelope, Knowledge, encode

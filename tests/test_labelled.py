@@ -12,7 +12,8 @@ from rounds import opened
 from fedhet.base.arrays import grouped
 from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import read_node
-from fedhet.data import UNKNOWN, Split, split_labels
+from fedhet.data.partition import split_labels
+from fedhet.data.spec import UNKNOWN, Split
 from fedhet.wire.knowledge import Knowledge
 
 

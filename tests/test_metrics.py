@@ -15,7 +15,8 @@ from fedhet import report
 from fedhet.base.errors import KnowledgeError, SettingsError, ToldError
 from fedhet.base.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
 from fedhet.cli import app
-from fedhet.data import RunData, Split
+from fedhet.data.spec import Split
+from fedhet.data.store import RunData
 from fedhet.inference import api
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import evaluate

@@ -14,7 +14,8 @@ from federation import run
 from fedhet.base.errors import DataError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
-from fedhet.data import DataSpec, RunData
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData
 
 SIGNALS = [
     f"{what}_{axis}" for what in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"

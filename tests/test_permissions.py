@@ -9,7 +9,8 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
-from fedhet.data import DataSpec, load
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import load
 
 SHIPPED = {"method": "felo", "models.pool": "mlp,cnn2", "data.dataset": "digits"}
 PARTITION = {"partition-id": 0, "num-partitions": 4}

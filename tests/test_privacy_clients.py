@@ -31,7 +31,7 @@ from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.privacy import check_trainable
 from fedhet.config.resolve import resolve
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy import noise as secret_noise

@@ -19,7 +19,7 @@ from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
-from fedhet.data import Declaration
+from fedhet.data.site import Declaration
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, encode

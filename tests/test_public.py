@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, load, refuse_overlap
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load, refuse_overlap
 from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)

@@ -18,9 +18,9 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
-from fedhet.data import site_data
+from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
-from fedhet.kinds import augmentation, image_changes, randaugment
+from fedhet.kinds import augmentation, changes
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import batches, cross_entropy_of, optimization
 from fedhet.settings.assignment import training_of
@@ -188,7 +188,7 @@ def all_shifts(image, reach, pad):
 )
 def test_each_image_is_shifted_by_a_draw_of_its_own(reflect, pad):
     x = images(300, 3, 16, 17)
-    shifted = image_changes.shift(x, draws(), reflect=reflect)
+    shifted = changes.shift(x, draws(), reflect=reflect)
     found = [
         all_shifts(before, 2, pad).index(after.numpy().tobytes())
         for before, after in zip(x, shifted, strict=True)
@@ -199,7 +199,7 @@ def test_each_image_is_shifted_by_a_draw_of_its_own(reflect, pad):
 
 def test_about_half_of_the_images_are_mirrored():
     x = images(400, 1, 8, 8)
-    flipped = image_changes.flip(x, draws())
+    flipped = changes.flip(x, draws())
     mirrored = [np.array_equal(a, b[..., ::-1]) for a, b in zip(flipped, x.numpy(), strict=True)]
     same = [torch.equal(a, b) for a, b in zip(flipped, x, strict=True)]
     assert sum(mirrored) + sum(same) == 400
@@ -224,14 +224,14 @@ def test_the_operations_are_those_of_torchvisions_randaugment(number, shape):
     theirs = v2.RandAugment()._apply_image_or_video_transform(
         x, name, -magnitude if number >= 14 else magnitude, v2.InterpolationMode.NEAREST, {}
     )
-    torch.testing.assert_close(randaugment.OPERATIONS[number](x), theirs)
+    torch.testing.assert_close(changes.operations()[number](x), theirs)
 
 
 def test_each_image_draws_two_operations(monkeypatch):
     """With operations that mark images by powers of 30, the two can be read off."""
     marks = [lambda x, n=n: x * 30 + n for n in range(23)]
-    monkeypatch.setattr(randaugment, "OPERATIONS", marks)
-    codes = image_changes.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
+    monkeypatch.setattr(changes, "operations", lambda: marks)
+    codes = changes.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
     read = ((codes.double() + 1) / 2).round().long()
     for place in (read % 30, read // 30):
         counts = torch.bincount(place, minlength=23)
@@ -245,7 +245,7 @@ def test_each_image_draws_two_operations(monkeypatch):
 
 def test_erased_is_one_rectangle_of_a_fiftieth_to_a_fifth():
     x = torch.ones(500, 3, 40, 30)
-    erased = image_changes.erase(x, draws())
+    erased = changes.erase(x, draws())
     areas = []
     for image in erased:
         rows, columns = ((image[0] == -1).any(1), (image[0] == -1).any(0))

@@ -27,7 +27,7 @@ from fedhet.config.sources import (
     to_flower,
 )
 from fedhet.config.values import validated
-from fedhet.data import DataSpec
+from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import PLACE, RunSettings, where_it_ran

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fedhet.base.errors import DataError, StateError
-from fedhet.data import DataSpec, RunData, Split, refuse_overlap, store
-from fedhet.data.shared_cache import read_dataset
-from fedhet.data.spec import concatenated
+from fedhet.data import store
+from fedhet.data.spec import DataSpec, Split, concatenated
+from fedhet.data.store import RunData, read_dataset, refuse_overlap
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
     cross_entropy_of,

@@ -17,7 +17,8 @@ import pytest
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.values import validated
-from fedhet.data import DataSpec, RunData, load
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load
 from fedhet.engines import choice
 from fedhet.engines.choice import with_backend
 from fedhet.engines.simulate import concurrently

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import parse_pairs, read_preset
-from fedhet.data import DataSpec, RunData, load, site_data
-from fedhet.data.spec import Dataset, Split
-from fedhet.data.superclass import assign, label_spaces, merged, named
+from fedhet.data.partition import assign, label_spaces, merged, named
+from fedhet.data.site import site_data
+from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.store import RunData, load
 
 PAIRS = (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"), ("8", "9"))
 DIGITS = DataSpec(

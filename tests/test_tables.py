@@ -19,7 +19,9 @@ from federation import run, small, without_figures
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
-from fedhet.data import DataSpec, RunData, load, site_data
+from fedhet.data.site import site_data
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load
 from fedhet.data.tables import TableSchema, found_schema, read_schema, read_table
 from fedhet.inference import open_client, read_inputs
 

@@ -12,7 +12,8 @@ from federation import settings
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, load
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load
 
 JOBS = ("Private", "?", "State-gov")
 

@@ -11,7 +11,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve, resolve_flower
 from fedhet.config.sources import all_settings, defaults, read_toml, to_flower
-from fedhet.data import sample_kind
+from fedhet.data.sources import sample_kind
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.data import DataSettings

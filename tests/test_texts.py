@@ -14,12 +14,14 @@ import torch
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import numpy_rng
+from fedhet.cli.example import OWNERS, TOPICS, write_example
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check, resolve
-from fedhet.data import DataSpec, RunData, load, site_data
-from fedhet.data.examples import OWNERS, TOPICS, write_example
-from fedhet.data.rows import read_rows
-from fedhet.data.tokens import tokenized, words
+from fedhet.data.cells import read_rows
+from fedhet.data.site import site_data
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, load
+from fedhet.data.texts import tokenized, words
 
 ROWS = [
     ("The cat, sat!", "pets", "ann"),
@@ -345,7 +347,7 @@ def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
 
 
 def test_token_changes_keep_words_and_order():
-    from fedhet.kinds.token_changes import REACH, left_out, moved, strong_tokens
+    from fedhet.kinds.changes import REACH, left_out, moved, strong_tokens
 
     rng = numpy_rng(0, "tokens")
     lengths = rng.integers(1, 40, 200)

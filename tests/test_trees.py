@@ -14,9 +14,11 @@ import PIL.ImageOps
 import pytest
 
 from fedhet.base.errors import DataError
-from fedhet.data import DataSpec, load, site_data
 from fedhet.data.class_folders import _warn_once, part_of, understand
 from fedhet.data.images import IMAGES, decode
+from fedhet.data.site import site_data
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import load
 from fedhet.data.texts import TEXTS, read_files
 from fedhet.inference.inputs import _files_in
 

@@ -51,7 +51,7 @@ def schema_command(
 ) -> None:
     """Write what a table's columns become: the sites of a deployment need the same file."""
     from fedhet.base.disk import write_text
-    from fedhet.data import DataSpec
+    from fedhet.data.spec import DataSpec
     from fedhet.data.tables import found_schema, read_table
     from fedhet.settings.schema import build
 

@@ -169,7 +169,7 @@ def partition_command(values: dict[str, object]) -> None:
     validated(values)
     with loading("PyTorch"):
         from fedhet.config.resolve import resolve
-        from fedhet.data import RunData
+        from fedhet.data.store import RunData
 
     data = RunData.of(resolve(values).run)
     data.validate()

@@ -14,7 +14,8 @@ from fedhet.client_runtime.permissions import permitted
 from fedhet.client_runtime.privacy import told_the_type_alone
 from fedhet.config.resolve import resolve_items
 from fedhet.config.sources import CLIENTS, FOLLOW
-from fedhet.data import DataSpec, RunData
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData
 from fedhet.runs.logs import configure
 from fedhet.settings.schema import build
 

@@ -15,7 +15,9 @@ from pydantic import Field
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
-from fedhet.data import ClientData, Declaration, RunData, site_data
+from fedhet.data.site import Declaration, site_data
+from fedhet.data.spec import ClientData
+from fedhet.data.store import RunData
 from fedhet.models import assign
 from fedhet.settings.assignment import training_of
 from fedhet.settings.privacy import PrivacySettings

@@ -15,7 +15,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.trust import DATASETS, code_named, is_named
 from fedhet.data.sources import SOURCES
-from fedhet.data.sources.base import Place
+from fedhet.data.spec import Place
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar, build
 

@@ -15,7 +15,7 @@ from fedhet.base.errors import StateError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.client_runtime.state import ClientState
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.kinds import augmentation
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (

@@ -18,8 +18,8 @@ from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, absolute, resolve
-from fedhet.data import RunData, Split
-from fedhet.data.spec import Stored
+from fedhet.data.spec import Split, Stored
+from fedhet.data.store import RunData
 from fedhet.data.tables import TableSchema
 from fedhet.kinds import kind_of
 from fedhet.settings.run import PLACE

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
-from fedhet.data import (
-    GENERATED,
-    UNUSED,
-    ClientData,
-    RunData,
-    Split,
-    labelled_parts,
-    refuse_overlap,
-)
-from fedhet.data.spec import Stored
+from fedhet.data.partition import labelled_parts
+from fedhet.data.spec import ClientData, Split, Stored
+from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
 from fedhet.data.tables import TableSchema
 from fedhet.learning.devices import Compute
 from fedhet.models import Within

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.transfer import rows_of
-from fedhet.data import UNKNOWN, Split
+from fedhet.data.spec import UNKNOWN, Split
 from fedhet.kinds import Shape, check_changeable, kind_of
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import LossOfBatch, batches, evaluating

@@ -31,7 +31,7 @@ from fedhet.client_runtime.samples import ClientSamples, load_samples, public_sa
 from fedhet.client_runtime.semi import Predict
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.learning.devices import compute_for
 from fedhet.learning.objective import OwnClasses
 from fedhet.learning.training import (

@@ -9,7 +9,8 @@ from torch import nn
 
 from fedhet.base.arrays import grouped
 from fedhet.clients.local import LocalClient
-from fedhet.data import Split, stacked
+from fedhet.data.partition import stacked
+from fedhet.data.spec import Split
 from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import HetModel, build, load_weights, to_arrays
 from fedhet.wire.contract import Sizes

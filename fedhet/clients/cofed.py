@@ -19,8 +19,7 @@ from fedhet.algorithms.schedule import Candidate, adjusted, best, grid
 from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
-from fedhet.data import Split
-from fedhet.data.spec import concatenated, stratified
+from fedhet.data.spec import Split, concatenated, stratified
 from fedhet.learning.training import Evaluation, cross_entropy_of, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Refitted

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.clients.fedmd import Consensus, FedMdClient
-from fedhet.data import Split
-from fedhet.data.spec import concatenated
+from fedhet.data.spec import Split, concatenated
 from fedhet.learning.training import Optimization
 from fedhet.methods.cronus import CronusSettings
 

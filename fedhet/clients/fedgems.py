@@ -17,7 +17,7 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.learning.training import Optimization, cross_entropy_of, logits_of
 from fedhet.methods.fedgems import FedGemsSettings
 from fedhet.models import HetModel

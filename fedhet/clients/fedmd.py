@@ -16,7 +16,7 @@ from torch import Tensor
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.learning.training import Optimization, cross_entropy_of, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.wire.contract import Sizes

@@ -38,7 +38,7 @@ from fedhet.base.arrays import Array, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
 from fedhet.clients.base import HetClient
-from fedhet.data import UNKNOWN
+from fedhet.data.spec import UNKNOWN
 from fedhet.learning.training import cross_entropy_of, evaluate
 from fedhet.methods.um_pfssl import UmPfsslSettings
 from fedhet.models import HetModel, load_weights, to_arrays

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fedhet import models
 from fedhet.base.errors import ModelError
-from fedhet.data import GENERATED
+from fedhet.data.store import GENERATED
 from fedhet.kinds import Shape
 from fedhet.methods.registry import Method
 from fedhet.privacy.sgd import refuse_unfit

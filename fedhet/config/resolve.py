@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from fedhet import data, models
+from fedhet import models
 from fedhet.algorithms.robust import withstood
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError
@@ -17,6 +17,7 @@ from fedhet.config.privacy import check_private, check_trainable
 from fedhet.config.sources import from_flower
 from fedhet.config.values import Given, validated
 from fedhet.data import sources
+from fedhet.data.store import MADE_HERE, RunData
 from fedhet.kinds import KINDS, Shape, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -103,7 +104,7 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
         data_table["labelled_alpha"] = LABELLED_ALPHA
     changes["data"] = run.data.model_copy(update=data_table)
     if run.models.pool == default.models.pool:
-        pool = spec.pool(data.sample_kind(run.data))
+        pool = spec.pool(sources.sample_kind(run.data))
         if run.privacy.is_on:
             pool = models.private_pool(pool)
         changes["models"] = run.models.model_copy(update={"pool": pool})
@@ -115,7 +116,7 @@ def _completed(run: RunSettings, method: Method, own: MethodSettings) -> RunSett
 def _completed_own(given: Given, chosen: Container[str]) -> MethodSettings:
     """Fill in the method's default models for the kind of data, where none is chosen."""
     run, method, own = given.run, given.method, given.own
-    default, found = type(own)(), method.spec.defaults(data.sample_kind(run.data))
+    default, found = type(own)(), method.spec.defaults(sources.sample_kind(run.data))
     found = {k: v for k, v in found.items() if f"{method.table}.{kebab(k)}" not in chosen}
     if run.privacy.is_on:
         clients = method.spec.privacy.models
@@ -143,9 +144,9 @@ def _check_names(config: Config) -> None:
         pool = list(run.models.pool)
         raise SettingsError(f"setting 'models.pool' = {pool!r}: {error}") from None
     _check_own_models(config)
-    data.find_source(run.data.dataset)
-    if run.data.public_dataset not in ("", *data.MADE_HERE):
-        data.find_source(run.data.public_dataset, "data.public-dataset")
+    sources.find_source(run.data.dataset)
+    if run.data.public_dataset not in ("", *MADE_HERE):
+        sources.find_source(run.data.public_dataset, "data.public-dataset")
     _check_attack_and_defence(run, method)
     if run.pace.is_asynchronous and method.spec.late != "averaged":
         methods, _ = all_methods()
@@ -232,7 +233,7 @@ def _check_semi(run: RunSettings, method: Method) -> None:
     if not method.spec.semi:
         rule = f"none with {method.name}, which trains in its own way"
         raise refused("training.semi", run.training.semi, rule)
-    if not data.sample_kind(run.data).changeable:
+    if not sources.sample_kind(run.data).changeable:
         able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
         rule = f"{able} with 'training.semi' = '{run.training.semi}', which augments them"
         raise refused("data.dataset", run.data.dataset, rule)
@@ -244,9 +245,9 @@ def _check_semi(run: RunSettings, method: Method) -> None:
         raise refused("models.pool", run.models.pool, rule)
 
 
-def check(config: Config, store: data.RunData | None = None) -> None:
+def check(config: Config, store: RunData | None = None) -> None:
     """Raise FedhetError if this machine cannot run `config`: its data, models or device."""
-    run, store = config.run, store or data.RunData.of(config.run)
+    run, store = config.run, store or RunData.of(config.run)
     compute_for(run.engine)
     store.validate()
     dataset = store.dataset

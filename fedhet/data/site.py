@@ -34,8 +34,7 @@ from fedhet.data.spec import (
     stored_as,
 )
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
-from fedhet.data.texts import TEXTS, find_rows, site_rows
-from fedhet.data.tokens import shape_of_texts
+from fedhet.data.texts import TEXTS, find_rows, shape_of_texts, site_rows
 from fedhet.kinds import TABLE, TEXT, Shape, kind_of
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings

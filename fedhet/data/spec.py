@@ -1,4 +1,4 @@
-"""The types that this package shares: samples, datasets, and data settings.
+"""The types that this package shares: samples, datasets, data settings, and sources of data.
 
 PyTorch is imported by the functions that need it: `fedhet schema` does without.
 """
@@ -6,9 +6,10 @@ PyTorch is imported by the functions that need it: `fedhet schema` does without.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
-from fedhet.kinds import Shape
+from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.settings.assignment import drawn_unseen
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
@@ -243,3 +244,50 @@ def held_out(labels: Index, share: float, use: str) -> tuple[Index, Index]:
     """Return the training rows and the rows of a common test set, whatever the run's seed."""
     test = stratified(labels, round(share * len(labels)), numpy_rng(FIXED_SEED, use, "common"))
     return np.setdiff1d(np.arange(len(labels)), test), test
+
+
+def nowhere(path: str, table: DataSettings) -> None:
+    """Return None: the data is not read from files of the user's."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a place names: a path of this machine, or a name of a hub; and what follows either."""
+
+    path: str = ""
+    hub: str = ""
+    rest: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset by its name, or a format of data that lies somewhere: `NAME` or `NAME:PLACE`."""
+
+    name: str
+    line: str
+    """What it is, in a line."""
+    read: Callable[[str, DataSpec], Dataset]
+    """(place, settings) -> the dataset, decoded. Raises DataError for any fault of what is read."""
+    place: str = ""
+    """What follows the name and a colon, such as DIR; empty: nothing does."""
+    kind: Kind = IMAGE
+    """The kind of its samples."""
+    found_kind: Callable[[str], Kind] | None = None
+    """(place) -> the kind, where only the data says it. What cannot be read has any."""
+    parse: Callable[[str], Place] = Place
+    """(place) -> what it names: whoever permits, reads or moves the data asks this alone."""
+    files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
+    """(path of the place, settings) -> the file or folder that is read, if there is one."""
+    imports: bool = False
+    """Whether the place names code to import, not a path."""
+    whole_clients: bool = False
+    """Whether its files may be whole clients, of which 'data.max-samples' leaves nothing out."""
+    is_mapped: bool = False
+    """Whether decoded samples lie in a cache of their own, from which all processes map them."""
+    owners: str = ""
+    """Where 'data.by' says whose a sample is, in words; empty: nowhere."""
+
+    @property
+    def form(self) -> str:
+        """How `data.dataset` names it, such as `npz:DIR`."""
+        return f"{self.name}:{self.place}" if self.place else self.name

@@ -1,33 +1,56 @@
-"""The store of a run's data: each part of it is read once, and handed to whoever needs it."""
+"""The store of a run's data: each part of it is read once, and handed to whoever needs it.
+
+`RunData` reads the run's dataset (`load`), deals it to the clients (`fedhet.data.partition`), and
+has the public set: data that no client owns, available to the server and to every client. In a
+simulation, the process that runs the federation writes what it has decoded into a folder, and its
+workers map it into memory: they share one copy, and none of them decodes anything again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from fedhet.base.errors import DataError, SettingsError
-from fedhet.data import shared_cache
-from fedhet.data.datasets import load
-from fedhet.data.labelled import split_labels, stacked
-from fedhet.data.partition import hold_out, is_natural, partition
-from fedhet.data.public import (
-    MADE_HERE,
-    check_public,
-    public_dataset,
-    public_source,
-    refuse_overlap,
-    refuse_unlabelled_public,
+from fedhet.base.disk import Folder
+from fedhet.base.errors import DataError, SettingsError, StateError, reason_of
+from fedhet.base.seeding import numpy_rng
+from fedhet.data.partition import (
+    Assignment,
+    assign,
+    hold_out,
+    is_natural,
+    merged,
+    partition,
+    split_labels,
+    stacked,
 )
-from fedhet.data.sources import find_source
-from fedhet.data.spec import ClientData, Dataset, DataSpec, Index, Split, no_test
-from fedhet.data.superclass import Assignment, assign
-from fedhet.kinds import Shape
+from fedhet.data.sources import SOURCES, find_source
+from fedhet.data.spec import (
+    FIXED_SEED,
+    ClientData,
+    Dataset,
+    DataSpec,
+    Index,
+    Split,
+    global_random_kept,
+    no_test,
+    stratified,
+)
+from fedhet.data.tables import TableSchema
+from fedhet.kinds import KINDS, Shape, described, kind_of
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
 
@@ -164,15 +187,15 @@ class RunData:
 
     def share(self, folder: Path) -> None:
         """Write the data into a folder, for other processes to map. Raises StateError."""
-        with shared_cache.writing(folder) as written:
+        with writing(folder) as written:
             for place, source in enumerate((self.spec, public_source(self.spec))):
                 if source is not None and _is_copied(source):
                     dataset = self._source if place else self.dataset
-                    shared_cache.write_dataset(dataset, written / f"{place}.safetensors")
-            shared_cache.write_rows(self.partition(), written)
+                    write_dataset(dataset, written / f"{place}.safetensors")
+            write_rows(self.partition(), written)
             count = sum(map(len, self.partition()))
             every = (rows for k in range(self.spec.clients) for rows in self.split_rows(k))
-            shared_cache.write_samples(self.dataset.train.x, count, every, written)
+            write_samples(self.dataset.train.x, count, every, written)
 
     @property
     def _source(self) -> Dataset:
@@ -184,7 +207,7 @@ class RunData:
     def _read(self, spec: DataSpec, name: str, *, least_classes: int = 2) -> Dataset:
         if self._shared is None or not _is_copied(spec):
             return load(spec, least_classes=least_classes)
-        return shared_cache.read_dataset(self._shared / f"{name}.safetensors")
+        return read_dataset(self._shared / f"{name}.safetensors")
 
     @property
     def _has_label_spaces(self) -> bool:
@@ -196,7 +219,7 @@ class RunData:
 
     def _drawn(self) -> tuple[Index, ...]:
         if self._shared is not None:
-            return shared_cache.read_rows(self._shared)
+            return read_rows(self._shared)
         if self._has_label_spaces:
             return self._assignment.rows
         return partition(self.dataset, self.spec)
@@ -206,7 +229,7 @@ class RunData:
         train, (own, tests), folder = self.dataset.train, self.split_rows(index), self._shared
         if folder is None:
             return train.take(own), train.take(tests)
-        x = self.once("samples", lambda: shared_cache.map_samples(folder))
+        x = self.once("samples", lambda: map_samples(folder))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
         middle = start + len(own)
@@ -238,3 +261,291 @@ def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> S
         return test
     rows = torch.isin(test.y, torch.tensor(space)).nonzero().flatten()
     return test.take(rows) if len(rows) else None
+
+
+@global_random_kept()
+def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
+    """Read and decode the dataset that `spec` names.
+
+    Raises DataError for a fault of its files, or if it has fewer classes than `least_classes`.
+    """
+    source, place = find_source(spec.dataset)
+    dataset = source.read(place, spec)
+    if spec.by and dataset.groups is None:
+        able = ", or ".join(each.owners for each in SOURCES.values() if each.owners)
+        raise SettingsError(
+            f"data.by = {spec.by!r}: {spec.dataset} has no column of that kind; it takes {able}"
+        )
+    if spec.max_samples:
+        rng = numpy_rng(spec.seed, "max-samples")
+        dataset = dataset.keeping(dataset.train.rows(spec.max_samples, rng))
+    if spec.superclasses:
+        dataset = merged(dataset, spec.superclasses)
+    dataset = _keep_public(dataset, spec)
+    if dataset.test is not None:
+        rng = numpy_rng(FIXED_SEED, "max-test-samples")
+        dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
+    if (count := len(dataset.classes)) < least_classes:
+        raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
+    return dataset
+
+
+def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
+    """Move the public share out of the training set, stratified by class."""
+    if not spec.public_fraction:
+        return dataset
+    if dataset.parts is not None:
+        raise SettingsError(
+            f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
+            f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
+        )
+    labels = dataset.train.y.numpy()
+    count = max(1, round(spec.public_fraction * len(labels)))
+    public = stratified(labels, count, numpy_rng(spec.seed, "public"))
+    owned = np.setdiff1d(np.arange(len(labels)), public)
+    return replace(dataset.keeping(owned), public=dataset.train.take(public))
+
+
+GENERATED = "generated"
+"""The `public-dataset` that is generated from the training set, as its kind of samples says."""
+UNUSED = "unused"
+"""The `public-dataset` of the training rows that `data.max-samples` leaves out."""
+MADE_HERE = (GENERATED, UNUSED)
+"""Values of `public-dataset` that name no other dataset."""
+
+
+def refuse_unlabelled_public(spec: DataSpec) -> None:
+    """Raise SettingsError if the public samples have no labels."""
+    if spec.public_dataset == GENERATED:
+        raise SettingsError(
+            f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
+            "labels, which this method learns from; use another dataset, or 'data.public-fraction'"
+        )
+
+
+def check_public(public: Dataset, shape: Shape, classes: int | None) -> None:
+    """Raise DataError unless public samples have `shape` and, unless None, `classes` classes."""
+    if public.shape != shape:
+        raise DataError(
+            f"data.public-dataset {public.name!r}: samples have {described(public.shape)}, "
+            f"the clients' {described(shape)}"
+        )
+    if classes not in (None, len(public.classes)):
+        raise DataError(
+            f"data.public-dataset {public.name!r}: has {len(public.classes)} classes, "
+            f"the clients' data {classes}"
+        )
+
+
+def refuse_overlap(public: Split, own: Split, owner: str) -> None:
+    """Raise DataError if the public set contains any sample of `own`, however stored."""
+    if public.x.dtype != own.x.dtype:
+        public, own = public.scaled(), own.scaled()
+    seen = {_digest(public, row) for row in range(len(public))}
+    shared = sum(_digest(own, row) in seen for row in range(len(own)))
+    if shared:
+        raise DataError(
+            f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
+            "public data must not belong to a client: to set a part of the clients' dataset apart, "
+            "use 'data.public-fraction'"
+        )
+
+
+def _digest(split: Split, row: int) -> bytes:
+    return hashlib.blake2b(
+        split.x[row].cpu().contiguous().numpy().tobytes(), digest_size=16
+    ).digest()
+
+
+def public_dataset(
+    spec: DataSpec, own: Callable[[], Dataset], source: Callable[[], Dataset]
+) -> Dataset:
+    """Return a dataset whose `train` is the public set.
+
+    `own` returns the run's dataset, `source` that of `public_source`. Raises SettingsError if the
+    settings name no public data, or none is left.
+    """
+    if spec.public_dataset == GENERATED:
+        return _generated(spec, own())
+    if spec.public_dataset == UNUSED:
+        return _unused(spec, source())
+    if spec.public_dataset:
+        # No effect if the reader has already applied the limit.
+        rng = numpy_rng(spec.seed, "public-samples")
+        found = source()
+        return replace(found, train=found.train.subset(spec.public_samples, rng), test=None)
+    if (kept := own().public) is None:
+        rule = "give 'data.public-dataset' or 'data.public-fraction'"
+        raise SettingsError(f"the run has no public data: {rule}")
+    return replace(own(), train=kept, test=None, public=None)
+
+
+def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
+    """Return generated samples like the dataset's; their labels have no meaning."""
+    size, kind = spec.public_samples, kind_of(dataset.shape)
+    if size < 1:
+        raise SettingsError(
+            f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
+        )
+    if kind.generated is None:
+        able = " and ".join(each.plural for each in KINDS.values() if each.generated)
+        raise SettingsError(
+            f"data.public-dataset = {GENERATED!r} is for {able}; samples of {dataset.name!r} have "
+            f"{described(dataset.shape)}"
+        )
+    rng = numpy_rng(spec.seed, "public", "generated")
+    x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
+    made = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
+    return replace(dataset, train=made, test=None, subclasses=None)
+
+
+def _unused(spec: DataSpec, whole: Dataset) -> Dataset:
+    """Return the training rows that `max-samples` leaves out, or `public-samples` of these.
+
+    Raises SettingsError if there are none.
+    """
+    labels = whole.train.y.numpy() if whole.subclasses is None else whole.subclasses
+    # The same draw as that of the rows that are used.
+    used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
+    rows = np.setdiff1d(np.arange(len(labels)), used)
+    if not spec.max_samples or not len(rows):
+        raise SettingsError(
+            f"data.public-dataset = {UNUSED!r}: 'data.max-samples' = {spec.max_samples} leaves out "
+            f"none of the {len(labels)} training samples of {spec.dataset}; it must be lower, "
+            "and above 0"
+        )
+    left = whole.train.take(rows).subset(
+        spec.public_samples, numpy_rng(spec.seed, "public-samples")
+    )
+    return replace(whole, train=left, test=None, subclasses=None)
+
+
+def public_source(spec: DataSpec) -> DataSpec | None:
+    """Return the spec of the dataset that public samples are taken from, if it is another one."""
+    if spec.public_dataset == UNUSED:
+        return spec.but(max_samples=0)
+    if spec.public_dataset in ("", GENERATED):
+        return None
+    # Files that may be whole clients are read whole, and a part of the samples is taken later.
+    whole = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
+    return spec.but(
+        dataset=spec.public_dataset,
+        max_samples=0 if whole else spec.public_samples,
+        by="",
+        superclasses=(),
+        public_dataset="",
+        public_fraction=0.0,
+    )
+
+
+_PARTITION = "partition.safetensors"
+_SAMPLES = "samples.npy"
+_PARTS = ("train", "test", "public")
+_FACTS = TypeAdapter(
+    tuple[
+        str,
+        tuple[str, ...],
+        tuple[tuple[int, int], ...] | None,
+        tuple[int, ...],
+        tuple[int, ...],
+        bool,
+        TableSchema | None,
+    ]
+)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Make the folder, and yield where to write into it.
+
+    Raises a StateError for what cannot be written inside the block.
+    """
+    try:
+        with Folder(folder, folder.parent).writing() as place:
+            yield place
+    except OSError as error:
+        raise StateError(
+            f"cannot write the decoded data into {folder}: {reason_of(error)}"
+        ) from None
+
+
+def write_dataset(dataset: Dataset, path: Path) -> None:
+    """Write a dataset's arrays and facts into one file."""
+    tensors: dict[str, Tensor] = {}
+    for part in _PARTS:
+        split: Split | None = getattr(dataset, part)
+        if split is not None:
+            tensors |= {f"{part}.x": split.x.contiguous(), f"{part}.y": split.y.contiguous()}
+    for name in ("subclasses", "groups"):
+        if (rows := getattr(dataset, name)) is not None:
+            tensors[name] = torch.from_numpy(rows).contiguous()
+    facts = (
+        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.shape,
+        dataset.scaled_images, dataset.schema,
+    )  # fmt: skip
+    save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
+
+
+def read_dataset(path: Path) -> Dataset:
+    """Return a dataset whose arrays are mapped from a file, not read. Raises StateError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = _FACTS.validate_json(file.metadata()["facts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors has an error type of its own
+        raise StateError(f"cannot read the decoded data in {path}: {reason_of(error)}") from None
+    train, test, public = (
+        Split(tensors[f"{part}.x"], tensors[f"{part}.y"]) if f"{part}.x" in tensors else None
+        for part in _PARTS
+    )
+    assert train is not None
+    subclasses, groups = (
+        tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
+    )
+    name, classes, parts, columns, shape, scaled_images, schema = facts
+    return Dataset(
+        name, train, test, classes, parts, public, columns, subclasses, shape, groups,
+        scaled_images, schema,
+    )  # fmt: skip
+
+
+def write_rows(parts: Sequence[Index], folder: Path) -> None:
+    """Write the rows of each client."""
+    rows = torch.from_numpy(np.concatenate(parts))
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    save_file({"rows": rows, "ends": ends}, folder / _PARTITION)
+
+
+def read_rows(folder: Path) -> tuple[Index, ...]:
+    """Return the rows of each client. Raises StateError."""
+    path = folder / _PARTITION
+    try:
+        found = load_file(path)
+    except Exception as error:  # safetensors has an error type of its own
+        raise StateError(f"cannot read the clients' rows in {path}: {reason_of(error)}") from None
+    return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
+
+
+def write_samples(x: Tensor, count: int, parts: Iterable[Index], folder: Path) -> None:
+    """Write the samples of x [N, ...] in the rows of `parts`, `count` in all, one after another."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(x[:0].numpy().dtype),
+        "fortran_order": False,
+        "shape": (count, *x.shape[1:]),
+    }
+    with (folder / _SAMPLES).open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for rows in parts:
+            file.write(x[torch.from_numpy(rows)].numpy().tobytes())
+
+
+def map_samples(folder: Path) -> Tensor:
+    """Map what `write_samples` has written. Raises StateError."""
+    path = folder / _SAMPLES
+    try:
+        # "c": a change would stay in this process, and torch takes no read-only arrays.
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+    except (OSError, ValueError, EOFError) as error:
+        raise StateError(
+            f"cannot read the clients' samples in {path}: {reason_of(error)}"
+        ) from None

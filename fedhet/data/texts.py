@@ -1,22 +1,185 @@
-"""Texts with a class each: rows of a file, and .txt files."""
+"""Texts as tokens, texts with a class each, and pretrained encoders.
+
+A text becomes tokens by a hash of each word, or by an encoder's own tokenizer. The hash needs no
+file and no vocabulary that sites would have to share: a word has the same number everywhere. Two
+words may share a number; with 8192 numbers few words of a text do.
+
+Encoders are folders in $FEDHET_ENCODERS, as `transformers` saves them. A run names an encoder,
+never a path: each machine has its own folder of encoders. Weights are read from safetensors files
+alone, and no code is loaded.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import re
+import unicodedata
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fedhet.base.errors import DataError, nearest, reason_of
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, ModelError, SettingsError, nearest, reason_of
+from fedhet.data.cells import TEXT_ENDINGS as ENDINGS
+from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
-from fedhet.data.rows import ENDINGS, TextRows, read_bounded, read_rows
 from fedhet.data.spec import DataSpec, Split, refuse_more
-from fedhet.data.tokens import tokenized
 from fedhet.data.values import Words, class_words
-from fedhet.kinds import Shape
+from fedhet.kinds import PADDING, Shape, text_shape
+
+VARIABLE = "FEDHET_ENCODERS"
+_ENCODER = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,100}", re.ASCII)
+
+
+def is_encoder(model: str) -> bool:
+    """Return whether the name of a model is an encoder's, `encoder-2:NAME` or the like."""
+    return _ENCODER.fullmatch(model) is not None
+
+
+def encoder_parts(model: str) -> tuple[int, bool, str]:
+    """Return the linear layers of such a model, whether it is frozen, and its encoder's name."""
+    found = _ENCODER.fullmatch(model)
+    if found is None:
+        raise ModelError(f"model '{model}' is not of the form 'encoder-2:NAME'")
+    return int(found[1]), bool(found[2]), found[3]
+
+
+def encoder_folder(name: str) -> str:
+    """Return the folder of an encoder. Raises SettingsError, or DataError if it is absent."""
+    if not _NAME.fullmatch(name):
+        raise SettingsError(f"encoder {name!r}: a name has letters, digits, '.', '_' and '-'")
+    home = os.environ.get(VARIABLE)
+    if not home:
+        raise SettingsError(
+            f"encoder {name!r}: the environment variable {VARIABLE} must name the folder that "
+            "holds the encoders' folders"
+        )
+    folder = expanded(home) / name
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder (the encoder {name!r})")
+    return str(folder)
+
+
+def configuration(name: str) -> dict[str, Any]:
+    """Return the content of an encoder's config.json. Raises DataError if it is not readable."""
+    return _read(encoder_folder(name))
+
+
+@lru_cache(maxsize=16)
+def _read(folder: str) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable configuration ({reason_of(error)})") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: not a readable configuration (it is not an object)")
+    return found
+
+
+WORDS = "words"
+"""The tokenizer that needs no file."""
+_MAX_VOCABULARY = 65_536
+_WORD = re.compile(r"\w+|[^\w\s]")
+_TOKEN_BYTES = 8
+Encode = Callable[[str], list[int]]
+"""A text -> its tokens, one or more, none of them PADDING."""
+
+
+def words(text: str) -> list[str]:
+    """Return the words and punctuation marks of a text, in lower case; [""] if it has none."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [""]
+
+
+def number_of(word: str, vocabulary: int) -> int:
+    """Return the number of a word, from 1 to `vocabulary` - 1: its BLAKE2b hash, 8 bytes of it."""
+    digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "big") % (vocabulary - 1)
+
+
+def vocabulary_of(spec: DataSpec) -> int:
+    """Return V: all tokens of a run's texts are below it. Raises SettingsError or DataError."""
+    if spec.tokenizer == WORDS:
+        return spec.vocabulary
+    size: int = _tokenizer(spec.tokenizer).get_vocab_size(with_added_tokens=True)
+    return size
+
+
+def shape_of_texts(spec: DataSpec) -> Shape:
+    """Return the shape of a run's texts. Raises SettingsError or DataError."""
+    return text_shape(spec.max_tokens, vocabulary_of(spec))
+
+
+def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
+    """Return texts as tokens [N, L] int64, L = `data.max-tokens`; PADDING follows the last token.
+
+    Longer texts are cut. Raises DataError if they take more than `data.max-bytes`.
+    """
+    refuse_more(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
+    encode = _hashing(spec.vocabulary) if spec.tokenizer == WORDS else _encoding(spec.tokenizer)
+    found = np.full((len(texts), spec.max_tokens), PADDING, np.int64)
+    for row, text in enumerate(texts):
+        tokens = encode(text)[: spec.max_tokens]
+        found[row, : len(tokens)] = tokens
+    return torch.from_numpy(found)
+
+
+def _hashing(vocabulary: int) -> Encode:
+    number = lru_cache(maxsize=2**17)(lambda word: number_of(word, vocabulary))
+    return lambda text: [number(word) for word in words(text)]
+
+
+def _encoding(name: str) -> Encode:
+    """Return the function of a tokenizer, whose own padding token, if any, becomes PADDING.
+
+    The two swap their numbers; `fedhet.models.encoder` swaps them back.
+    """
+    tokenizer, padding = _tokenizer(name), padding_of(name)
+    swapped = {padding: PADDING, PADDING: padding}
+
+    def encode(text: str) -> list[int]:
+        found = [token for token in tokenizer.encode(text).ids if token != padding]
+        return [swapped.get(token, token) for token in found] or [padding or 1]
+
+    return encode
+
+
+def padding_of(name: str) -> int:
+    """Return the number that an encoder's configuration gives its padding token; 0 if none."""
+    return int(configuration(name).get("pad_token_id") or 0)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(name: str) -> Any:
+    """Return the tokenizer in an encoder's tokenizer.json, without padding and truncation."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise SettingsError(
+            f"data.tokenizer = {name!r}: needs the package 'tokenizers': "
+            "pip install 'fedhet[encoders]'"
+        ) from None
+    path = Path(encoder_folder(name)) / "tokenizer.json"
+    try:
+        tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library's own, for each fault of the file
+        raise DataError(f"{path}: not a readable tokenizer ({reason_of(error)})") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if tokenizer.get_vocab_size(with_added_tokens=True) > _MAX_VOCABULARY:
+        raise DataError(f"{path}: has more than {_MAX_VOCABULARY} tokens")
+    return tokenizer
+
 
 LOG = logging.getLogger("fedhet")
 _MARKS = {  # UTF-32's mark begins with UTF-16's

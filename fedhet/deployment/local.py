@@ -25,7 +25,7 @@ from fedhet.base.errors import FedhetError
 from fedhet.client_runtime.node import STATE_DIR_VARIABLE
 from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute, check
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.deployment import certs
 from fedhet.deployment.flower_cli import Connection, program, submit
 from fedhet.engines.environment import for_training

@@ -20,7 +20,7 @@ from flwr.server.client_manager import ClientManager
 
 from fedhet.base.errors import one_line
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import with_gpu_share
 from fedhet.engines.inline import run_inline
 from fedhet.learning.devices import compute_for, find_device

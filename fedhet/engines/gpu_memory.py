@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedhet.base.errors import FedhetError, one_line
 from fedhet.client_runtime.cache import close_clients
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.kinds import Shape, kind_of
 from fedhet.learning.devices import find_device
 from fedhet.models import Refitted, build_any

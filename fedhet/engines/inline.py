@@ -13,7 +13,7 @@ from flwr.server import Server, ServerAppComponents, ServerConfig
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
 from fedhet.server.direct_proxy import DirectProxy
 from fedhet.server.own_code import ClientCodeError, CodeFault, is_of_code

@@ -11,8 +11,9 @@ from fedhet.base.errors import ModelError
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, check
-from fedhet.data import RunData, Split
 from fedhet.data.sources import paths_of
+from fedhet.data.spec import Split
+from fedhet.data.store import RunData
 from fedhet.models import is_user_model
 from fedhet.models.pretrained import check_weights, is_pretrained
 from fedhet.wire.identity import ClientInfo

@@ -21,7 +21,7 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config, check, resolve
 from fedhet.config.sources import of_method, read_toml
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.choice import cluster_for, engine_of, show_waiting, with_backend
 from fedhet.engines.readiness import check_files, check_own_models
 from fedhet.learning.devices import settled

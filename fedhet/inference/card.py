@@ -12,7 +12,7 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.version import __version__
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
-from fedhet.data.tokens import WORDS
+from fedhet.data.texts import WORDS
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from fedhet.base.errors import DataError
 from fedhet.client_runtime.record import ClientRecord
-from fedhet.data import DataSpec
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.npz import read_arrays
-from fedhet.data.spec import refuse_more
+from fedhet.data.spec import DataSpec, refuse_more
 from fedhet.data.tables import TableSchema, read_table
-from fedhet.data.texts import TEXTS
-from fedhet.data.tokens import tokenized
+from fedhet.data.texts import TEXTS, tokenized
 from fedhet.kinds import IMAGE, TEXT, kind_of
 from fedhet.learning.devices import scaled
 from fedhet.runs.units import natural

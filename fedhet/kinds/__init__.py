@@ -7,24 +7,130 @@
 | signal | [C, T]: channels and steps of time | float32 |
 | text | [0, L, V]: at most L tokens, numbers below V; a text has no channels | int64 [L] |
 
-A sample's shape says of which kind it is. Whatever depends on the kind is asked of its object; a
-new kind is a module of this package, its models, and a reader of its data. Nothing here imports
-PyTorch before it is called, so that settings and the declarations of methods can use kinds.
+Whatever depends on the kind is asked of its object. Nothing here imports PyTorch before it is
+called, so that settings and the declarations of methods can use kinds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
 from fedhet.base.errors import DataError
-from fedhet.kinds.base import Change, Kind, Shape
-from fedhet.kinds.image import IMAGE
-from fedhet.kinds.signal import SIGNAL
-from fedhet.kinds.table import TABLE
-from fedhet.kinds.text import PADDING, TEXT, text_shape
+from fedhet.kinds.base import PADDING, Array, Change, Kind, Shape, finite, one_token
 
 __all__ = [
     "AUGMENTATIONS", "IMAGE", "KINDS", "PADDING", "SIGNAL", "TABLE", "TEXT", "Change", "Kind",
     "Shape", "augmentation", "check_changeable", "described", "kind_of", "text_shape",
 ]  # fmt: skip
+
+IMAGE = Kind(
+    name="image",
+    plural="images",
+    wanted="images [C, H, W]",
+    fits=lambda shape: len(shape) == 3 and shape[0] > 0,
+    pool=("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"),
+    model="cnn2",
+    large_model="gems-resnet56",
+    side=lambda shape: min(shape[1:]),
+    minimum=" of side {} or more",
+    augmentations=("crop", "flip", "crop-flip", "randaugment"),
+    changeable="images [1 or 3, H, W]",
+    is_changeable=lambda shape: shape[0] in (1, 3),
+)
+
+
+_SIGNALS = "of signals x must be [N, channels, time] or [N, time], finite numbers"
+
+
+def _signals(x: Array, where: Path | str) -> Array:
+    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T]."""
+    shape = list(x.shape)
+    if x.ndim not in (2, 3) or x.dtype.kind not in "iuf" or min(shape[1:]) < 1:
+        raise DataError(f"{where}: {_SIGNALS}; it is {x.dtype} {shape}")
+    samples = finite(x, where, _SIGNALS)
+    return samples[:, None] if samples.ndim == 2 else samples
+
+
+SIGNAL = Kind(
+    name="signal",
+    plural="signals",
+    wanted="signals [C, T] (signal:DIR)",
+    fits=lambda shape: len(shape) == 2,
+    pool=("signal-cnn2", "signal-cnn3", "signal-gru", "signal-resnet", "mlp"),
+    model="signal-cnn2",
+    large_model="signal-resnet",
+    side=lambda shape: shape[1],
+    minimum=" of {} steps or more",
+    checked=_signals,
+)
+
+
+def permuted_columns(
+    x: Array, columns: Sequence[int], size: int, rng: np.random.Generator
+) -> Array:
+    """Return rows [size, F] whose columns are those of x [N, F], each permuted.
+
+    CoFED, Section 5.7: "randomly generated with valid values". The rule is that of the authors'
+    published script: each column's values are in an order of its own, so that columns are
+    independent, and no row's value is drawn twice before all are.
+    """
+    parts = np.split(x, np.cumsum(columns or (1,) * x.shape[1])[:-1], axis=1)
+    passes = -(-size // len(x))
+    rows = [np.concatenate([rng.permutation(len(x)) for _ in range(passes)]) for _ in parts]
+    return np.concatenate([p[row[:size]] for p, row in zip(parts, rows, strict=True)], axis=1)
+
+
+TABLE = Kind(
+    name="table",
+    plural="tables",
+    wanted="rows [F] of a table",
+    fits=lambda shape: len(shape) == 1,
+    pool=("mlp", "mlp2", "mlp3"),
+    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),  # CoFED's four kinds, Section 5.7
+    model="mlp",
+    large_model="mlp3",
+    generated=permuted_columns,
+)
+
+
+def text_shape(tokens: int, vocabulary: int) -> Shape:
+    """Return the shape of texts of at most `tokens` tokens, with numbers below `vocabulary`."""
+    return (0, tokens, vocabulary)
+
+
+def shuffled_tokens(x: Array, columns: Sequence[int], size: int, rng: np.random.Generator) -> Array:
+    """Return texts [size, L] of the tokens of x [N, L] in a random order.
+
+    As generated rows of tables: each token is as frequent as in x, and its place says nothing.
+    Lengths are those of the texts in x, in an order of their own.
+    """
+    lengths = rng.choice((x != PADDING).sum(1), size)
+    inside = np.arange(x.shape[1]) < lengths[:, None]
+    rows = np.full((size, x.shape[1]), PADDING, np.int64)
+    rows[inside] = rng.choice(x[x != PADDING], int(inside.sum()))
+    return rows
+
+
+TEXT = Kind(
+    name="text",
+    plural="texts",
+    wanted="texts (text:PATH)",
+    fits=lambda shape: len(shape) == 3 and shape[0] == 0,
+    pool=("text-bag", "text-cnn", "text-gru", "text-lstm", "text-transformer"),
+    model="text-cnn",
+    large_model="text-transformer",
+    is_numeric=False,
+    describe=lambda shape: f"texts of up to {shape[1]} tokens below {shape[2]}",
+    sizes=lambda shape: shape[1:],
+    blank=one_token,
+    generated=shuffled_tokens,
+    augmentations=("tokens",),
+    changeable="texts",
+)
+
 
 KINDS = {kind.name: kind for kind in (IMAGE, TABLE, TEXT, SIGNAL)}
 """Every kind by its name."""

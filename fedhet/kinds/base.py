@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # a kind is declared without PyTorch, which only its function
 
 Shape = tuple[int, ...]
 """One sample's shape."""
+PADDING = 0
+"""The token that fills a text up to L; every text has one token or more that is another."""
 Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
 """(samples [N, ...], generator) -> the changed samples, of the same shape."""
@@ -32,6 +34,13 @@ def zeros(count: int, shape: Shape) -> Tensor:
     import torch
 
     return torch.zeros(count, *shape)
+
+
+def one_token(count: int, shape: Shape) -> Tensor:
+    """Return `count` texts of one token, on torch's default device."""
+    import torch
+
+    return torch.ones(count, 1, dtype=torch.int64)
 
 
 def images_or_rows(x: Array, where: Path | str) -> Array:
@@ -98,5 +107,9 @@ class Kind:
     """Which samples have a few `changes`, in words; empty: none."""
     is_changeable: Callable[[Shape], bool] = lambda shape: True
     """(shape) -> whether samples of the kind with this shape can be changed."""
-    changes: Callable[[], Mapping[str, Change]] = dict
-    """Returns what changes samples: `augmentations`, and FixMatch's weak and strong."""
+
+    def changes(self) -> Mapping[str, Change]:
+        """Return what changes samples: `augmentations`, and FixMatch's weak and strong change."""
+        from fedhet.kinds.changes import CHANGES
+
+        return CHANGES[self.name]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.base.errors import ModelError, reason_of
-from fedhet.data.encoders import configuration, encoder_folder, encoder_parts
+from fedhet.data.texts import configuration, encoder_folder, encoder_parts
 from fedhet.kinds import PADDING, TEXT, Shape
 from fedhet.models.het import HetModel, join
 from fedhet.models.texts import mean_of, present, trimmed

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedhet.base.arrays import Array
 from fedhet.base.metrics import ACCURACY, Predictions, measure
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import Evaluation, evaluate
 from fedhet.models import Refitted

@@ -11,7 +11,7 @@ import torch
 
 from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
-from fedhet.data.encoders import is_encoder
+from fedhet.data.texts import is_encoder
 from fedhet.kinds import Shape, kind_of
 from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedhet.base.errors import ModelError, nearest, where_looked
-from fedhet.data.encoders import is_encoder
+from fedhet.data.texts import is_encoder
 from fedhet.kinds import Shape, kind_of
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape

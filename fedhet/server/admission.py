@@ -15,7 +15,7 @@ import numpy as np
 
 from fedhet.base.errors import FedhetError, ModelError
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.models import is_registered, shapes
 from fedhet.wire.identity import ClientInfo
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from fedhet.base.errors import FedhetError, SettingsError, typed
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.logs import console_for, log_error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fedhet.data import Split
+from fedhet.data.spec import Split
 from fedhet.learning.devices import compute_for
 from fedhet.models.evaluation import judge
 from fedhet.runs.measures import Measured, placed

@@ -13,7 +13,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.errors import FedhetError, KnowledgeError, one_line, words_of
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.server.admission import (
     Admission,
     Task,

@@ -21,7 +21,8 @@ from torch import nn
 from fedhet.base.arrays import Array, refuse_other_types
 from fedhet.base.errors import FedhetError, StateError
 from fedhet.config.resolve import Config
-from fedhet.data import RunData, Split
+from fedhet.data.spec import Split
+from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import mean_figures

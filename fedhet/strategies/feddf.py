@@ -23,7 +23,7 @@ from fedhet.algorithms.distillation import distillation_loss
 from fedhet.base.arrays import Array, Arrays, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
-from fedhet.data import refuse_overlap
+from fedhet.data.store import refuse_overlap
 from fedhet.learning.devices import Compute, compute_for
 from fedhet.learning.training import all_finite, batches, logits_of, optimization, train_epochs
 from fedhet.methods.feddf import SPEC, FedDfSettings

@@ -22,7 +22,7 @@ from fedhet.algorithms.selective import (
     taught_loss,
 )
 from fedhet.base.arrays import Array, group, grouped
-from fedhet.data import refuse_overlap
+from fedhet.data.store import refuse_overlap
 from fedhet.learning.training import LossOfBatch
 from fedhet.methods.fedgems import SPEC, FedGemsSettings
 from fedhet.models import build

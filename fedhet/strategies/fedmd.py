@@ -19,7 +19,7 @@ import numpy as np
 from fedhet.algorithms.consensus import mean_scores
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng
-from fedhet.data import refuse_overlap
+from fedhet.data.store import refuse_overlap
 from fedhet.methods.fedmd import SPEC, ConsensusSettings
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint

@@ -14,9 +14,8 @@ from types import MappingProxyType
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, unknown_name
-from fedhet.data.encoders import encoder_folder
-from fedhet.data.sources.base import Source
-from fedhet.data.tokens import WORDS
+from fedhet.data.spec import Source
+from fedhet.data.texts import WORDS, encoder_folder
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import refused

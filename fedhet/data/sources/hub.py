@@ -24,9 +24,8 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, reason_of
 from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
-from fedhet.data.sources.base import Place, Source
-from fedhet.data.spec import Dataset, DataSpec, Split, refuse_more
-from fedhet.data.tokens import shape_of_texts, tokenized
+from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, refuse_more
+from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
 from fedhet.kinds import TEXT
 from fedhet.settings.data import DataSettings

@@ -17,8 +17,7 @@ import torch
 
 from fedhet.base.errors import DataError, nearest
 from fedhet.data.npz import checked_labels
-from fedhet.data.sources.base import Source, nowhere
-from fedhet.data.spec import Dataset, Split
+from fedhet.data.spec import Dataset, Source, Split, nowhere
 from fedhet.kinds import IMAGE, Kind, kind_of
 
 NAME, PLACE = "python", "module:function"

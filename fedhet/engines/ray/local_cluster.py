@@ -12,7 +12,7 @@ from pathlib import Path
 from flwr.server import ServerAppComponents
 
 from fedhet.config.resolve import Config, absolute
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.ray.connection import BACKGROUND, end_later, leave, start
 from fedhet.engines.ray.machines import places, running_machines, taking_clients
 from fedhet.engines.ray.pool import WorkerPool

@@ -16,8 +16,8 @@ from typing import Any
 from fedhet.base.disk import Folder
 from fedhet.base.errors import FedhetError, words_of
 from fedhet.config.resolve import Config
-from fedhet.data.encoders import encoder_folder, encoder_parts, is_encoder
 from fedhet.data.sources import find_source, paths_of
+from fedhet.data.texts import encoder_folder, encoder_parts, is_encoder
 from fedhet.engines.ray import inspection
 from fedhet.engines.ray.faults import faults
 from fedhet.engines.ray.inspection import Answer, Question

@@ -12,7 +12,7 @@ import torch
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config
-from fedhet.data import RunData
+from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import make_room, set_share, too_small
 from fedhet.learning.devices import find_device
 from fedhet.server.own_code import CodeFault, is_of_code

@@ -1,0 +1,425 @@
+"""Published data of persons and sites, a client each: LEAF, WILDS, HAR and PAMAP2.
+
+LEAF (`femnist:DIR`, `shakespeare:DIR`): Caldas et al., LEAF: A Benchmark for Federated Settings.
+DIR/train/*.json and, if there are any, DIR/test/*.json, which become the common test set; or
+DIR/*.json alone. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
+
+WILDS (`camelyon17:DIR`, `iwildcam:DIR`): Koh et al., WILDS: A Benchmark of in-the-Wild Distribution
+Shifts. DIR has `metadata.csv` and the images as they are unpacked; those of WILDS' own test part
+are the common test set.
+
+Signals of persons who move (`har:DIR`, `pamap2:DIR`): Anguita et al., A Public Domain Dataset for
+Human Activity Recognition Using Smartphones, 2013; Reiss and Stricker, Introducing a New
+Benchmarked Dataset for Activity Monitoring, 2012.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedhet.base.disk import expanded
+from fedhet.base.errors import DataError, reason_of
+from fedhet.base.seeding import numpy_rng
+from fedhet.data.images import decode
+from fedhet.data.npz import checked_labels
+from fedhet.data.spec import (
+    FIXED_SEED,
+    Dataset,
+    DataSpec,
+    Index,
+    Source,
+    Split,
+    numbered,
+    refuse_more,
+    stratified,
+)
+from fedhet.kinds import IMAGE, PADDING, SIGNAL, TEXT, Kind, Shape, text_shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SIDE = 28
+SIGNS = string.digits + string.ascii_uppercase + string.ascii_lowercase
+"""FEMNIST's classes, in the order of their numbers."""
+_MARKS = "\n !\"&'(),-.0123456789:;>?"
+LETTERS = _MARKS + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
+"""Shakespeare's letters, in LEAF's order."""
+LENGTH = 80
+OTHER = len(LETTERS) + 1
+"""The token of a letter that LEAF does not know."""
+
+
+@dataclass(frozen=True)
+class LeafForm:
+    """How the samples of one of LEAF's data sets are written."""
+
+    samples: Callable[[Sequence[Any], str], Tensor]
+    """(a user's `x`, where it stands) -> samples [N, ...]. Raises ValueError or TypeError."""
+    labels: Callable[[Sequence[Any], str], Index]
+    classes: tuple[str, ...]
+    shape: Shape = ()
+
+
+def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
+    """Read DIR. Raises DataError for any fault of its files."""
+    root = expanded(place)
+    train = root / "train" if (root / "train").is_dir() else root
+    users, split = _read_leaf(train, spec, form)
+    test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
+    groups = numbered(users)
+    return Dataset(spec.dataset, split, test, form.classes, shape=form.shape, groups=groups)
+
+
+def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
+    """Return the user of each sample, and the samples, in the order of files and users."""
+    users: list[str] = []
+    parts: list[Split] = []
+    size = 0
+    for where, user, found in _users(folder, spec):
+        part = _leaf_samples(found, where, form)
+        size += part.x.nbytes + part.y.nbytes
+        refuse_more(size, spec, folder)
+        users += [user] * len(part)
+        parts.append(part)
+    if not users:
+        raise DataError(f"{folder}: holds no samples")
+    x, y = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y"))
+    return users, Split(x, y)
+
+
+def _users(folder: Path, spec: DataSpec) -> Iterator[tuple[str, str, Any]]:
+    """Yield where each user's samples stand, the user's name, and the samples."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise DataError(f"{folder}: has no .json files of LEAF")
+    for path in files:
+        try:
+            refuse_more(path.stat().st_size, spec, path)
+            found = json.loads(path.read_text(encoding="utf-8"))["user_data"]
+            pairs = list(found.items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path}: not a file of LEAF ({reason_of(error)})") from error
+        for user, samples in pairs:
+            yield f"{path}, user {user!r}", user, samples
+
+
+def _leaf_samples(found: Any, where: str, form: LeafForm) -> Split:
+    try:
+        x, y = form.samples(found["x"], where), form.labels(found["y"], where)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{where}: {reason_of(error)}") from error
+    if len(x) != len(y):
+        raise DataError(f"{where}: x has {len(x)} samples and y has {len(y)}")
+    if len(y) and y.max() >= len(form.classes):
+        raise DataError(f"{where}: y holds {y.max()}, allowed are 0 to {len(form.classes) - 1}")
+    return Split(x, torch.from_numpy(y))
+
+
+def _leaf_images(x: Sequence[Any], where: str) -> Tensor:
+    """Return images [N, 1, 28, 28] of bytes; LEAF writes 784 numbers from 0 to 1."""
+    values = np.asarray(x, dtype=np.float64).reshape(len(x), -1)
+    if len(x) and values.shape[1] != SIDE * SIDE:
+        raise DataError(f"{where}: an image has {values.shape[1]} numbers, not {SIDE * SIDE}")
+    if not ((values >= 0) & (values <= 1)).all():
+        raise DataError(f"{where}: x must be from 0 to 1")
+    pixels = np.round(255 * values).astype(np.uint8)
+    return torch.from_numpy(pixels.reshape(-1, 1, SIDE, SIDE))
+
+
+def _numbers(y: Sequence[Any], where: str) -> Index:
+    return checked_labels(np.asarray(y, dtype=None if y else np.int64), where)
+
+
+TOKENS: Mapping[str, int] = {letter: number for number, letter in enumerate(LETTERS, 1)}
+
+
+def _texts(x: Sequence[Any], where: str) -> Tensor:
+    """Return texts as tokens [N, 80]: the number of each letter, from 1."""
+    found = np.full((len(x), LENGTH), PADDING, np.int64)
+    for row, text in enumerate(x):
+        if not isinstance(text, str) or not 0 < len(text) <= LENGTH:
+            raise DataError(f"{where}: x must be texts of 1 to {LENGTH} letters")
+        found[row, : len(text)] = [TOKENS.get(letter, OTHER) for letter in text]
+    return torch.from_numpy(found)
+
+
+def _next_letters(y: Sequence[Any], where: str) -> Index:
+    for letter in y:
+        if letter not in TOKENS:
+            raise DataError(f"{where}: y holds {letter!r}, which is none of LEAF's letters")
+    return np.array([TOKENS[letter] - 1 for letter in y], dtype=np.int64)
+
+
+FEMNIST = LeafForm(_leaf_images, _numbers, tuple(SIGNS))
+SHAKESPEARE = LeafForm(
+    _texts, _next_letters, tuple(map(repr, LETTERS)), text_shape(LENGTH, OTHER + 1)
+)
+
+
+def _leaf(name: str, line: str, form: LeafForm, kind: Kind) -> Source:
+    return Source(name, line, partial(read_leaf, form=form), "DIR", kind)
+
+
+TEST_CENTRE = 2
+"""The hospital that WILDS tests on, which is no client."""
+
+
+@dataclass(frozen=True)
+class WildsForm:
+    """How the metadata of one of WILDS' data sets is written."""
+
+    label: str
+    owner: str
+    """The column of the hospital, or of the camera."""
+    needs: tuple[str, ...]
+    """Further columns that are read."""
+    part: Callable[[pd.DataFrame], Any]
+    """(metadata) -> 1 for each row of the training set, 2 for one of the test set, 0 for others."""
+    file: Callable[[pd.DataFrame], list[str]]
+    """(metadata) -> the path of each row's image, below DIR."""
+    classes: tuple[str, ...] = ()
+    """Their names; (): their numbers, up to the highest."""
+
+
+def read_wilds(place: str, spec: DataSpec, form: WildsForm) -> Dataset:
+    """Read DIR. Raises DataError for any fault of its files."""
+    root = expanded(place)
+    table = _metadata(root / "metadata.csv", spec, form)
+    labels = checked_labels(table[form.label].to_numpy(), root / "metadata.csv")
+    parts = np.asarray(form.part(table))
+    train = _rows(parts == 1, labels, spec.max_samples, spec.seed, "max-samples")
+    rest = _rows(parts == 2, labels, spec.max_test_samples, FIXED_SEED, "max-test-samples")
+    if not len(train):
+        raise DataError(f"{root / 'metadata.csv'}: has no row of the training set")
+    files = np.array([str(root / _inside(name, root)) for name in form.file(table)])
+
+    def split_of(rows: Any, like: Shape | None = None) -> Split:
+        return Split(decode(files[rows].tolist(), spec, like), torch.from_numpy(labels[rows]))
+
+    split = split_of(train)
+    like = tuple(split.x.shape[1:])
+    classes = form.classes or tuple(map(str, range(int(labels.max()) + 1)))
+    return Dataset(
+        spec.dataset,
+        split,
+        split_of(rest, like) if len(rest) else None,
+        classes,
+        groups=numbered(table[form.owner].to_numpy()[train]),
+    )
+
+
+def _inside(name: str, root: Path) -> str:
+    """Return the path of an image. Raises DataError for one that leads out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(f"{root / 'metadata.csv'}: {name!r} is not an image below {root}")
+    return name
+
+
+def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
+    """Return the rows that are chosen; of more than `most` of them, a stratified draw."""
+    rows = np.flatnonzero(chosen)
+    if not 0 < most < len(rows):
+        return rows
+    return rows[stratified(labels[rows], most, numpy_rng(seed, use))]
+
+
+def _metadata(path: Path, spec: DataSpec, form: WildsForm) -> pd.DataFrame:
+    import pandas as pd
+
+    wanted = [form.label, form.owner, *form.needs]
+    try:
+        refuse_more(path.stat().st_size, spec, path)
+        table = pd.read_csv(path, usecols=wanted, dtype=dict.fromkeys(form.needs, str))
+    except DataError:
+        raise
+    except Exception as error:  # pandas has its own for each fault of a file
+        reason = f"{reason_of(error)}; it takes the columns {', '.join(wanted)}"
+        raise DataError(f"{path}: cannot be read ({reason})") from error
+    if table.isna().any().any():
+        raise DataError(f"{path}: a row lacks one of {', '.join(wanted)}")
+    return table
+
+
+def _patches(table: pd.DataFrame) -> list[str]:
+    columns = (table[name] for name in ("patient", "node", "x_coord", "y_coord"))
+    return [
+        f"patches/patient_{patient}_node_{node}/patch_patient_{patient}_node_{node}_x_{x}_y_{y}.png"
+        for patient, node, x, y in zip(*columns, strict=True)
+    ]
+
+
+CAMELYON17 = WildsForm(
+    "tumor",
+    "center",
+    ("patient", "node", "x_coord", "y_coord"),
+    lambda table: np.where(table["center"] == TEST_CENTRE, 2, 1),
+    _patches,
+    ("normal", "tumor"),
+)
+IWILDCAM = WildsForm(
+    "y",
+    "location_remapped",
+    ("split", "filename"),
+    lambda table: np.select([table["split"] == "train", table["split"] == "test"], [1, 2], 0),
+    lambda table: [f"train/{name}" for name in table["filename"]],
+)
+
+
+def _wilds(name: str, line: str, form: WildsForm) -> Source:
+    return Source(name, line, partial(read_wilds, form=form), "DIR", is_mapped=True)
+
+
+Numbers = npt.NDArray[np.float32]
+HAR_CHANNELS = tuple(
+    f"{what}_{axis}" for what in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"
+)
+"""Accelerations in g, and angular velocities in rad/s, as the files have them."""
+PAMAP2_ACTIVITIES = {
+    1: "lying", 2: "sitting", 3: "standing", 4: "walking", 5: "running", 6: "cycling",
+    7: "Nordic walking", 12: "ascending stairs", 13: "descending stairs", 16: "vacuum cleaning",
+    17: "ironing", 24: "rope jumping",
+}  # fmt: skip
+"""The activities of the protocol by their numbers; 0 is none of them."""
+PAMAP2_COLUMNS = 54
+_FIRST = np.array([4, 21, 38]) - 1
+"""The columns of the temperature of hand, chest and ankle, from 0."""
+_UNITS = {1: 9.81, 7: 1.0, 10: 50.0}
+"""Offset from there of the acceleration (16 g), the gyroscope and the magnetometer, with the unit
+that their numbers are divided by: g, rad/s, and 50 microtesla."""
+WINDOW = 256
+"""Samples of a window, of which the sensors make 100 a second."""
+
+
+def read_har(place: str, spec: DataSpec) -> Dataset:
+    """Read DIR/train and DIR/test with their `Inertial Signals`; the persons of test are common.
+
+    Raises DataError for any fault of the files.
+    """
+    root = expanded(place)
+    names = _har_classes(root / "activity_labels.txt")
+    train, persons = _har_part(root, "train", len(names), spec)
+    test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
+    return Dataset(spec.dataset, train, test, names, groups=numbered(persons))
+
+
+def _har_classes(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({reason_of(error)})") from error
+    if not lines or lines[::2] != [str(n) for n in range(1, len(lines) // 2 + 1)]:
+        raise DataError(f"{path}: expected a line for each activity, such as '1 WALKING'")
+    return tuple(lines[1::2])
+
+
+def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
+    """Return the windows of a part, and the person of each."""
+    folder = root / part
+    labels = _whole(folder / f"y_{part}.txt", spec)
+    persons = _whole(folder / f"subject_{part}.txt", spec)
+    signals = [
+        _table(folder / "Inertial Signals" / f"{name}_{part}.txt", spec) for name in HAR_CHANNELS
+    ]
+    sizes = {signal.shape for signal in signals}
+    if len(sizes) > 1 or {len(labels), len(persons)} != {len(signals[0])}:
+        raise DataError(f"{folder}: its files do not have the same windows")
+    if not 1 <= labels.min() <= labels.max() <= classes:
+        raise DataError(f"{folder}: activities must be from 1 to {classes}")
+    x = torch.from_numpy(np.stack(signals, axis=1))
+    return Split(x, torch.from_numpy(labels - 1)), persons
+
+
+def _whole(path: Path, spec: DataSpec) -> Index:
+    found = _table(path, spec)
+    if found.shape[1:] != (1,) or (found != np.round(found)).any():
+        raise DataError(f"{path}: expected a whole number in each line")
+    return found[:, 0].astype(np.int64)
+
+
+def read_pamap2(place: str, spec: DataSpec) -> Dataset:
+    """Read DIR/Protocol/subject*.dat, or DIR/subject*.dat: windows of one activity, 2.56 seconds.
+
+    Windows follow each other, and gaps of a sensor are filled along a straight line. Raises
+    DataError for any fault of the files.
+    """
+    root = expanded(place)
+    root = root / "Protocol" if (root / "Protocol").is_dir() else root
+    files = sorted(root.glob("subject*.dat"))
+    if not files:
+        raise DataError(f"{root}: has no files subject*.dat of PAMAP2")
+    pairs = [_windows(path, spec) for path in files]
+    refuse_more(sum(x.nbytes for x, _ in pairs), spec, root)
+    persons = np.repeat(np.arange(len(files)), [len(y) for _, y in pairs])
+    x, y = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    if not len(y):
+        raise DataError(f"{root}: has no {WINDOW} samples of one activity in a row")
+    split = Split(torch.from_numpy(x), torch.from_numpy(y))
+    return Dataset(
+        spec.dataset, split, None, tuple(PAMAP2_ACTIVITIES.values()), groups=numbered(persons)
+    )
+
+
+def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
+    """Return a person's windows [N, 27, 256] and activities [N]."""
+    table = _table(path, spec, gaps=True)
+    if table.shape[1] != PAMAP2_COLUMNS:
+        raise DataError(f"{path}: has {table.shape[1]} columns, PAMAP2 has {PAMAP2_COLUMNS}")
+    channels = np.concatenate(
+        [
+            table[:, first + offset : first + offset + 3] / np.float32(unit)
+            for first in _FIRST
+            for offset, unit in _UNITS.items()
+        ],
+        axis=1,
+    )
+    activities, order = table[:, 1].astype(np.int64), [*PAMAP2_ACTIVITIES]
+    x, y = [], []
+    changes = np.flatnonzero(np.diff(activities)) + 1
+    for rows in np.split(np.arange(len(activities)), changes):
+        if len(rows) and activities[rows[0]] in PAMAP2_ACTIVITIES:
+            whole = len(rows) // WINDOW * WINDOW
+            x.append(channels[rows[:whole]].reshape(-1, WINDOW, channels.shape[1]))
+            y += [order.index(int(activities[rows[0]]))] * (whole // WINDOW)
+    empty = np.zeros((0, WINDOW, channels.shape[1]), np.float32)
+    windows = np.concatenate([empty, *x]).transpose(0, 2, 1)
+    return np.ascontiguousarray(windows), np.array(y, dtype=np.int64)
+
+
+def _table(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
+    """Return a file's numbers, separated by spaces; `gaps` (NaN) may be filled."""
+    import pandas as pd
+
+    try:
+        refuse_more(path.stat().st_size, spec, path)
+        frame = pd.read_csv(path, sep=r"\s+", header=None, dtype=np.float32)
+    except DataError:
+        raise
+    except Exception as error:  # pandas has its own for each fault of a file
+        raise DataError(f"{path}: cannot be read ({reason_of(error)})") from error
+    if gaps:
+        frame = frame.interpolate(limit_direction="both").fillna(0.0)
+    found: Numbers = frame.to_numpy(np.float32)
+    if not np.isfinite(found).all():
+        raise DataError(f"{path}: holds something other than finite numbers")
+    return found
+
+
+SOURCES = (
+    _leaf("femnist", "LEAF's handwritten signs, a client each writer", FEMNIST, IMAGE),
+    _leaf("shakespeare", "LEAF's lines, a client each role", SHAKESPEARE, TEXT),
+    _wilds("camelyon17", "WILDS' tissue images, a client each hospital", CAMELYON17),
+    _wilds("iwildcam", "WILDS' animals, a client each camera", IWILDCAM),
+    Source("har", "UCI's smartphone signals, a client each person", read_har, "DIR", SIGNAL),
+    Source("pamap2", "PAMAP2's sensor signals, a client each person", read_pamap2, "DIR", SIGNAL),
+)
