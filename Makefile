@@ -56,8 +56,7 @@ proto-check: install ## check that the committed generated code matches the .pro
 
 reference: install ## write the settings, the methods' pages and flwr's run config from the declarations, and the claims from the tables
 	$(BIN)/python -m fedhet.config.reference
-	$(BIN)/python -m fedhet.papers.pages
-	$(BIN)/python -m fedhet.cli.table
+	$(BIN)/python -m fedhet.experiments.claims
 
 # uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
 COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constraints' --no-annotate --generate-hashes \

@@ -21,10 +21,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedhet.config.resolve import Config, resolve
+from fedhet.experiments.declaration import SIZES, read_table, table_names
+from fedhet.experiments.plan import PlannedRun, each_once, plan
 from fedhet.models import build
 from fedhet.models.registry import DRAWN, WITHOUT_GRADIENTS
-from fedhet.papers import SIZES, each_once, plan, read_table, table_names
-from fedhet.papers.plan import PlannedRun
 
 DATA = {
     "cifar10": (50_000, (3, 32, 32), 10), "cifar100": (50_000, (3, 32, 32), 100),

@@ -20,8 +20,8 @@ from benchmarks.timing import seconds, show
 from fedhet.cli.jobs import RUNS_A_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
-from fedhet.papers import plan, read_table
-from fedhet.papers.plan import PlannedRun
+from fedhet.experiments.declaration import read_table
+from fedhet.experiments.plan import PlannedRun, plan
 from fedhet.runs.files import read_summary
 from fedhet.runs.records import FinalScores
 
@@ -77,7 +77,9 @@ def main() -> None:
         sorted(sum(a.values()) / sum(b.values()) for a, b in found),
     )
     begun = seconds(
-        lambda: subprocess.run([sys.executable, "-c", "import fedhet.cli.table"], check=True)
+        lambda: subprocess.run(
+            [sys.executable, "-c", "import fedhet.experiments.making"], check=True
+        )
     )
     print(f"start of a process: {begun:.2f} s; {RUNS_A_PROCESS} runs share it")
 

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
-from fedhet.papers import plan, read_table, table_names
-from fedhet.papers.claims import claims_of, verdict_of
-from fedhet.papers.finished import MEASURED, read_finished
-from fedhet.papers.pages import pages
-from fedhet.papers.source import paper_of
+from fedhet.experiments.claims import MEASURED, claims_of, pages, read_finished, verdict_of
+from fedhet.experiments.declaration import paper_of, read_table, table_names
+from fedhet.experiments.plan import plan
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEYS = {"paper", "table", "size", "claim", "verdict"}

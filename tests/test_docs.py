@@ -11,8 +11,8 @@ from docutils.utils.math.latex2mathml import tex2mathml
 
 from fedhet.cli import app
 from fedhet.config.reference import reference
+from fedhet.experiments.claims import pages
 from fedhet.methods.registry import find_method, shipped_names
-from fedhet.papers.pages import pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -17,12 +17,20 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
-from fedhet.field import collect, plan_field, read_field
-from fedhet.field.ranks import critical, ranked
-from fedhet.field.write import costs, every, matrix, ranks, write_latex
+from fedhet.experiments.declaration import SIZES, read_field
+from fedhet.experiments.field import (
+    collect,
+    costs,
+    critical,
+    every,
+    matrix,
+    ranked,
+    ranks,
+    write_latex,
+)
+from fedhet.experiments.plan import plan_field
 from fedhet.methods.registry import all_methods
 from fedhet.models import build
-from fedhet.papers import SIZES
 from fedhet.report.tables import Cells
 
 METHODS = ("central", "local", "fedavg", "felo", "fedmd")

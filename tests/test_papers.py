@@ -23,19 +23,17 @@ from fedhet.cli import app
 from fedhet.cli import jobs as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.papers import (
+from fedhet.experiments import declaration
+from fedhet.experiments.declaration import (
     SIZES,
     PaperTable,
-    collect,
-    overview,
-    plan,
+    paper_of,
     read_table,
     table_names,
     tables_of,
 )
-from fedhet.papers import source as source_of_tables
-from fedhet.papers.source import paper_of
-from fedhet.papers.write import as_markdown, write_latex
+from fedhet.experiments.paper import as_markdown, collect, overview, write_latex
+from fedhet.experiments.plan import plan
 
 TABLE = """
 title = "Two methods"
@@ -348,7 +346,7 @@ def test_presets_and_settings_of_other_methods(tmp_path):
 )
 def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(TABLE.replace(old, new, 1))
-    monkeypatch.setattr(source_of_tables, "FILES", tmp_path)
+    monkeypatch.setattr(declaration, "FILES", tmp_path)
     with pytest.raises(SettingsError, match=f"table 'mine': .*{fault}"):
         read_table("mine")
 
@@ -531,7 +529,7 @@ def test_markdown_shows_measured_beside_printed(tmp_path):
 def mine(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "mine.toml").write_text(TABLE)
-    monkeypatch.setattr(source_of_tables, "FILES", tmp_path / "tables")
+    monkeypatch.setattr(declaration, "FILES", tmp_path / "tables")
     return tmp_path / "out"
 
 
@@ -613,7 +611,7 @@ def test_side_by_side_gives_the_same_numbers(mine):
 
 def test_only_the_rounds_that_a_table_shows_are_evaluated(mine):
     over = ["--seeds", "0", "--set", "rounds=6"]
-    source = source_of_tables.FILES / "mine.toml"
+    source = declaration.FILES / "mine.toml"
     source.write_text(TABLE.replace('"common/private"', '"common/private/tail"'))
     call("mine", *over, "--out", mine / "late")
     call("mine", *over, "--out", mine / "every", "--set", "evaluate-from=1")

@@ -216,9 +216,9 @@ def test_the_program_ends_with_its_status_and_what_is_registered(word, status):
 
 
 def test_the_list_of_tables_is_counted_from_the_tables():
-    from fedhet.cli.table import tables_listed
+    from fedhet.experiments.claims import tables_listed
 
-    stored = json.loads((ROOT / "fedhet" / "papers" / "list.json").read_text(encoding="utf-8"))
+    stored = json.loads((ROOT / "fedhet/experiments/list.json").read_text(encoding="utf-8"))
     assert stored == [list(row) for row in tables_listed()]  # if not: make reference
 
 
@@ -335,6 +335,36 @@ def test_a_new_setting_is_known_to_the_commands_at_once(tmp_path):
     status, said, _ = imported_by("run", "felo", "--set", "novel=0", PYTHONPATH=str(tmp_path))
     assert status == 2
     assert "'felo.novel' = 0 is not allowed: it takes an integer >= 1" in said
+
+
+def test_without_the_experiments_only_their_command_is_missing(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "experiments")
+    shutil.copytree(ROOT / "fedhet", tmp_path / "fedhet", ignore=ignored)
+    for words, says in [
+        (["methods"], "class-wise features and logits"),
+        (["run", "--help"], "--resume"),
+        (["--help"], "deploy-local"),
+    ]:
+        status, said, modules = imported_by(*words, PYTHONPATH=str(tmp_path))
+        assert status == 0, said
+        assert says in said
+        assert not modules & HEAVY
+        assert "table" not in re.findall(r"^\W*([a-z-]+)  ", said, re.MULTILINE)
+    status, said, _ = imported_by("table", PYTHONPATH=str(tmp_path))
+    assert status == 2
+    assert "No such command 'table'" in said
+    values = '{"method": "local", "clients": 2, "rounds": 1, "models.pool": ["mlp"]}'
+    lines = f"""
+from pathlib import Path
+import fedhet
+from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import simulate
+assert Path(fedhet.__file__).is_relative_to("{tmp_path}")
+simulate(resolve({values}), Path("{tmp_path}") / "run")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-P", "-c", lines], env=environment, check=True, timeout=300)
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_the_first_check_sorts_the_values():

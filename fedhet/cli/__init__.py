@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, NoReturn
 
 if any(option[:1] == "e" for option in sys.warnoptions):
@@ -31,7 +33,7 @@ from fedhet.cli.interrupt import end_at_once
 from fedhet.cli.options import console, errors
 from fedhet.cli.privacy import privacy_command
 from fedhet.cli.results import compare_command, report_command
-from fedhet.cli.run import run_command, sweep_command, table_command
+from fedhet.cli.run import run_command, sweep_command
 from fedhet.cli.schema import schema_command
 from fedhet.cli.show import (
     datasets_command,
@@ -55,7 +57,9 @@ app = typer.Typer(
 )
 app.command("run", cls=Command)(run_command)
 app.command("sweep", cls=Command)(sweep_command)
-app.command("table", cls=Command)(table_command)
+# Nothing depends on the experiments: without their directory, only their command is missing.
+if (experiments := find_spec("fedhet.experiments")) and experiments.has_location:
+    app.command("table", cls=Command)(import_module("fedhet.experiments.command").table_command)
 app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
 app.command("status", cls=Command)(status_command)

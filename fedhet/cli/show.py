@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
-from importlib import resources
 from typing import Annotated
 
 import tomli_w
@@ -31,15 +29,6 @@ from fedhet.config.values import validated
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, nest, table_of, unknown
-
-LIST = resources.files("fedhet") / "papers" / "list.json"
-"""The rows of the list of tables. `make reference` counts their runs, which takes seconds."""
-
-
-def list_tables() -> None:
-    """Print the available tables, and the number of runs that each table takes."""
-    rows = json.loads(LIST.read_text(encoding="utf-8"))
-    console.print(listing("table", "what it is", "source", "runs a seed", rows=rows))
 
 
 def methods_command(

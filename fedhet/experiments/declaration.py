@@ -1,9 +1,10 @@
-"""Reads a table of a paper: a TOML file of rows, columns, sizes, printed numbers and claims.
+"""Declarations of the tables, read from TOML files: those of papers, and the one of all methods.
 
-A cell is one run per seed. Its settings are those of the size, then of the column, of the row, and
+A paper's table, `tables/NAME.toml`, has rows, columns, sizes, printed numbers and claims. A cell is
+one run per seed. Its settings are those of the size, then of the column, of the row, and
 of the place where they meet, if there is one; of each, its presets come first. Cells with equal
 settings share their runs, so that several kinds of model of one run can be rows or columns of their
-own.
+own. The table of all methods, `field.toml`, crosses architectures with splits of the data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.methods.registry import shipped_names
 from fedhet.runs.records import PROTOCOLS
 
-FILES = resources.files("fedhet") / "papers"
+FILES = resources.files("fedhet.experiments") / "tables"
+FIELD = "field"
+"""The name of the table of all methods."""
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
 """Digits, in minutes; the paper's federation with small networks; as in the paper."""
@@ -165,6 +168,34 @@ class PaperTable(_Part):
             _all_in([*claim.above, *claim.below], ours, f"claim {claim.says!r}")
             _all_in(claim.where, theirs, f"claim {claim.says!r}, where")
         return self
+
+
+class Architectures(Line):
+    """A pool of models."""
+
+    instead: list[Line] = Field(default_factory=list)
+    """What a method that cannot train the pool has instead of it; the name is the method's."""
+
+    def of(self, method: str, size: Size) -> list[Change]:
+        """Return a method's settings in a size, the later ones over the earlier."""
+        own = (line for line in self.instead if line.name == method)
+        return [*self.changes(size), *(change for line in own for change in line.changes(size))]
+
+
+class FieldTable(_Part):
+    """A table whose rows are all methods, and whose cells are architectures by splits."""
+
+    title: str
+    notes: list[str] = Field(default_factory=list)
+    sizes: dict[Size, Scale]
+    architectures: list[Architectures] = Field(min_length=1)
+    splits: list[Line] = Field(min_length=1)
+
+
+def read_field() -> FieldTable:
+    """Return the table of all methods."""
+    file = resources.files("fedhet.experiments") / f"{FIELD}.toml"
+    return FieldTable.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 def table_names() -> list[str]:

@@ -1,0 +1,1 @@
+"""Experiments: the tables of the papers and the table of all methods, made by `fedhet table`."""

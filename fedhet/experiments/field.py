@@ -1,0 +1,407 @@
+"""The table of all methods: what its runs have measured, the methods' ranks, and how it is written.
+
+Ranks are over cells, with Friedman's test and Nemenyi's critical difference: Demšar, Statistical
+Comparisons of Classifiers over Multiple Data Sets, JMLR 2006. SciPy is imported when ranks are
+made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import pandas as pd
+
+from fedhet.base.disk import Folder, write_text
+from fedhet.experiments.declaration import FIELD
+from fedhet.experiments.plan import FieldPlan, Place, about
+from fedhet.methods.registry import find_method
+from fedhet.report.groups import Spread
+from fedhet.report.latex import HEAD, tabular
+from fedhet.report.page import render
+from fedhet.report.run import Run, load_run
+from fedhet.report.tables import MARK, Cell, Cells, markdown, plain
+from fedhet.runs.records import NAN, PROTOCOLS
+from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
+
+KINDS = {"personal": ("private", "global", "server"), "common": ("global", "server", "private")}
+"""Whose accuracy is a method's under a protocol: the first kind of model that it has."""
+CEILING = "central"
+SHARE = 0.9
+"""The share of the ceiling's accuracy whose cost is told."""
+ACCURACIES = ("personal", "worst client", "common", "common, own models")
+EVERYWHERE = "all"
+"""The scope of the ranks over all architectures."""
+ALPHA = 0.05
+"""The level of the critical difference."""
+Value = float | int | str
+TITLES = {
+    "personal": "Accuracy on each client's own test split",
+    "common": "Accuracy on the common test set",
+    "worst client": "Accuracy of the worst client on its own test split",
+}
+COSTS: Mapping[str, Callable[[float], str]] = {
+    "bytes": human_bytes,
+    **{f"bytes to 90 %, {protocol}": human_bytes for protocol in PROTOCOLS},
+    **{f"time to 90 %, {protocol}": human_seconds for protocol in PROTOCOLS},
+    "seconds": human_seconds,
+    "memory": human_bytes,
+}
+"""The costs of a run, and how each is shown."""
+LEGEND = "In percent: the last round's mean over clients; mean ± standard deviation over the seeds."
+RANKS = (
+    "Mean rank over the cells, the best 1, of the methods that run in all of them; in brackets the "
+    f"number of cells. {MARK}: behind the best by more than Nemenyi's critical difference, which "
+    f'holds for all pairs at once at {ALPHA:g}. "Seeds apart": the critical difference if each '
+    "seed counts as a data set of its own, which it is not quite. p: of Friedman's test that the "
+    "methods do not differ."
+)
+COST = (
+    "Means over the cells and seeds in which the method runs. To 90 %: until the accuracy first "
+    "reaches 90 % of central's in that cell and seed; in brackets the runs that reach it, where "
+    "not all do. Time is simulated where the runs have a simulated clock; seconds are those of a "
+    "run on this machine, and memory is the peak of its process."
+)
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The mean ranks of k methods over N cells; the best method has the lowest."""
+
+    ranks: pd.Series
+    """By method, ascending; methods that are equal in a cell share the mean of their places."""
+    cells: int
+    p: float
+    """Of Friedman's test, that the methods do not differ."""
+    critical: float
+    """Two methods differ if their mean ranks do by more than this (Demšar, section 3.2.2)."""
+    critical_by_seed: float
+    """The same with each seed of a cell as a data set of its own, which the seeds are not quite."""
+
+    def behind(self, method: str) -> bool:
+        """Return whether a method is clearly behind the best."""
+        return bool(self.ranks[method] - self.ranks.iloc[0] > self.critical)
+
+
+def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
+    """Rank methods by scores [N cells, methods], the highest first; None for less than 3 of them.
+
+    A method that lacks a score is left out. `seeds` are the runs whose mean each score is.
+    """
+    from scipy import stats
+
+    known = scores.dropna(axis="columns")
+    count, cells = known.shape[1], len(known)
+    if count < 3 or cells < 2:
+        return None
+    ranks = known.rank(axis="columns", ascending=False).mean().sort_values(kind="stable")
+    p = float(stats.friedmanchisquare(*(known[name] for name in known)).pvalue)
+    return Ranking(ranks, cells, p, critical(count, cells), critical(count, cells * seeds))
+
+
+def critical(methods: int, cells: int) -> float:
+    """Return Nemenyi's critical difference: q sqrt(k (k + 1) / (6 N)).
+
+    q is the studentized range of k groups and infinite degrees of freedom, divided by sqrt 2.
+    """
+    from scipy import stats
+
+    q = float(stats.studentized_range.ppf(1 - ALPHA, methods, math.inf)) / math.sqrt(2)
+    return q * math.sqrt(methods * (methods + 1) / (6 * cells))
+
+
+# --- what the runs have measured --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FieldResults:
+    """The table of all methods, as far as its runs have finished."""
+
+    plan: FieldPlan
+    runs: pd.DataFrame
+    """A row for each finished run: method, architectures, split, seed, and what it measured."""
+
+    @property
+    def finished(self) -> int:
+        """The number of finished runs."""
+        return len(self.runs)
+
+    def by_seed(self, method: str, cell: Place, measure: str) -> pd.Series:
+        """Return a measure of a method in a cell, by seed."""
+        found = self.runs
+        if found.empty:
+            return pd.Series(dtype=float)
+        rows = found["method"] == method
+        for column, name in zip(("architectures", "split"), cell, strict=True):
+            rows &= found[column] == name
+        return found[rows].set_index("seed")[measure].astype(float)
+
+    @property
+    def ranked_methods(self) -> list[str]:
+        """The methods that compete: all but those that need all data in one place."""
+        return [name for name in self.plan.methods if not find_method(name).spec.simulation_only]
+
+    @property
+    def scopes(self) -> dict[str, list[Place]]:
+        """The cells over which methods are ranked: all, and those of each of the architectures."""
+        names = [line.name for line in self.plan.table.architectures]
+        each = {name: [cell for cell in self.plan.cells if cell[0] == name] for name in names}
+        return {EVERYWHERE: self.plan.cells, **each}
+
+    @cached_property
+    def rankings(self) -> Mapping[tuple[str, str], Ranking]:
+        """The ranks by protocol and scope, of the methods that have run in all its cells."""
+        found = {
+            (protocol, scope): ranked(self._means(protocol, cells), len(self.plan.seeds))
+            for protocol in PROTOCOLS
+            for scope, cells in self.scopes.items()
+        }
+        return {place: ranking for place, ranking in found.items() if ranking is not None}
+
+    def _means(self, protocol: str, cells: Sequence[Place]) -> pd.DataFrame:
+        """Return the means over seeds [cells, methods]; only a method with all its seeds counts."""
+        count = len(self.plan.seeds)
+        means = {
+            method: [
+                values.mean() if values.count() == count else NAN
+                for cell in cells
+                for values in [self.by_seed(method, cell, protocol)]
+            ]
+            for method in self.ranked_methods
+        }
+        return pd.DataFrame(means, index=pd.MultiIndex.from_tuples(cells))
+
+
+def collect(plan: FieldPlan) -> FieldResults:
+    """Return the results of a plan's finished runs. Raises StateError for a damaged run."""
+    rows: list[dict[str, Value]] = []
+    done = [
+        (each, seed, run.directory)
+        for each in plan.every
+        for seed, run in each.runs.items()
+        if run.finished
+    ]
+    ceilings = {
+        (each.cell, seed): _accuracies(_run(path))
+        for each, seed, path in done
+        if each.method == CEILING
+    }
+    for each, seed, path in done:
+        run = _run(path)
+        found = _measured(run, ceilings.get((each.cell, seed), {}))
+        place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
+        rows.append({"method": each.method, **place, "seed": seed, **found})
+    return FieldResults(plan, pd.DataFrame(rows))
+
+
+@lru_cache(maxsize=4096)
+def _run(path: Path) -> Run:
+    """Return a finished run, which does not change any more."""
+    return load_run(path)
+
+
+def kind_of(run: Run, protocol: str) -> str:
+    """Return the kind of model whose accuracy is the method's under a protocol; "" without any."""
+    kinds = sorted(run.kinds(protocol), key=lambda kind: position(kind, KINDS[protocol]))
+    return next(iter(kinds), "")
+
+
+def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
+    """Return all that is told of a run: accuracies, costs, costs up to a share of the ceiling."""
+    federated = not find_method(run.method).spec.simulation_only
+    sent = run.totals["bytes_up"] + run.totals["bytes_down"]
+    costs: dict[str, Value] = {
+        "bytes": float(sent) if federated else NAN,
+        "seconds": float(run.totals["seconds"]),
+        "simulated seconds": float(run.costs["clock"].iloc[-1]),
+        "memory": run.summary.peak_memory_mb * 1e6 if run.summary else NAN,
+    }
+    return {**_accuracies(run), **costs, **_until(run, ceiling, federated=federated)}
+
+
+def _accuracies(run: Run) -> dict[str, Value]:
+    personal, common = (kind_of(run, protocol) for protocol in PROTOCOLS)
+    own = run.last("personal", personal)
+    return {
+        "personal": own.mean,
+        "worst client": own.worst,
+        "common": run.last("common", common).mean,
+        "common, own models": run.last("common", personal).mean,
+        "personal model": personal,
+        "common model": common,
+    }
+
+
+def _until(run: Run, ceiling: Mapping[str, Value], *, federated: bool) -> dict[str, Value]:
+    """Return bytes and seconds until a model first reaches its share of the ceiling's accuracy."""
+    found: dict[str, Value] = {}
+    elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
+    for protocol in PROTOCOLS:
+        means = run.curve(protocol, kind_of(run, protocol))["mean"]
+        reached = means.index[means >= SHARE * float(ceiling.get(protocol, NAN))]
+        first = reached[0] if len(reached) else None
+        sent = NAN if first is None else float(run.costs["bytes"][first])
+        found[f"bytes to 90 %, {protocol}"] = sent if federated else NAN
+        found[f"time to 90 %, {protocol}"] = NAN if first is None else float(elapsed[first])
+    return found
+
+
+# --- the table as it is written --------------------------------------------------------------
+
+
+def write_field(results: FieldResults, out: Path) -> Path:
+    """Write field-SIZE.md, .html and .csv into a folder; return the path of the page."""
+    plan = results.plan
+    stem = f"{FIELD}-{plan.size}"
+    write_text(out / f"{stem}.md", as_markdown(results))
+    with Folder(out).replacing(f"{stem}.csv") as path:
+        results.runs.to_csv(path, index=False)
+    found = {title: matrix(results, measure) for measure, title in TITLES.items()}
+    runs = plural(results.finished, "finished run")
+    page = render(
+        "field.html",
+        title=plan.table.title,
+        facts=(f"size {plan.size}", runs, plural(len(plan.methods), "method")),
+        about=about(plan, results.finished),
+        command=plan.command,
+        every=every(results),
+        matrices=found,
+        legend=LEGEND,
+        ranks=ranks(results),
+        ranks_legend=RANKS,
+        cost_legend=COST,
+        refusals=refusals(results),
+        notes=plan.table.notes,
+    )
+    return write_text(out / f"{stem}.html", page)
+
+
+def write_latex(results: FieldResults, out: Path) -> Path:
+    """Write field-SIZE.tex into a folder: accuracies by cell, ranks, and costs; return its path."""
+    parts = [HEAD]
+    for measure in PROTOCOLS:
+        found = matrix(results, measure)
+        parts.append(tabular(found, dict.fromkeys(found.headers[1:], 1)))
+    parts += [tabular(ranks(results)), tabular(costs(results))]
+    return write_text(out / f"{FIELD}-{results.plan.size}.tex", "\n".join(parts))
+
+
+def as_markdown(results: FieldResults) -> str:
+    """Return the table as a section of Markdown."""
+    parts = [
+        f"## {plain(results.plan.table.title)}\n",
+        f"{plain(about(results.plan, results.finished))}\n",
+        f"```bash\n{results.plan.command}\n```\n",
+    ]
+    for measure, title in TITLES.items():
+        parts += [f"### {title}\n", markdown(matrix(results, measure)), f"{LEGEND}\n"]
+    parts += ["### Ranks\n", markdown(ranks(results)), f"{RANKS}\n"]
+    parts += ["### Costs\n", markdown(costs(results)), f"{COST}\n"]
+    if found := refusals(results):
+        parts += ["### Where a method cannot run\n", markdown(found)]
+    parts += ["\n", *(f"- {plain(note)}\n" for note in results.plan.table.notes)]
+    return "\n".join(parts)
+
+
+def matrix(results: FieldResults, measure: str) -> Cells:
+    """Return an accuracy in percent: a row for each method, a column for each cell."""
+    methods = results.plan.methods
+    columns = {
+        ", ".join(place): [_accuracy(results.by_seed(name, place, measure)) for name in methods]
+        for place in results.plan.cells
+    }
+    return Cells({"method": [Cell(name) for name in methods], **columns})
+
+
+def every(results: FieldResults) -> Cells:
+    """Return a row for each method in each cell with all that is told of it, or why it has none."""
+    cells = results.plan.every
+    columns: dict[str, Sequence[Cell]] = {
+        "method": [Cell(each.method) for each in cells],
+        "architectures": [Cell(each.cell[0]) for each in cells],
+        "split": [Cell(each.cell[1]) for each in cells],
+        "why not": [Cell(each.refused) for each in cells],
+    }
+    for measure in ACCURACIES:
+        columns[measure] = [
+            _accuracy(results.by_seed(each.method, each.cell, measure)) for each in cells
+        ]
+    for measure, shown in COSTS.items():
+        columns[measure] = [
+            _cost(results.by_seed(each.method, each.cell, measure), shown) for each in cells
+        ]
+    return Cells(columns, words=4)
+
+
+def ranks(results: FieldResults) -> Cells:
+    """Return the methods' mean ranks by protocol and scope, the best over all cells first."""
+    found = results.rankings
+    leading = next(iter(found.values())).ranks.index if found else []
+    methods = sorted(results.ranked_methods, key=[*leading, *results.ranked_methods].index)
+    ends = ("critical difference", "seeds apart", "p")
+    columns: dict[str, Sequence[Cell]] = {"method": [Cell(name) for name in (*methods, *ends)]}
+    for (protocol, scope), ranking in found.items():
+        values = (ranking.critical, ranking.critical_by_seed, ranking.p)
+        shown = [
+            Cell(f"{ranking.ranks[name]:.2f}{f' {MARK}' if ranking.behind(name) else ''}",
+                 float(ranking.ranks[name]))
+            if name in ranking.ranks else Cell(ABSENT, math.nan)
+            for name in methods
+        ]  # fmt: skip
+        columns[f"{protocol}, {scope} ({ranking.cells})"] = [
+            *shown, *(Cell(f"{value:.2g}", math.nan) for value in values)
+        ]  # fmt: skip
+    return Cells(columns)
+
+
+def costs(results: FieldResults) -> Cells:
+    """Return what a run of each method costs, over the cells in which it runs."""
+    methods, places = results.plan.methods, results.plan.cells
+    columns = {
+        measure: [
+            _cost(pd.concat([results.by_seed(name, place, measure) for place in places]), shown)
+            for name in methods
+        ]
+        for measure, shown in COSTS.items()
+    }
+    return Cells({"method": [Cell(name) for name in methods], **columns})
+
+
+def refusals(results: FieldResults) -> Cells | None:
+    """Return the methods that cannot run in some cells, where, and why; None if all can."""
+    found: dict[tuple[str, str], list[Place]] = {}
+    for each in results.plan.every:
+        if each.refused:
+            found.setdefault((each.method, each.refused), []).append(each.cell)
+    if not found:
+        return None
+    return Cells(
+        {
+            "method": [Cell(method) for method, _ in found],
+            "where": [
+                Cell(", ".join(dict.fromkeys(architectures for architectures, _ in places)))
+                for places in found.values()
+            ],
+            "why": [Cell(why) for _, why in found],
+        },
+        words=3,
+    )
+
+
+def _accuracy(values: pd.Series) -> Cell:
+    found = Spread.of(100 * values)
+    return Cell(plus_minus(found.mean, found.std, 1), found.mean)
+
+
+def _cost(values: pd.Series, shown: Callable[[float], str]) -> Cell:
+    """Return a mean over runs, with how many of them have the value if not all."""
+    known = int(values.count())
+    some = f" ({known} of {len(values)})" if 0 < known < len(values) else ""
+    mean = float(values.mean())
+    return Cell(shown(mean) + some, mean)

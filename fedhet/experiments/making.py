@@ -1,0 +1,257 @@
+"""Makes tables: the runs that are missing, in this process or in several, then what they show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fedhet.base.errors import FedhetError, SettingsError, StateError
+from fedhet.cli.interrupt import ending_at_once
+from fedhet.cli.jobs import counted, fault_of, side_by_side
+from fedhet.cli.listing import listing
+from fedhet.cli.options import console, say
+from fedhet.config.resolve import Config, resolve
+from fedhet.experiments import claims, field, paper
+from fedhet.experiments.declaration import (
+    FIELD,
+    SIZES,
+    read_field,
+    read_table,
+    tables_of,
+)
+from fedhet.experiments.plan import PlannedRun, Values, each_once, plan, plan_field
+from fedhet.methods.registry import all_methods, find_method
+from fedhet.report.tables import Cells
+from fedhet.runs.directory import forget_models, make_parent
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import RoundRecord
+from fedhet.runs.units import plural
+
+GOES_ON = "the same command continues the table"
+MEANING = (
+    "A claim holds if it does in every place of its table, and does not hold if it fails in one, "
+    "each beyond two standard errors."
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to make of a table, and how."""
+
+    size: str
+    seeds: Sequence[int]
+    out: Path
+    """The directory of the table; its runs are in `runs`."""
+    over: Values
+    """The settings that all runs have instead of the table's."""
+    jobs: int = 1
+    """The runs at once."""
+    keep_models: bool = False
+    """Whether finished runs keep their models; else, only their measurements."""
+    dry_run: bool = False
+    """Whether the runs are only listed."""
+    latex: bool = False
+    """Whether the table is written in LaTeX too."""
+
+    @property
+    def runs(self) -> Path:
+        """The directory of the runs."""
+        return self.out / "runs"
+
+
+def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
+    """Make the missing runs of tables, and show the tables.
+
+    `rows`: only those whose names begin with one of these are made; none means all.
+    """
+    plans = []
+    for name in tables_of(word):
+        table, size = read_table(name), wanted.size
+        if size not in SIZES or size not in table.sizes:
+            raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
+        plans.append(plan(name, table, size, wanted.seeds, wanted.runs, wanted.over))
+    names = list(dict.fromkeys(cell.row.name for found in plans for cell in found.cells))
+    for start in rows:
+        if not any(name.startswith(start) for name in names):
+            raise SettingsError(f"'--rows {start}': {word} has the rows {'; '.join(names)}")
+    for found in plans:
+        for notice in found.replaced:
+            say(f"{found.name}: {notice}, by --set")
+    runs = each_once(run for found in plans for run in found.runs_of(rows))
+    for run in runs:
+        resolve(run.values)  # all are checked before the first one starts
+    if wanted.dry_run:
+        show_plan(runs)
+        return
+    out = wanted.out
+    make_parent(out)
+    faults = make_runs(f"{word}, {wanted.size}", runs, wanted)
+    made = [paper.collect(found) for found in plans]
+    for results in made:
+        console.print(printed(paper.cells(results)))
+        say(paper.LEGEND)
+        if results.verdicts:
+            console.print(printed(paper.claims(results)))
+        say(f"table: {paper.write_results(results, out)}")
+        if wanted.latex:
+            say(f"for a paper: {paper.write_latex(results, out)}")
+    if len(made) > 1:
+        console.print(printed(paper.overview(made)))
+        paper.write_overview(made, out / f"{word}-{wanted.size}.md")
+        say(f"all of them: {out / f'{word}-{wanted.size}.md'}")
+    raise_faults(faults)
+
+
+def make_field(methods: Sequence[str], wanted: Wanted) -> None:
+    """Make the missing runs of the table of all methods, one seed after the other.
+
+    Writes the table after each. `methods`: none means all.
+    """
+    size = wanted.size
+    if size not in SIZES:
+        raise SettingsError(f"'--size {size}': table '{FIELD}' has {', '.join(SIZES)}")
+    methods = methods or [*all_methods()[0]]
+    for name in methods:
+        find_method(name)
+    planned = plan_field(read_field(), size, methods, wanted.seeds, wanted.runs, wanted.over)
+    if wanted.dry_run:
+        show_plan(planned.runs)
+        return
+    make_parent(wanted.out)
+    faults: dict[str, str] = {}
+    for seed in planned.seeds:
+        runs = [run for run in planned.runs if run.values["seed"] == seed]
+        faults |= make_runs(f"{FIELD}, {size}, seed {seed}", runs, wanted)
+        results = field.collect(planned)
+        for measure in ("personal", "common"):
+            say(f"accuracy, {measure}")
+            console.print(printed(field.matrix(results, measure)))
+        say(field.LEGEND)
+        console.print(printed(field.ranks(results)))
+        say(f"table: {field.write_field(results, wanted.out)}")
+        if wanted.latex:
+            say(f"for a paper: {field.write_latex(results, wanted.out)}")
+    raise_faults(faults)
+
+
+def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
+    """Print which claims hold in the finished tables of a folder.
+
+    `folder` None: the `usual` one or, if that has none, the tables that come with fedhet. Raises
+    StateError if a folder that is named has none.
+    """
+    found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"
+    if folder and not found:
+        raise StateError(f"{folder} has no finished table: `fedhet table NAME --out {folder}`")
+    if not found:
+        found, where = claims.read_finished(claims.MEASURED), "the tables that come with fedhet"
+    tested = claims.claims_in(found)
+    if as_json:
+        say(json.dumps([claim.as_json() for claim in tested], ensure_ascii=False))
+        return
+    say(where)
+    console.print(printed(claims.counted(tested)))
+    say(MEANING)
+
+
+def printed(found: Cells) -> Table:
+    """Return a table for the terminal."""
+    rows = [[cell.text for cell in row] for row in found.rows]
+    return listing(*found.headers, rows=rows, words=found.words)
+
+
+def show_plan(runs: Sequence[PlannedRun]) -> None:
+    """Print which runs are finished, and the command of each."""
+    for run in runs:
+        say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
+
+
+def raise_faults(faults: Mapping[str, str]) -> None:
+    """Raise FedhetError that names the runs that failed, with their reasons; none: do nothing."""
+    if faults:
+        reasons = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
+        raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
+
+
+def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[str, str]:
+    """Make the unfinished runs, `wanted.jobs` at once; return the errors of those that failed.
+
+    They have no page of their own: it takes longer than a small run, and `fedhet report` writes it.
+    """
+    make, jobs = partial(_made, keep_models=wanted.keep_models), wanted.jobs
+
+    def one_by_one() -> Iterator[tuple[PlannedRun, str]]:
+        for run in todo:
+            task = progress.add_task(run.label, total=None)
+            yield run, make(run, watchers=[_Rounds(progress, task)])
+            progress.remove_task(task)
+
+    todo = [run for run in runs if not run.finished]
+    count, faults = len(runs), dict[str, str]()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        speed_estimate_period=3600,
+        disable=not console.is_terminal,
+    )
+    with progress, ending_at_once(lambda: GOES_ON):
+        whole = progress.add_task(label, total=count, completed=count - len(todo))
+        made = one_by_one() if jobs == 1 else side_by_side(todo, jobs, make)
+        first = count - len(todo) + 1
+        for number, (left, (run, fault)) in enumerate(counted(made, len(todo)), first):
+            progress.advance(whole)
+            label = f"{run.label}, seed {run.values['seed']}"
+            if fault:
+                faults[label] = fault
+            if not console.is_terminal:
+                say(f"{number} of {count}  {label}{': ' if fault else ''}{fault}{left}")
+    return faults
+
+
+def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
+    """Make or resume a run; return why it failed, or ""."""
+    if run.finished:  # for another table that is made at the same time
+        return ""
+    fault = fault_of(run.config, run.directory.resolve(), watchers, report=False)
+    if not (fault or keep_models):
+        forget_models(run.directory)
+    return fault
+
+
+class _Rounds(Watcher):
+    """Shows the rounds of a run as a bar."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
+        """Start the bar."""
+        seed = f", seed {config.run.seed}"
+        label = self._progress.tasks[-1].description
+        self._progress.update(self._task, total=config.run.rounds, description=label + seed)
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=record.round)
