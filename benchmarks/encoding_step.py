@@ -19,7 +19,7 @@ from flwr.common import ndarrays_to_parameters
 from fedhet.base.arrays import Arrays, grouped
 from fedhet.methods.fedavg import REPLIES
 from fedhet.models import build, to_arrays
-from fedhet.settings.wire import WireSettings
+from fedhet.settings.engine import WireSettings
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode, payload_bytes
 from fedhet.wire.packing import PLAIN, Packing, digest_of

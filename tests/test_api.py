@@ -18,7 +18,7 @@ import fedhet
 from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.client_runtime.permissions import permitted
 from fedhet.clients.local import LocalClient
-from fedhet.config.layers import Layers
+from fedhet.config.sources import Layers
 from fedhet.data.sources import dataset_names, sample_kind
 from fedhet.inference import api
 from fedhet.kinds import TABLE

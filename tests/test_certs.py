@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.deployment import certs
-from fedhet.settings.address import host_and_port, joined
+from fedhet.settings.text import host_and_port, joined
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.algorithms.compression import largest, rounded, scales_of
 from fedhet.base.errors import KnowledgeError
-from fedhet.settings.wire import WireSettings
+from fedhet.settings.engine import WireSettings
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
 from fedhet.wire.encodings import Float16, Int8, TopK

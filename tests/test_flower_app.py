@@ -15,9 +15,8 @@ from rich.console import Console
 from fedhet import report
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.client_runtime.app import client_fn
-from fedhet.config.layers import Layers
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import to_flower
+from fedhet.config.sources import Layers, to_flower
 from fedhet.engines import inline, simulate
 from fedhet.inference import api
 from fedhet.runs.progress import Progress

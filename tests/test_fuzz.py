@@ -26,7 +26,7 @@ from fedhet.server import exchange as exchanges
 from fedhet.server.exchange import Exchange
 from fedhet.server.published import Publisher
 from fedhet.server.round import RoundState
-from fedhet.settings.wire import WireSettings
+from fedhet.settings.engine import WireSettings
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.encodings import Float16, Int8, TopK

@@ -15,7 +15,7 @@ from fedhet.config.resolve import resolve
 from fedhet.pace.clock import SimulatedClock, read_devices
 from fedhet.pace.closing import Closing, asked, closing, usual, wanted
 from fedhet.pace.staleness import buffered_rate, carried_over, staleness_weight
-from fedhet.settings.pace import PaceSettings
+from fedhet.settings.engine import PaceSettings
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 

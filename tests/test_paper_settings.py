@@ -3,8 +3,8 @@
 import pytest
 
 from fedhet.base.errors import SettingsError
-from fedhet.config import paper_settings, reference
-from fedhet.config.paper_settings import differences, experiments
+from fedhet.config import reference
+from fedhet.config.reference import differences, experiments
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.methods.registry import find_method, shipped_names
@@ -26,12 +26,12 @@ def written(tmp_path, monkeypatch):
     def write(text):
         file = tmp_path / "paper_settings.toml"
         file.write_text(text)
-        monkeypatch.setattr(paper_settings, "FILE", file)
+        monkeypatch.setattr(reference, "PAPER_SETTINGS", file)
         forget()
 
     def forget():
         experiments.cache_clear()
-        paper_settings._tables.cache_clear()
+        reference._tables.cache_clear()
 
     yield write
     forget()
@@ -93,7 +93,7 @@ def test_a_reason_holds_for_every_method_unless_one_has_its_own(written):
 def test_each_shared_reason_is_used():
     """So that none stays behind, or under a mistyped name."""
     used = {row[0].strip("`") for name in OF_PAPERS for row in differences(name)}
-    assert paper_settings._tables()["why"].keys() <= used
+    assert reference._tables()["why"].keys() <= used
 
 
 def test_a_reason_without_a_difference_is_a_fault(written):

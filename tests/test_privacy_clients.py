@@ -29,8 +29,7 @@ from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.client_runtime.permissions import permitted
-from fedhet.config.privacy import check_trainable
-from fedhet.config.resolve import resolve
+from fedhet.config.resolve import check_trainable, resolve
 from fedhet.data.spec import Split
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes

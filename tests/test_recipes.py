@@ -23,8 +23,7 @@ from fedhet.data.spec import DataSpec
 from fedhet.kinds import augmentation, changes
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import batches, cross_entropy_of, optimization
-from fedhet.settings.assignment import training_of
-from fedhet.settings.run import TrainingSettings
+from fedhet.settings.run import TrainingSettings, training_of
 
 
 def draws(seed=0):

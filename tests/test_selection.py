@@ -18,7 +18,7 @@ from fedhet.pace.selection import (
     preferred,
     utilities,
 )
-from fedhet.settings.pace import PaceSettings
+from fedhet.settings.engine import PaceSettings
 
 NAMES = [f"c{k:02d}" for k in range(20)]
 

@@ -14,9 +14,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fedhet.base.errors import SettingsError, nearest
 from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
-from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve, resolve_items
 from fedhet.config.sources import (
+    Layers,
     all_settings,
     defaults,
     from_flower,
@@ -25,8 +25,8 @@ from fedhet.config.sources import (
     read_preset,
     read_toml,
     to_flower,
+    validated,
 )
-from fedhet.config.values import validated
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names

@@ -16,7 +16,7 @@ import pytest
 
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.config.values import validated
+from fedhet.config.sources import validated
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 from fedhet.engines import choice

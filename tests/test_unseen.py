@@ -25,7 +25,7 @@ from fedhet.report import compare, load_run
 from fedhet.report.page import render_run
 from fedhet.report.tables import away_lines, legend
 from fedhet.runs.log import Watcher
-from fedhet.settings.assignment import drawn_unseen
+from fedhet.settings.run import drawn_unseen
 
 SMALL = {
     "clients": 5, "rounds": 2, "data.dataset": "breast-cancer", "data.partition": "iid",

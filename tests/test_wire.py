@@ -13,7 +13,7 @@ from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
 from fedhet.server.reply_spool import ReplySpool
-from fedhet.settings.wire import WireSettings
+from fedhet.settings.engine import WireSettings
 from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode

@@ -21,8 +21,7 @@ from fedhet.runs.display import line_display
 from fedhet.runs.progress import duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import unknown
-from fedhet.settings.words import ABSENT, MEANT
+from fedhet.settings.schema import ABSENT, MEANT, unknown
 
 COMMANDS = typer.main.get_command(app).commands
 

@@ -11,7 +11,7 @@ from typer.models import ArgumentInfo
 
 from fedhet.cli.options import FLAGS
 from fedhet.config.sources import all_settings
-from fedhet.settings.words import meant
+from fedhet.settings.schema import meant
 
 
 class Command(TyperCommand):

@@ -12,7 +12,7 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli.options import NONE, loading, say, with_settings
-from fedhet.config.values import validated
+from fedhet.config.sources import validated
 
 if TYPE_CHECKING:
     from fedhet.deployment.flower_cli import Connection

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from fedhet.base.errors import FedhetError, SettingsError, typed
 from fedhet.cli import completion
-from fedhet.config.layers import Layers
-from fedhet.config.sources import parse_pairs
+from fedhet.config.sources import Layers, parse_pairs
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 

@@ -14,8 +14,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.cli import completion
 from fedhet.cli.options import NONE, loading, read_seeds, say, with_settings
 from fedhet.cli.sweep import check_names, read_grid, refuse_of_each_run
-from fedhet.config.sources import of_method
-from fedhet.config.values import Given, validated
+from fedhet.config.sources import Given, of_method, validated
 from fedhet.engines.ray.connection import starting
 
 GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")

@@ -24,8 +24,7 @@ from fedhet.config.reference import (
     privacy,
     setting_rows,
 )
-from fedhet.config.sources import all_settings, defaults, preset_names, read_preset
-from fedhet.config.values import validated
+from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validated
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, nest, table_of, unknown

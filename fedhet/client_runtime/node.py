@@ -19,9 +19,8 @@ from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import ClientData
 from fedhet.data.store import RunData
 from fedhet.models import assign
-from fedhet.settings.assignment import training_of
-from fedhet.settings.privacy import PrivacySettings
-from fedhet.settings.run import RunSettings, TrainingSettings
+from fedhet.settings.defence import PrivacySettings
+from fedhet.settings.run import RunSettings, TrainingSettings, training_of
 from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build
 from fedhet.wire.identity import client_name
 

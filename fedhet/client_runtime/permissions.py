@@ -13,7 +13,7 @@ from pathlib import Path
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.config.trust import DATASETS, code_named, is_named
+from fedhet.config.sources import DATASETS, code_named, is_named
 from fedhet.data.sources import SOURCES
 from fedhet.data.spec import Place
 from fedhet.settings.run import RunSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -12,17 +12,16 @@ import tomli_w
 from fedhet import models
 from fedhet.algorithms.robust import withstood
 from fedhet.base.disk import expanded
-from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.config.privacy import check_private, check_trainable
-from fedhet.config.sources import from_flower
-from fedhet.config.values import Given, validated
+from fedhet.base.errors import FedhetError, ModelError, SettingsError
+from fedhet.config.sources import Given, from_flower, validated
 from fedhet.data import sources
-from fedhet.data.store import MADE_HERE, RunData
+from fedhet.data.store import GENERATED, MADE_HERE, RunData
 from fedhet.kinds import KINDS, Shape, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
 from fedhet.pace.closing import closing, honest_majority, wanted
-from fedhet.settings.pace import SIMULATED_ONLY
+from fedhet.privacy.sgd import refuse_unfit
+from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
 from fedhet.wire.contract import floating, poisonable
@@ -31,6 +30,16 @@ PUBLIC_FRACTION = 0.2
 """Default share of the training set that is public, if the method needs public data."""
 LABELLED_ALPHA = 0.5
 """Default if the method needs unlabelled data (UM-pFSSL, section VI-A)."""
+PRIVATE_TRAINING = {
+    "clip": (0.0,),
+    "semi": ("none",),
+    "schedule": ("constant", "cosine", "step"),
+}
+"""The settings of training that a private run restricts, and what it allows: each other value uses
+samples in a way that is neither bounded nor noised."""
+PRIVATE_PRECISION = ("float32",)
+PRIVATE_SELECT = ("random",)
+"""The others choose by the clients' losses, which a private client does not send."""
 
 
 @dataclass(frozen=True)
@@ -301,3 +310,68 @@ def absolute(config: Config) -> Config:
         "public_dataset": sources.absolute(table.public_dataset, table),
     }
     return config.replacing(data=table.model_copy(update=changes))
+
+
+# --- privacy
+
+
+def check_private(run: RunSettings, method: Method, own: MethodSettings) -> None:
+    """Raise SettingsError, which names what would do, for what cannot be private."""
+    rule = method.spec.privacy
+    if rule.refused:
+        raise refused(*_switch(run), f"0 with {method.name}: {rule.refused}")
+    for name, allowed in rule.needs.items():
+        _check(run, f"{method.table}.{kebab(name)}", getattr(own, name), allowed)
+    if run.data.public_dataset == GENERATED:
+        rest = "samples of a dataset of their own, or 'data.public-fraction'"
+        why = "generated samples are made of the values of the clients' samples"
+        raise refused("data.public-dataset", GENERATED, f"{rest}, with '{_switch(run)[0]}': {why}")
+    for name, allowed in PRIVATE_TRAINING.items():
+        _check(run, f"training.{name}", getattr(run.training, name), allowed)
+    _check(run, "engine.precision", run.engine.precision, PRIVATE_PRECISION)
+    _check(run, "pace.select", run.pace.select, PRIVATE_SELECT)
+    for setting, model in _of_clients(run, method, own):
+        fit = models.without_batch_norms(model)
+        if fit != model:
+            rest = f"in place of {model}, whose batch norms mix the samples of a batch"
+            _check(run, setting, model, (fit,), f" {rest},")
+        elif model in models.WITHOUT_GRADIENTS:
+            _check(run, setting, model, ("a network",))
+
+
+def check_trainable(
+    run: RunSettings, method: Method, own: MethodSettings, shape: Shape, classes: int
+) -> None:
+    """Raise SettingsError for a model with a layer that cannot tell samples apart."""
+    for setting, model in _of_clients(run, method, own):
+        if model not in models.DRAWN:
+            try:
+                built = models.build(model, shape, classes, seed=run.seed)
+                refuse_unfit(built, shape, model)
+            except ModelError as error:
+                raise refused(setting, model, f"another model: {error}") from None
+
+
+def _of_clients(run: RunSettings, method: Method, own: MethodSettings) -> Iterator[tuple[str, str]]:
+    """Yield the models that clients train, each with the setting that names it."""
+    for model in dict.fromkeys(run.models.pool):
+        yield "models.pool", model
+    for name in method.spec.privacy.models:
+        yield f"{method.table}.{kebab(name)}", getattr(own, name)
+
+
+def _check(
+    run: RunSettings, setting: str, value: object, allowed: Sequence[object], rest: str = ""
+) -> None:
+    if value not in allowed:
+        able = " or ".join(
+            f"{each:g}" if isinstance(each, float) else str(each).lower() for each in allowed
+        )
+        raise refused(setting, value, f"{able}{rest} with '{_switch(run)[0]}'")
+
+
+def _switch(run: RunSettings) -> tuple[str, float]:
+    """Return the setting that makes the run private, and its value."""
+    if run.privacy.epsilon:
+        return "privacy.epsilon", run.privacy.epsilon
+    return "privacy.noise-multiplier", run.privacy.noise_multiplier

@@ -1,9 +1,17 @@
-"""Sources of settings: `KEY=VALUE` on a command line, TOML files, named presets."""
+"""A run's settings as they are given, up to their validation, without PyTorch.
+
+Sources are `KEY=VALUE` on a command line, TOML files, named presets, and Flower's run config. The
+command line and `fedhet.run` both lay them over each other in `Layers`. Settings from somebody else
+may name code to import, which `check_trusted` refuses. `validated` checks names, types and ranges,
+so that commands refuse a mistyped setting at once; `resolve` checks the rest and adds defaults.
+"""
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,14 +21,40 @@ from pydantic.fields import FieldInfo
 
 from fedhet.base.disk import read_tables
 from fedhet.base.errors import SettingsError, StateError, reason_of, unknown_name
-from fedhet.methods.registry import all_methods, find_method, shipped_names
+from fedhet.methods.registry import (
+    Method,
+    all_methods,
+    find_method,
+    method_names,
+    shipped_names,
+)
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import Scalar, flatten, plain, table_of, unknown
+from fedhet.settings.schema import (
+    A_DATASET,
+    A_MODEL,
+    MethodSettings,
+    Scalar,
+    build,
+    flatten,
+    is_assigned,
+    names,
+    plain,
+    refused,
+    table_of,
+    unknown,
+)
 from fedhet.settings.text import as_text, holds_several, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
 """In Flower's run config, `clients = 0` follows the number of nodes of a simulated federation."""
+PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
+TRUST_VARIABLE = "FEDHET_TRUST"
+OBJECTS = "fedhet.inference.objects"
+"""The module of objects that this process was given: naming them imports nothing."""
+METHOD = "method"
+DATASETS = ("data.dataset", "data.public-dataset")
+"""The settings that name datasets."""
 
 
 def all_settings() -> dict[str, FieldInfo]:
@@ -155,3 +189,178 @@ def read_preset(names: str) -> dict[str, object]:
         text = (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
         values |= flatten(tomllib.loads(text))
     return values
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where settings come from, besides those that are given by name."""
+
+    preset: str | None = None
+    """The names of presets, comma-separated."""
+    config: Path | None = None
+    """A TOML file."""
+    resume: Path | None = None
+    """The directory of a resumed run, in place of the other two."""
+    trust: str = ""
+    """The modules that a resumed run's settings may import; see `check_trusted`."""
+
+    def values(self, method: str | None = None) -> dict[str, object]:
+        """Return the layers' settings as a run of `method` has them. Raises FedhetError."""
+        if self.resume is not None:
+            found = _of_run(self.resume, self.trust)
+        else:
+            found = read_preset(self.preset) if self.preset is not None else {}
+            found |= read_toml(self.config) if self.config is not None else {}
+        # So that `run local --preset felo-…` is the baseline of that experiment.
+        return found if method is None else of_method(found, method)
+
+    def under(
+        self, given: Callable[[str | None], Mapping[str, object]], method: str | None
+    ) -> dict[str, object]:
+        """Return the layers' settings with those that are given over them.
+
+        `given` returns settings by their full names, for the name of the run's method, or None if
+        neither a layer nor `method` names it. Raises FedhetError.
+        """
+        values = self.values(method)
+        chosen = given(str(values["method"]) if "method" in values else None)
+        if self.resume is not None and (self.preset or self.config or "out" in chosen):
+            raise SettingsError(
+                "resume takes its settings from the run's directory, and cannot be combined with "
+                "preset, config or out"
+            )
+        return _overlaid(values, chosen)
+
+
+def _of_run(directory: Path, trust: str) -> dict[str, object]:
+    path = directory / "config.toml"
+    if not path.exists():
+        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
+    found = read_toml(path)
+    check_trusted(found, trust, path)
+    return {**found, "resume": True, "out": str(directory)}
+
+
+def _overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:
+    """Return `chosen` over `values`; a source of public data replaces the other one."""
+    kept = dict(values)
+    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
+        if chosen.get(name):
+            kept.pop(rival, None)
+    return kept | dict(chosen)
+
+
+# --- code that settings name
+
+
+def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names code to import, with what it names.
+
+    A method in a module of its own comes first: the rest needs its settings, and imports it.
+    """
+    # These import PyTorch, which a command that takes its settings from nowhere else does without.
+    from fedhet.data.sources import SOURCES
+    from fedhet.models.user_model import is_user_model
+
+    if (method := str(values.get(METHOD, ""))) and method not in method_names():
+        yield METHOD, method
+    settings = from_flower(values)
+    known = known_settings(settings)
+    for setting, value in settings.items():
+        what = names(known[setting]) if setting in known else ""
+        if what == A_DATASET:
+            source, _, place = str(value).partition(":")
+            if source in SOURCES and SOURCES[source].imports:
+                yield setting, place
+        elif what in ("", A_MODEL):  # a setting that does not say may be used as a model's name
+            yield from ((setting, name) for name in _texts(value) if is_user_model(name))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in a setting's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value:
+            yield from _texts(each)
+
+
+def is_named(name: str, allowed: str) -> bool:
+    """Return whether a comma-separated list names a module, a function of it, or everything: *."""
+    listed = [each.strip() for each in allowed.split(",")]
+    return "*" in listed or name in listed or name.partition(":")[0] in listed
+
+
+def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None:
+    """Raise SettingsError if settings that were read `where` would import what nobody trusts.
+
+    `trust` is a list as `is_named` takes it; the environment variable FEDHET_TRUST may name more.
+    """
+    allowed = f"{trust},{os.environ.get(TRUST_VARIABLE, '')}"
+    for setting, name in code_named(values):
+        module = name.partition(":")[0]
+        if module != OBJECTS and not is_named(name, allowed):
+            raise SettingsError(
+                f"{where}: '{setting}' names code to import, {name!r}: if you trust it, say so by "
+                f"--trust {module}, in Python by trust={module!r}, or by {TRUST_VARIABLE}={module}"
+            )
+
+
+# --- validation
+
+
+@dataclass(frozen=True)
+class Given:
+    """A run's settings as they are given: its method, those of every run, and the method's own."""
+
+    method: Method
+    run: RunSettings
+    own: MethodSettings
+
+
+def validated(values: Mapping[str, object]) -> Given:
+    """Validate settings by their full names. Raises SettingsError with a one-line message.
+
+    A setting of another method is allowed only at its default, because Flower's run config lists
+    the settings of every method.
+    """
+    method = find_method(_text("method", values.get("method", RunSettings().method)))
+    own: dict[str, object] = {}
+    shared: dict[str, object] = {}
+    of_method, of_all = method.settings(), RunSettings.fields()
+    foreign: dict[str, object] = {}
+    for name, value in values.items():
+        info = (of_all | of_method).get(name)
+        # Accept a list as text, "cnn2,mlp", from Python and TOML, as the command line does.
+        if isinstance(value, str) and info is not None and holds_several(info):
+            value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
+        if name in of_method:
+            own[name.partition(".")[2]] = value
+        elif name in of_all:
+            shared[name] = value
+        else:
+            foreign[name] = value
+    if foreign:
+        _refuse_unless_default(foreign, method)
+    run = build(RunSettings, shared)
+    return Given(method, run, build(method.spec.settings, own, f"{method.table}."))
+
+
+def _refuse_unless_default(values: Mapping[str, object], method: Method) -> None:
+    known = all_settings()
+    for name, value in values.items():
+        if name not in known:
+            shared = RunSettings.fields()
+            in_a_table = any(full.endswith(f".{name}") for full in shared)
+            raise unknown(name, shared if in_a_table else known)
+        is_bool = known[name].annotation is bool
+        if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
+            raise SettingsError(
+                f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
+            )
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise refused(name, value, "text in quotes")
+    return value

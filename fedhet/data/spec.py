@@ -18,9 +18,8 @@ import numpy.typing as npt
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import IMAGE, Kind, Shape
-from fedhet.settings.assignment import drawn_unseen
 from fedhet.settings.data import DataSettings
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import RunSettings, drawn_unseen
 from fedhet.settings.schema import Count, CountOrNone
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedhet.base.errors import FedhetError, reason_of
 from fedhet.runs.units import plural
-from fedhet.settings.address import read_host
+from fedhet.settings.text import read_host
 from fedhet.wire.identity import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

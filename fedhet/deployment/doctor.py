@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedhet.base.errors import FedhetError, one_line, reason_of
 from fedhet.deployment import certs
 from fedhet.runs.units import human_bytes, plural
-from fedhet.settings.address import host_and_port
+from fedhet.settings.text import host_and_port
 
 FIRST_PERSON = 1000
 """Lowest user ID of a person, as on most Linux systems; services have lower ones."""

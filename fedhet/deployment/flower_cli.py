@@ -27,8 +27,8 @@ from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
 from fedhet.runs.logs import message_of
-from fedhet.settings.address import host_and_port, joined
 from fedhet.settings.schema import nest
+from fedhet.settings.text import host_and_port, joined
 
 CONNECTION = "fedhet-server"
 """The connection's name; Flower would take a folder of this name for an app in its old form."""

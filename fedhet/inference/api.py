@@ -12,9 +12,8 @@ from rich.console import Console
 from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
-from fedhet.config.layers import Layers
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import by_full_name
+from fedhet.config.sources import Layers, by_full_name
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.inference.objects import HERE, dataset_name, hold, method_name, model_name
 from fedhet.inference.result import ComparedRuns, Result

@@ -18,8 +18,7 @@ from fedhet.base.errors import DataError, ModelError, StateError, nearest, words
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.record import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import read_toml
-from fedhet.config.trust import DATASETS, check_trusted
+from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.inference.folders import best_round_of, find_store
 from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Refitted

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError, nearest
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import read_toml
-from fedhet.config.trust import check_trusted
+from fedhet.config.sources import check_trusted, read_toml
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.files import read_records
 from fedhet.runs.statistics import best_round

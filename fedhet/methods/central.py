@@ -42,7 +42,7 @@ def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) ->
 
 def trainer(run: RunSettings) -> str:
     """Return the name of the client that trains: the first of those that may."""
-    from fedhet.settings.assignment import unseen_clients  # it draws, which needs PyTorch
+    from fedhet.settings.run import unseen_clients  # it draws, which needs PyTorch
 
     unseen = unseen_clients(run)
     first = next(number for number in range(run.clients) if number not in unseen)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedhet.base.errors import SettingsError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
-from fedhet.settings.pace import DRAWN_CLOCK, PaceSettings
+from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fedhet.algorithms.robust import least_replies, withstood
-from fedhet.settings.pace import PaceSettings
+from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
 
 LEAST_GRACE = 10.0

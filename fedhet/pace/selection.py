@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fedhet.settings.pace import PaceSettings
+from fedhet.settings.engine import PaceSettings
 
 EXPLORATION, LEAST_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
 """Oort, Section 7.1: the share of clients that were never asked, its least and its decay."""

@@ -19,7 +19,7 @@ from typing import Any
 from fedhet.base.errors import SettingsError
 from fedhet.methods.spec import Passes
 from fedhet.privacy.quiet import root_handlers_kept
-from fedhet.settings.privacy import MIN_NOISE, PrivacySettings
+from fedhet.settings.defence import MIN_NOISE, PrivacySettings
 
 EXTRA = "pip install 'fedhet[privacy]'"
 CLASS_SHARE = 0.25

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.server.members import Member
-from fedhet.settings.assignment import unseen_clients
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import RunSettings, unseen_clients
 from fedhet.wire.identity import ClientInfo, client_name
 from fedhet.wire.knowledge import Knowledge
 

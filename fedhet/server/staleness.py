@@ -9,7 +9,7 @@ from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.methods.spec import MethodSpec
 from fedhet.pace.staleness import buffered_rate, carried_over
 from fedhet.server.reply import Reply
-from fedhet.settings.pace import PaceSettings
+from fedhet.settings.engine import PaceSettings
 from fedhet.wire.contract import VARIANCES, Contract, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

@@ -1,4 +1,4 @@
-"""The settings of attacks and of the defence against hostile clients: `[attack]`, `[defence]`."""
+"""Attacks, the defence against them, and privacy: `[attack]`, `[defence]`, `[privacy]`."""
 
 from __future__ import annotations
 
@@ -70,3 +70,94 @@ class DefenceSettings(Schema):
         description="a field of a reply is scaled down to this many times the other clients' "
         "median root mean square, if it is above; 0 = never",
     )
+
+
+Delta = Annotated[float, Field(gt=0, lt=0.1)]
+MIN_NOISE = 0.3
+"""Least noise that is accounted, in units of the sensitivity; less noise counts as none.
+
+Below it, dp-accounting's series do not converge at every order, so that its epsilon is not monotone
+in the noise, and at last 0 (a NaN inside). Such noise protects nothing: epsilon of one step without
+sampling is above 20.
+"""
+MIN_CLASS_NOISE = 1.0
+"""Least noise of class sums and of counts: combined, they stay above `MIN_NOISE`."""
+
+
+class PrivacySettings(Schema):
+    """What each client promises about its samples, and by which noise. Off by default."""
+
+    epsilon: NonNegative = Field(
+        0.0,
+        description="epsilon that a run costs each client at most; the noise follows from it; 0 = "
+        "no privacy, unless 'noise-multiplier' is given",
+    )
+    delta: Delta = Field(1e-5, description="delta; it must be below 1 / samples of each client")
+    noise_multiplier: NonNegative = Field(
+        0.0,
+        description="noise of DP-SGD in units of 'max-grad-norm', at least 0.3, from which epsilon "
+        "follows; 0 = it follows from 'epsilon'",
+    )
+    max_grad_norm: Positive = Field(
+        1.0, description="L2 norm to which the gradient of each sample is scaled down"
+    )
+    class_clip: Positive = Field(
+        5.0,
+        description="methods of class means: L2 norm to which each sample's features or logits "
+        "are scaled down before they are summed by class; fd's probabilities have one of at most 1",
+    )
+    class_noise: NonNegative = Field(
+        0.0,
+        description="methods of class means: noise of the sums of each class in units of "
+        "'class-clip', at least 1; 0 = a quarter of 'epsilon' is for these sums, or 4 with "
+        "'noise-multiplier'",
+    )
+    count_noise: NonNegative = Field(
+        0.0,
+        description="methods of class means: noise of the number of samples of each class, at "
+        "least 1; 0 = twice 'class-noise'",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the clients' samples are protected."""
+        return bool(self.epsilon or self.noise_multiplier)
+
+    def promise(self, rounds: int) -> str:
+        """Return what a private run costs each client, in words."""
+        if not self.epsilon:
+            return (
+                f"the noise multiplier is {self.noise_multiplier:g}: what a run costs a client at "
+                f"δ = {self.delta:g} depends on its number of samples; each round shows the most"
+            )
+        cost = f"cost each client at most ε = {self.epsilon:g} at δ = {self.delta:g}"
+        return f"{rounds} round{'s' * (rounds > 1)} {cost}"
+
+    @model_validator(mode="after")
+    def _enough_noise(self) -> PrivacySettings:
+        for name, noise, least in (
+            ("noise-multiplier", self.noise_multiplier, MIN_NOISE),
+            ("class-noise", self.class_noise, MIN_CLASS_NOISE),
+            ("count-noise", self.count_noise, MIN_CLASS_NOISE),
+        ):
+            if 0 < noise < least:
+                raise ValueError(
+                    f"setting 'privacy.{name}': too little noise to be accounted, expected 0 or at "
+                    f"least {least:g}, got {noise:g}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PrivacySettings:
+        if self.epsilon and self.noise_multiplier:
+            raise ValueError(
+                f"setting 'privacy.noise-multiplier' = {self.noise_multiplier:g} is not allowed: "
+                f"it takes 0 with 'privacy.epsilon' = {self.epsilon:g}, from which it follows"
+            )
+        if not self.is_on and (self.class_noise or self.count_noise):
+            raise ValueError(
+                "setting 'privacy.class-noise' or 'privacy.count-noise' is not allowed without "
+                "'privacy.epsilon' or 'privacy.noise-multiplier': the extractor would be trained "
+                "without noise on the same samples"
+            )
+        return self

@@ -1,23 +1,24 @@
 """The settings that every run has, whatever its method, declared once, in tables.
 
 Each part of the library reads its own table: the data `DataSettings` (in data.py), the optimiser
-`TrainingSettings`, and devices `ComputeSettings` (in engine.py).
+`TrainingSettings`, and devices `ComputeSettings` (in engine.py). At the end: the training settings
+that each client is assigned, and the clients with which nobody trains.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from fedhet.base.metrics import ACCURACY, METRICS
+from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE
 from fedhet.settings.data import DataSettings
-from fedhet.settings.defence import AttackSettings, DefenceSettings
-from fedhet.settings.engine import EngineSettings
-from fedhet.settings.pace import PaceSettings
-from fedhet.settings.privacy import PrivacySettings
+from fedhet.settings.defence import AttackSettings, DefenceSettings, PrivacySettings
+from fedhet.settings.engine import EngineSettings, PaceSettings, WireSettings
 from fedhet.settings.schema import (
     A_FOLDER,
     A_METHOD,
@@ -37,7 +38,6 @@ from fedhet.settings.schema import (
     is_machine,
     machine,
 )
-from fedhet.settings.wire import WireSettings
 
 Optimizer = Literal["adam", "adamw", "sgd"]
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TrainingSettings(Schema):
     """The clients' training; a server that trains its own model uses the same settings.
 
     A run may give a list of values for the first four. A client trains with those that
-    `settings.assignment.training_of` assigns to it, the server with the `first`.
+    `training_of` assigns to it, the server with the `first`.
     """
 
     local_epochs: Annotated[Count, Assigned()] = Field(
@@ -233,3 +233,54 @@ ENDS = frozenset({"rounds", "early-stopping"})
 def where_it_ran() -> frozenset[str]:
     """Return the settings that say where and on what a run ran, not what it computes."""
     return frozenset(name for name, info in RunSettings.fields().items() if is_machine(info))
+
+
+def training_of(run: RunSettings, client: int) -> TrainingSettings:
+    """Return what client number `client` trains with: one value of each training setting.
+
+    As `models.assignment` says, values are assigned in turn ("cycle"), or in turn and then shuffled
+    by a draw of each setting's own ("shuffle").
+
+    >>> lr = TrainingSettings(lr=[0.1, 0.01])
+    >>> run = RunSettings(clients=4, models={"pool": ["mlp", "cnn2"]}, training=lr)
+    >>> [training_of(run, client).lr for client in range(4)]
+    [0.1, 0.01, 0.01, 0.1]
+    """
+    chosen, period, client = {}, max(1, len(run.models.pool)), client % run.clients
+    for name, values in run.training.pools().items():
+        place = client
+        if run.models.assignment == "shuffle":
+            place = int(numpy_rng(run.seed, "deal", name).permutation(run.clients)[client])
+        chosen[name] = values[in_turn(place, len(values), period)]
+        period *= len(values)
+    return run.training.model_copy(update=chosen)
+
+
+def unseen_clients(run: RunSettings) -> frozenset[int]:
+    """Return the numbers of the clients with which nobody trains: a share 'data.unseen' of all.
+
+    One at least where there is a share, and never all.
+
+    >>> unseen_clients(RunSettings(clients=10, data={"unseen": 0.2}, seed=1))
+    frozenset({9, 5})
+    """
+    return drawn_unseen(run.data.unseen, run.clients, run.seed)
+
+
+def drawn_unseen(share: float, clients: int, seed: int) -> frozenset[int]:
+    """Return the numbers of a share of the clients, as `unseen_clients` does."""
+    if not share:
+        return frozenset()
+    count = min(clients - 1, max(1, round(share * clients)))
+    return frozenset(numpy_rng(seed, "unseen").permutation(clients)[:count].tolist())
+
+
+def in_turn(place: int, size: int, period: int) -> int:
+    """Return which of `size` values the client at `place` is assigned, 0 to size - 1.
+
+    Values are assigned in turn, and move on by one where the combinations with what has been
+    assigned before, which repeats after `period` clients, would start again: the first
+    size * period clients have each combination once, and then all repeats.
+    """
+    moved = place // lcm(size, period) % gcd(size, period)
+    return (place + moved) % size

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.seeding import numpy_rng
-from fedhet.settings.wire import WireSettings
+from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import VARIANCES, Contract, Field, TensorField, WeightsField
 from fedhet.wire.encodings import Encoding, Float16, Int8, TopK, Whole, halved
 from fedhet.wire.packing import Encoded

@@ -19,7 +19,7 @@ import psutil
 from fedhet.base.errors import FedhetError, reason_of, words_of
 from fedhet.engines.environment import TUNABLES, for_training, inherited
 from fedhet.engines.ray.private import forget, private, remove_folder
-from fedhet.settings.address import AUTO, host_and_port
+from fedhet.settings.text import AUTO, host_and_port
 
 REACHABLE_WITHIN = 10.0
 """Seconds for a connection to the cluster's address; Ray itself would try for minutes."""
