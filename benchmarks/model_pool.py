@@ -135,7 +135,10 @@ class Pool:
         self.strategy = config.method.strategy(config, self.log)
         self.manager = SimpleClientManager()
         self.stubs = [
-            Stub(ClientInfo(f"client-{k:03d}", model, 10, CLASSES, SHAPE), config.own)
+            Stub(
+                ClientInfo(f"client-{k:03d}", model, 10, CLASSES, "image", SHAPE),
+                config.own,
+            )
             for k in range(run.clients)
         ]
         for stub in self.stubs:

@@ -99,7 +99,9 @@ def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
     x, y = by_hand(config)
-    public = RunData.of(config.run).public_set(client.info.shape, client.info.classes)
+    public = RunData.of(config.run).public_set(
+        client.info.kind, client.info.shape, client.info.classes
+    )
     if data != "clients":
         kept = [public] if data == "public" else [None, public]
         x = torch.cat([x if part is None else part.x for part in kept])

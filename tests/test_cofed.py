@@ -318,7 +318,7 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
     strategy.settings = CofedStrategy.spec.settings(margin=margin)
     strategy.instances = 1
     method = find_method("cofed")
-    sizes = strategy.sizes(ClientInfo("client-0", "mlp", 10, classes, (3,)))
+    sizes = strategy.sizes(ClientInfo("client-0", "mlp", 10, classes, "table", (3,)))
     wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
     method.spec.replies.check("client-0", wanted, {}, sizes)
     other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}

@@ -221,7 +221,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
     strategy, own = server.strategy, config.own.flat()
-    public = RunData.of(config.run).public_set((1, 8, 8), 10)
+    public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
@@ -292,7 +292,7 @@ def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
             client = client_of(proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(RunData.of(client.run).public_set((1, 8, 8), 10).x[rows])
+                own = model(RunData.of(client.run).public_set("image", (1, 8, 8), 10).x[rows])
             found = reply_of(result).tensors["logits"]
             np.testing.assert_allclose(found, own, rtol=1e-4, atol=1e-5)
         assert server.strategy.state.record.method["upload_ratio"] == len(rows) / 60
@@ -545,7 +545,7 @@ def client_by_the_paper(client, model, number, teacher, epsilon):
                 (sum(losses) / len(losses)).backward()
                 adam.step()
 
-    public = RunData.of(client.run).public_set((1, 8, 8), 10)
+    public = RunData.of(client.run).public_set("image", (1, 8, 8), 10)
     if teacher is not None:
         epochs(public.x, public.y, teacher, "public", client.settings.public_epochs, epsilon)
     own = RunData.of(client.run).client(0).train
@@ -560,7 +560,7 @@ def test_a_client_follows_algorithm_1(tmp_path, taught, epsilon):
     client = opened(
         tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
     )
-    public = RunData.of(client.run).public_set((1, 8, 8), 10)
+    public = RunData.of(client.run).public_set("image", (1, 8, 8), 10)
     count, start = len(public), copy.deepcopy(client.models["private"])
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
@@ -637,7 +637,7 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
 def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     """The share that is public is of the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
-    public = RunData.of(config.run).public_set((1, 8, 8), 10)
+    public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
     owned = RunData.of(config.run).client(0).train
     for name in ("train", "test"):
         of = public if name == part else owned

@@ -169,7 +169,7 @@ def test_the_first_round_teaches_nothing(tmp_path):
     ],
 )
 def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected):
-    client = ClientInfo("a", "mlp", samples, 3, (4,))
+    client = ClientInfo("a", "mlp", samples, 3, "table", (4,))
     tensors = {"classes": np.array([0, 2]), "counts": np.array(counts)}
     reply = Reply(client, Knowledge(tensors), Measured({}))
     found = FeloStrategy.accept(None, 1, reply).knowledge.tensors

@@ -10,7 +10,7 @@ from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.data.spec import Split
-from fedhet.kinds import check_changeable, kind_of
+from fedhet.kinds import IMAGE, KINDS, check_changeable
 from fedhet.kinds.changes import strong, weak
 from fedhet.learning.devices import CPU
 from fedhet.methods.registry import find_method, shipped_names
@@ -74,10 +74,12 @@ def test_digits_are_not_mirrored():
     assert set(weak(x, draws())[:, 0, 4].argmax(1).tolist()) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("shape", [(5,), (2, 8, 8), (8, 8)])
-def test_what_is_no_image_is_refused(shape):
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("table", (5,)), ("image", (2, 8, 8)), ("signal", (8, 8))]
+)
+def test_what_is_no_image_is_refused(kind, shape):
     with pytest.raises(DataError, match=r"images \[1 or 3, H, W\].*, the samples have shape"):
-        check_changeable(kind_of(shape), shape, "FixMatch augments")
+        check_changeable(KINDS[kind], shape, "FixMatch augments")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -130,7 +132,7 @@ def around(labelled, unlabelled, batch=16, **changes):
     settings = TrainingSettings(batch_size=batch, semi="fixmatch", **changes)
     model, generator = Spy(), torch.Generator().manual_seed(0)
     parts = split(labelled, 0.5), split(unlabelled, 0.5)
-    return model, FixMatch(*parts, (1, 8, 8), model, settings, CPU, generator)
+    return model, FixMatch(*parts, IMAGE, (1, 8, 8), model, settings, CPU, generator)
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
     exchange.encode_all(1, {"a": Knowledge(base_of(method))})
     weights = [f.name for f in method.spec.replies.fields if isinstance(f, WeightsField)]
     sizes = Sizes(AXES, dict.fromkeys(weights, MODEL))
-    client = ClientInfo("a", "mlp", 10, 3, (4,))
+    client = ClientInfo("a", "mlp", 10, 3, "table", (4,))
     verdicts, encodings = {True: 0, False: 0}, set()
     for _ in range(TRIES):
         parts, metrics = damaged(method, rng)
@@ -472,7 +472,7 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
 def test_a_damaged_description_is_refused_or_in_range():
     rng, verdicts, senders = random.Random("descriptions"), {True: 0, False: 0}, set()
     for _ in range(TRIES):
-        info = ClientInfo("a", "mlp", 10, 3, (1, 8, 8), "0123456789abcdef")
+        info = ClientInfo("a", "mlp", 10, 3, "image", (1, 8, 8), "0123456789abcdef")
         properties = dict(info.properties())
         for _ in range(rng.randrange(3)):
             odd = [number_of(rng), *WORDS, True, None, "1," * 3, "9" * 6, "8,8", "cnn2", b"mlp"]

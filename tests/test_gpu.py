@@ -23,6 +23,7 @@ from fedhet.cli.example import write_example
 from fedhet.client_runtime.cache import close_clients
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
+from fedhet.kinds import IMAGE
 from fedhet.learning.devices import compute_for, find_device
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
@@ -301,7 +302,7 @@ def test_what_training_takes_is_estimated(gpu, name):
     """The estimate is above the peak of real training, and not far above."""
     shape, batch = (3, 32, 32), 32
     model = build(name, shape, 10, seed=0)
-    estimate = training_bytes(model, shape, batch)
+    estimate = training_bytes(model, IMAGE, shape, batch)
     model.to("cuda")
     x, y = torch.randn(batch, *shape, device="cuda"), torch.zeros(batch, dtype=int, device="cuda")
     optimizer = torch.optim.Adam(model.parameters(), fused=True)

@@ -247,7 +247,10 @@ def test_a_client_with_a_model_that_is_no_part_is_not_asked(tmp_path):
     server = Server(federation(**{"heterofl.levels": ["b", "c"]}), tmp_path)
     members = [m.info for m in server.strategy.members.values()]
     assert [m.model for m in members] == ["mlp-x0.5", "mlp-x0.25", "mlp-x0.5"]
-    odd = [ClientInfo("x", name, 20, 10, (1, 8, 8)) for name in ("mlp", "cnn2-x0.5", "mlp2-x0.5")]
+    odd = [
+        ClientInfo("x", name, 20, 10, "image", (1, 8, 8))
+        for name in ("mlp", "cnn2-x0.5", "mlp2-x0.5")
+    ]
     chosen = server.strategy.select(1, [*members, *odd])
     assert chosen.names == [member.name for member in members]
     assert server.strategy.eval_instruction(2, odd[0]) is None

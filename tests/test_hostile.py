@@ -110,7 +110,7 @@ class OddModel(Liar):
 
 
 class VastShape(Liar):
-    claims = {"shape": "65536,65536"}
+    claims = {"kind": "signal", "shape": "65536,65536"}
 
 
 class Impostor(Liar):

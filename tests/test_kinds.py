@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.base.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.config.resolve import check, resolve
-from fedhet.kinds import SIGNAL, TEXT, kind_of, text_shape
+from fedhet.kinds import SIGNAL, TEXT, text_shape
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models.registry import MODELS
 from fedhet.wire.identity import ClientInfo, read_properties
@@ -128,16 +128,17 @@ def test_models_of_signals_take_any_channels_and_time(name, shape):
 
 
 def test_what_a_model_does_not_take_it_says():
-    for name, shape, fault in (
-        ("text-cnn", (3, 8, 8), "takes texts"),
-        ("signal-gru", (5,), "takes signals"),
-        ("signal-cnn2", (2, 4), "of 8 steps or more"),
-        ("ft-transformer", (3, 8), "takes rows"),
-        ("mlp", SHAPE, "takes numbers, not texts"),
-        ("resnet10", (2, 64), "takes images"),
+    for name, kind, shape, fault in (
+        ("text-cnn", "image", (3, 8, 8), "takes texts"),
+        ("signal-gru", "table", (5,), "takes signals"),
+        ("signal-cnn2", "signal", (2, 4), "of 8 steps or more"),
+        ("ft-transformer", "signal", (3, 8), "takes rows"),
+        ("mlp", "text", SHAPE, "takes numbers, not texts"),
+        ("cnn2", "text", SHAPE, "takes numbers, not texts"),
+        ("resnet10", "signal", (2, 64), "takes images"),
     ):
         with pytest.raises(ModelError, match=fault):
-            models.build(name, shape, 3, seed=0)
+            models.build(name, shape, 3, seed=0, kind=kind)
 
 
 def test_ft_transformer_column_by_column():
@@ -149,12 +150,22 @@ def test_ft_transformer_column_by_column():
 
 
 def test_a_text_is_described_and_read_back():
-    info = ClientInfo("a", "text-bag", 5, 2, SHAPE)
-    assert kind_of(SHAPE) is TEXT
-    assert read_properties(info.properties(), "node").shape == SHAPE
+    info = ClientInfo("a", "text-bag", 5, 2, "text", SHAPE)
+    assert read_properties(info.properties(), "node") == info
     for odd in ("0,24", "0,0,50", "0,24,0", "0,24,70000", "0,1,1,1", "3,0,8"):
         with pytest.raises(KnowledgeError, match="shape"):
             read_properties({**info.properties(), "shape": odd}, "node")
+    for kind in ("cloud", "", 3):
+        with pytest.raises(KnowledgeError, match="must be one of image, table, text, signal"):
+            read_properties({**info.properties(), "kind": kind}, "node")
+
+
+def test_a_kind_is_stated_whatever_the_shape():
+    """A signal and a row of a table may have any shape of their rank; no shape says the kind."""
+    signal = ClientInfo("a", "signal-cnn2", 5, 2, "signal", (6, 3))
+    assert read_properties(signal.properties(), "node").kind == "signal"
+    with pytest.raises(KnowledgeError, match="is 6,3, which no table has"):
+        read_properties({**signal.properties(), "kind": "table"}, "node")
 
 
 # Every method on texts and on signals.

@@ -332,7 +332,7 @@ def test_running_statistics_move_once_a_call():
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32)])
 def test_proxy_sizes(name, shape):
-    client = ClientInfo("client-0", "mlp", 20, 7, shape)
+    client = ClientInfo("client-0", "mlp", 20, 7, "image", shape)
     sizes = proxy_sizes(FedTypeSettings(proxy=name), client)
     assert sizes.axes == {"C": 7}
     found = sizes.models

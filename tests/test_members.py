@@ -21,7 +21,7 @@ from fedhet.server.members import Member, Members, first_of_pool
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 
-GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
+GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
 
 
 class Node:
@@ -92,7 +92,7 @@ def test_what_a_client_says_is_checked(field, value):
     ],
 )
 def test_no_client_counts_for_more_than_some_medians(samples, most, counted):
-    infos = [ClientInfo(f"c{k}", "mlp", count, 3, (4,)) for k, count in enumerate(samples)]
+    infos = [ClientInfo(f"c{k}", "mlp", count, 3, "table", (4,)) for k, count in enumerate(samples)]
     assert list(capped(infos, most).values()) == counted
 
 
@@ -126,7 +126,7 @@ def test_what_a_node_says_of_its_failure_is_one_line(members, notices):
 
 def test_identity_round_trip():
     for classes in (("cat", "dog", "elk"), ("0", "1", "2")):
-        info = ClientInfo("site-a", "cnn2", 12, 3, (3, 32, 32), order_of(classes))
+        info = ClientInfo("site-a", "cnn2", 12, 3, "image", (3, 32, 32), order_of(classes))
         assert read_properties(info.properties(), "node") == info
 
 
@@ -201,15 +201,16 @@ def test_the_commonest_task_is_the_runs(members, notices):
 def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
     """Not that of the first client by name: whoever is first could invent the largest."""
     infos = [
-        ClientInfo("a", "mlp", 5, 2, (65536, 65536)),
-        ClientInfo("b", "mlp", 5, 3, (1, 8, 8)),
-        ClientInfo("c", "mlp", 5, 3, (1, 4, 4)),
+        ClientInfo("a", "mlp", 5, 2, "signal", (65536, 65536)),
+        ClientInfo("b", "mlp", 5, 3, "image", (1, 8, 8)),
+        ClientInfo("c", "mlp", 5, 3, "image", (1, 4, 4)),
     ]
+    own = (3, "image", (1, 8, 8))
     for order in (infos, infos[::-1]):
-        assert commonest_task(order) == (3, (1, 4, 4))
-        assert commonest_task(order, lambda: (3, (1, 8, 8))) == (3, (1, 8, 8))
-        assert commonest_task(order, lambda: (9, (9,))) == (3, (1, 4, 4))
-        assert commonest_task([*order, infos[0]], lambda: (3, (1, 8, 8)))[1] == (65536, 65536)
+        assert commonest_task(order) == (3, "image", (1, 4, 4))
+        assert commonest_task(order, lambda: own) == own
+        assert commonest_task(order, lambda: (9, "table", (9,))) == (3, "image", (1, 4, 4))
+        assert commonest_task([*order, infos[0]], lambda: own)[2] == (65536, 65536)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
     [
         (
             Admission(),
-            {"shape": "65536,65536"},
+            {"kind": "signal", "shape": "65536,65536"},
             "one sample must have at most 268435456 values",
         ),
         (
@@ -230,7 +231,11 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
             {"shape": "3,512,512"},
             "more than 1 MB ('engine.max-payload-mb')",
         ),
-        (Admission(), {"model": "resnet10", "shape": "64"}, "takes images [C, H, W]"),
+        (
+            Admission(),
+            {"model": "resnet10", "kind": "table", "shape": "64"},
+            "takes images [C, H, W]",
+        ),
         (Admission(), {"model": "no-such-model"}, "neither registered nor in the run's pool"),
     ],
 )
@@ -246,7 +251,7 @@ def test_nothing_is_allocated_for_a_claim(members, notices):
     """A model of 2 TB: its size is known without building it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Members(1.0, ["mlp"], notices.append, Admission(most_bytes=2e9)).present(
-        Manager(Node("a", shape="4096,4096", classes=100_000))
+        Manager(Node("a", kind="signal", shape="4096,4096", classes=100_000))
     )
     assert "would have" in notices[0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
@@ -433,7 +438,7 @@ def test_a_run_may_start_with_fewer(tmp_path):
 
 def test_a_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
     """What a client names decides nothing where others have a model of the run's pool."""
-    infos = [ClientInfo(n, m, 9, 3, (1, 8, 8)) for n, m in zip("abc", MODELS, strict=True)]
+    infos = [ClientInfo(n, m, 9, 3, "image", (1, 8, 8)) for n, m in zip("abc", MODELS, strict=True)]
     every = [Member(info, None) for info in infos]
     assert first_of_pool(every, ["mlp", "cnn2"]) is infos[1]
     assert first_of_pool(every, ["lenet5"]) is infos[0]

@@ -398,7 +398,7 @@ def test_random_cnns_hang_on_seed_and_client_alone() -> None:
     assert mixed[::2] == ["mlp"] * 10
     assert mixed[1::2] == assigned[1::2]
     assert models.is_registered(assigned[0])
-    models.check(assigned[0], (1, 8, 8), 10, any_model=False)
+    models.check(assigned[0], "image", (1, 8, 8), 10, any_model=False)
 
 
 def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
@@ -406,9 +406,9 @@ def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
         ModelError, match=r"'cofed-random' is for a pool, .* one like 'cofed-20-20'"
     ):
         models.build("cofed-random", (1, 8, 8), 10, seed=0)
-    models.check("cofed-random", (1, 8, 8), 10, any_model=False)
+    models.check("cofed-random", "image", (1, 8, 8), 10, any_model=False)
     with pytest.raises(ModelError, match=r"takes images \[C, H, W\] of side 4 or more"):
-        models.check("cofed-random", (30,), 10, any_model=True)
+        models.check("cofed-random", "table", (30,), 10, any_model=True)
     for wrong in ("cofed-21-40", "cofed-40-24", "cofed-24", "cofed-24-24-24-24"):
         with pytest.raises(ModelError, match="unknown model"):
             models.build(wrong, (1, 8, 8), 10, seed=0)
@@ -660,7 +660,7 @@ def test_a_state_that_cannot_be_sent_or_saved_is_refused_with_its_name(
     states: str, function: str, message: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        models.check(f"{states}:{function}", (5,), 3, any_model=False)
+        models.check(f"{states}:{function}", "table", (5,), 3, any_model=False)
     assert str(caught.value).startswith(f"model '{states}:{function}': ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -668,7 +668,7 @@ def test_a_state_that_cannot_be_sent_or_saved_is_refused_with_its_name(
 
 @pytest.mark.parametrize("function", WORKING)
 def test_a_state_that_can_be_sent_and_saved_is_accepted(states: str, function: str) -> None:
-    models.check(f"{states}:{function}", (5,), 3, any_model=False)
+    models.check(f"{states}:{function}", "table", (5,), 3, any_model=False)
 
 
 def test_an_own_module_that_fails_to_import_gives_the_real_reason(

@@ -15,7 +15,7 @@ from fedhet.server.members import Members
 from fedhet.server.nodes import AskingAgain, Nodes, Transfers, asked_again, registered_name
 
 GIVEN_UP = SimpleNamespace(reason="its time is over")
-SAYS = {"model": "mlp", "samples": 10, "classes": 3, "shape": "1,8,8"}
+SAYS = {"model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
 
 
 class Grid:

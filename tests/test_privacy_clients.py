@@ -70,6 +70,7 @@ DESCRIBED = {
     "model": "given by its owner, or assigned",
     "samples": "always 2",
     "classes": "the task's",
+    "kind": "the task's",
     "shape": "the task's",
     "order": "a digest of the task's class names",
     "training": "settings",

@@ -258,7 +258,7 @@ def test_a_custom_model_that_mixes_samples_is_refused(name):
 
 def refuse(model):
     sgd._TESTED.clear()  # all these models have the same classes
-    sgd.refuse_unfit(model, (1, 8, 8), "m:f")
+    sgd.refuse_unfit(model, "image", (1, 8, 8), "m:f")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_private_training_tests_its_models_too():
     model = owned(MIXES["mean"])
     plain = optimization(model.parameters(), PLAIN_SGD, CPU)
     refused = pytest.raises(ModelError, match="a sample's outputs depend on the other samples")
-    with refused, sgd.privately(plain, [model], 1.0, 1.0, 8, (1, 8, 8)):
+    with refused, sgd.privately(plain, [model], 1.0, 1.0, 8, "image", (1, 8, 8)):
         pass
 
 
@@ -295,15 +295,15 @@ def test_a_network_in_channels_last_format_is_refused():
     model = network().to(memory_format=torch.channels_last)
     sgd._TESTED.clear()
     with pytest.raises(ModelError, match="a sample's gradient depends"):
-        sgd.refuse_unfit(model, (1, 8, 8))
+        sgd.refuse_unfit(model, "image", (1, 8, 8))
 
 
-def fit(names, shape):
+def fit(names, kind, shape):
     """Return the names that a private run may have, of models that take samples of `shape`."""
     found = []
     for name in models.private_pool(names):
         try:
-            models.check(name, shape, 4, any_model=False)
+            models.check(name, kind, shape, 4, any_model=False)
             sgd.refuse_unfit(models.build(name, shape, 4, seed=0))
             found.append(name)
         except ModelError:
@@ -312,23 +312,29 @@ def fit(names, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 64), (8,), (0, 12, 50)], ids=str)
-def test_every_model_that_may_be_private_is_accepted(shape):
-    names = fit([each for each in models.names() if "imagenet" not in each], shape)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("image", (3, 32, 32)), ("signal", (3, 64)), ("table", (8,)), ("text", (0, 12, 50))],
+)
+def test_every_model_that_may_be_private_is_accepted(kind, shape):
+    names = fit([each for each in models.names() if "imagenet" not in each], kind, shape)
     assert names
     for name in names:
-        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), shape, name)
+        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), kind, shape, name)
 
 
 @pytest.mark.parametrize(
-    ("shape", "names"),
-    [((1, 16, 16), ["cnn2-gn", "mlp", "lenet5", "gems-resnet11-gn"]), ((3, 64), ["signal-cnn2-gn"]),
-     ((8,), ["mlp", "mlp-dropout"]), ((0, 12, 50), ["text-bag", "text-cnn-dropout"])],
-    ids=str,
-)  # fmt: skip
-def test_the_usual_models_are_accepted(shape, names):
+    ("kind", "shape", "names"),
+    [
+        ("image", (1, 16, 16), ["cnn2-gn", "mlp", "lenet5", "gems-resnet11-gn"]),
+        ("signal", (3, 64), ["signal-cnn2-gn"]),
+        ("table", (8,), ["mlp", "mlp-dropout"]),
+        ("text", (0, 12, 50), ["text-bag", "text-cnn-dropout"]),
+    ],
+)
+def test_the_usual_models_are_accepted(kind, shape, names):
     for name in names:
-        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), shape, name)
+        sgd.refuse_unfit(models.build(name, shape, 4, seed=0), kind, shape, name)
 
 
 def test_narrow_models_have_group_norms_too():

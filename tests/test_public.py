@@ -18,6 +18,7 @@ from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
 SHAPE = (1, 8, 8)
+IMAGES = ("image", SHAPE)
 
 
 def rows(x) -> set[bytes]:
@@ -37,7 +38,7 @@ def test_a_share_of_the_training_set_is_nobodys(seed, share):
     whole = load(DIGITS.but(public_fraction=0.0))
     spec = DIGITS.but(seed=seed, public_fraction=share, partition="iid")
     store = RunData(spec)
-    public = store.public_set(SHAPE, 10)
+    public = store.public_set(*IMAGES, 10)
     owned = np.concatenate(store.partition())
     assert len(public) == round(share * len(whole.train))
     assert len(public) + len(owned) == len(whole.train)
@@ -52,12 +53,12 @@ def test_a_share_of_the_training_set_is_nobodys(seed, share):
 
 def test_each_class_gives_its_share():
     whole = np.bincount(load(DIGITS.but(public_fraction=0.0)).train.y, minlength=10)
-    public = np.bincount(RunData(DIGITS).public_set(SHAPE, 10).y, minlength=10)
+    public = np.bincount(RunData(DIGITS).public_set(*IMAGES, 10).y, minlength=10)
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
 def test_the_share_hangs_on_the_seed_alone():
-    one, same, other = (RunData(DIGITS.but(seed=s)).public_set(SHAPE, 10) for s in (1, 1, 2))
+    one, same, other = (RunData(DIGITS.but(seed=s)).public_set(*IMAGES, 10) for s in (1, 1, 2))
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
@@ -65,7 +66,9 @@ def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
-    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(SHAPE, 10)
+    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(
+        "image", SHAPE, 10
+    )
     np.testing.assert_array_equal(public.x[:40].numpy(), x)
 
 
@@ -75,9 +78,9 @@ def test_data_without_labels_is_one_class(tmp_path):
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))
     spec = DIGITS.but(public_fraction=0, public_dataset=name)
-    assert len(RunData(spec).public_set(SHAPE, None)) == 80
+    assert len(RunData(spec).public_set(*IMAGES, None)) == 80
     one, same, other = (
-        RunData(spec.but(public_samples=30, seed=s)).public_set(SHAPE, None).x for s in (0, 0, 1)
+        RunData(spec.but(public_samples=30, seed=s)).public_set(*IMAGES, None).x for s in (0, 0, 1)
     )
     assert len(one) == 30
     assert rows(one) == rows(same) != rows(other)
@@ -92,7 +95,9 @@ def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
         pixels = np.full((8, 8), 40 * number, np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
-    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(SHAPE, None)
+    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(
+        "image", SHAPE, None
+    )
     np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
 
 
@@ -100,17 +105,17 @@ def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.but(public_fraction=0, public_dataset=name)
     with pytest.raises(DataError, match=r"shape \[3\], the clients' shape \[1, 8, 8\]"):
-        RunData(spec).public_set(SHAPE, None)
+        RunData(spec).public_set(*IMAGES, None)
     with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
-        RunData(spec).public_set((3,), 10)
-    assert len(RunData(spec).public_set((3,), None)) == 12
+        RunData(spec).public_set("table", (3,), 10)
+    assert len(RunData(spec).public_set("table", (3,), None)) == 12
 
 
 def test_a_sample_of_a_clients_is_refused():
     own = RunData(DIGITS).client(0).train
     with pytest.raises(DataError, match=r"3 of \d+ samples of client-0 are in it too"):
         refuse_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
-    refuse_overlap(RunData(DIGITS).public_set(SHAPE, 10), own, "client-0")
+    refuse_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():
@@ -121,16 +126,16 @@ def test_the_runs_own_dataset_cannot_be_public_too():
 
 def test_none_is_named_where_none_is():
     with pytest.raises(SettingsError, match="the run has no public data"):
-        RunData(DIGITS.but(public_fraction=0)).public_set(SHAPE, 10)
+        RunData(DIGITS.but(public_fraction=0)).public_set(*IMAGES, 10)
 
 
 def test_generated_rows_have_no_labels_to_learn_from():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
-    assert len(RunData(spec).public_set((30,), None)) == 20
+    assert len(RunData(spec).public_set("table", (30,), None)) == 20
     with pytest.raises(
         SettingsError, match=r"'data\.public-dataset' = 'generated' .*have no labels"
     ):
-        RunData(spec).public_set((30,), 2)
+        RunData(spec).public_set("table", (30,), 2)
 
 
 def test_two_sources_are_refused():

@@ -20,7 +20,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import resolve
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
-from fedhet.kinds import augmentation, changes
+from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import batches, cross_entropy_of, optimization
 from fedhet.settings.run import TrainingSettings, training_of
@@ -261,7 +261,7 @@ def test_erased_is_one_rectangle_of_a_fiftieth_to_a_fifth():
 
 @pytest.mark.parametrize("name", ["crop", "flip", "crop-flip", "randaugment"])
 def test_an_augmentation_draws_from_its_generator_alone(name):
-    change, x = augmentation(name, (3, 8, 8)), images(9, 3, 8, 8)
+    change, x = augmentation(name, IMAGE, (3, 8, 8)), images(9, 3, 8, 8)
     state = torch.get_rng_state()
     assert torch.equal(change(x, draws(1)), change(x, draws(1)))
     assert not torch.equal(change(x, draws(1)), change(x, draws(2)))
@@ -269,9 +269,9 @@ def test_an_augmentation_draws_from_its_generator_alone(name):
 
 
 def test_none_is_none_and_a_table_is_refused():
-    assert augmentation("none", (30,)) is None
+    assert augmentation("none", TABLE, (30,)) is None
     with pytest.raises(DataError, match=r"'training.augment' = 'crop' changes images .* \[30\]"):
-        augmentation("crop", (30,))
+        augmentation("crop", TABLE, (30,))
 
 
 def test_a_table_is_refused_before_the_run(tmp_path):

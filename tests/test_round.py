@@ -211,7 +211,7 @@ def test_what_is_known_of_clients_outlives_the_process(state, notices):
 
 
 LIMIT = 10_000
-CLIENT = ClientInfo("a", "mlp", 12, 3, (4,))
+CLIENT = ClientInfo("a", "mlp", 12, 3, "table", (4,))
 SIZES = Sizes({"C": 3, "D": 2}, {"weights": {}})
 
 

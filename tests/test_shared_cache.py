@@ -152,7 +152,7 @@ def described(store: RunData) -> list[object]:
         rows += [own.name, own.space, own.stored, own.shape]
         splits += [own.train, own.test, own.common]
     if spec.public_dataset or spec.public_fraction:
-        splits.append(store.public_set(data.shape, None))
+        splits.append(store.public_set(data.kind, data.shape, None))
     for split in splits:
         rows.append(split and (str(split.x.dtype), split.x.tolist(), split.y.tolist()))
     return rows

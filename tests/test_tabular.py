@@ -16,6 +16,7 @@ from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 
 JOBS = ("Private", "?", "State-gov")
+ROWS = ("table", (17,))
 
 
 def adult_rows(count, seed, stop=""):
@@ -139,7 +140,7 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
     whole = load(generated_spec(tmp_path)).train.x
     widths = list(load(generated_spec(tmp_path)).columns)
     for size in (80, 50, 200):
-        public = RunData(generated_spec(tmp_path, public_samples=size)).public_set((17,), None).x
+        public = RunData(generated_spec(tmp_path, public_samples=size)).public_set(*ROWS, None).x
         orders = set()
         for real, made in zip(*(torch.split(x, widths, 1) for x in (whole, public)), strict=True):
             there = Counter(map(tuple, real.tolist()))
@@ -151,7 +152,7 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
             orders.add(tuple(map(tuple, made.tolist())))
         assert len(orders) > 3, "columns are permuted alike"
     # Two columns of the same training values, in two orders: the draws are not shared.
-    fnlwgt, age = RunData(generated_spec(tmp_path)).public_set((17,), None).x[:80, [1, 0]].T
+    fnlwgt, age = RunData(generated_spec(tmp_path)).public_set(*ROWS, None).x[:80, [1, 0]].T
     rows = {tuple(row) for row in whole[:, [1, 0]].tolist()}
     assert not {*zip(fnlwgt.tolist(), age.tolist(), strict=True)} <= rows
 
@@ -163,13 +164,13 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
     )  # fmt: skip
     RunData(spec).validate()
     whole = load(spec.but(max_samples=0, public_dataset="")).train
-    used, left = load(spec).train, RunData(spec).public_set((17,), 2)
+    used, left = load(spec).train, RunData(spec).public_set(*ROWS, 2)
     assert (len(used), len(left), len(whole)) == (40, 40, 80)
     rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]
     labelled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
     assert [labelled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
-    few = RunData(spec.but(public_samples=12)).public_set((17,), None)
+    few = RunData(spec.but(public_samples=12)).public_set(*ROWS, None)
     assert len(few) == 12
     assert not Counter(map(tuple, few.x.tolist())) - rows[1]
     # What the clients hold is what they hold with generated rows.
@@ -177,7 +178,7 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
     for index in (0, 1):
         one, other = (RunData(s).client(index).train.x for s in (spec, generated))
         assert torch.equal(one, other)
-    assert not torch.equal(RunData(spec.but(seed=1)).public_set((17,), None).x, left.x)
+    assert not torch.equal(RunData(spec.but(seed=1)).public_set(*ROWS, None).x, left.x)
 
 
 def test_unused_rows_of_a_joined_dataset_are_those_left_out():
@@ -186,7 +187,8 @@ def test_unused_rows_of_a_joined_dataset_are_those_left_out():
         superclasses=[["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8", "9"]],
     )  # fmt: skip
     used, left = (
-        x.flatten(1).numpy() for x in (load(spec).train.x, RunData(spec).public_set((1, 8, 8), 5).x)
+        x.flatten(1).numpy()
+        for x in (load(spec).train.x, RunData(spec).public_set("image", (1, 8, 8), 5).x)
     )
     whole = load(spec.but(max_samples=0)).train.x.flatten(1).numpy()
     assert len(used) + len(left) == len(whole)
@@ -200,7 +202,7 @@ def test_unused_rows_need_a_limit_that_leaves_some(tmp_path, most):
     with pytest.raises(
         SettingsError, match=rf"'data.max-samples' = {most} leaves out none of the 80"
     ):
-        RunData(spec).public_set((17,), None)
+        RunData(spec).public_set(*ROWS, None)
 
 
 def test_a_run_may_learn_from_unused_rows(tmp_path):
@@ -221,7 +223,7 @@ def test_a_run_may_learn_from_unused_rows(tmp_path):
 def test_generated_rows_hang_on_the_seed_alone(tmp_path):
     spec = generated_spec(tmp_path)
     one, same, other = (
-        RunData(generated_spec(tmp_path, seed=s)).public_set((17,), None).x for s in (0, 0, 1)
+        RunData(generated_spec(tmp_path, seed=s)).public_set(*ROWS, None).x for s in (0, 0, 1)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -237,7 +239,7 @@ def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
     spec = DataSpec(
         dataset=f"npz:{tmp_path}", clients=1, public_dataset="generated", public_samples=50
     )
-    public, own = RunData(spec).public_set((5,), None).x, RunData(spec).client(0)
+    public, own = RunData(spec).public_set("table", (5,), None).x, RunData(spec).client(0)
     assert public.dtype == own.train.x.dtype == torch.uint8
     held = torch.cat([own.train.x, own.test.x])
     for column in range(5):

@@ -271,7 +271,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
 def test_generated_texts_are_words_of_the_training_set(tmp_path):
     whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
     data = load(whole)
-    x = RunData(whole).public_set(data.shape, None).x
+    x = RunData(whole).public_set(data.kind, data.shape, None).x
     assert x.shape == (300, 128)
     own = data.train.x
     assert set(x.unique().tolist()) <= set(own.unique().tolist())
@@ -279,14 +279,14 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
     with pytest.raises(SettingsError, match=r"public-samples = 0: must be at least 1"):
-        RunData(whole.but(public_samples=0)).public_set(data.shape, None)
+        RunData(whole.but(public_samples=0)).public_set(data.kind, data.shape, None)
 
 
 def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     place = write(tmp_path / "a.csv")
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(DataError, match="texts of up to 128 tokens below 500, the clients' texts"):
-        RunData(public).public_set((0, 128, 8192), None)
+        RunData(public).public_set("text", (0, 128, 8192), None)
 
 
 @pytest.mark.parametrize("kind", ["text", "signal"])

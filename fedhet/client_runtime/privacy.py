@@ -242,8 +242,10 @@ class Private(Open):
         one = epoch(rows, size, noise)
         epochs = options.get("epochs") or settings.local_epochs
         self._charge(replace(one, count=one.count * epochs))
-        shape = self._samples.info.shape
-        with privately(optimizing, models, noise, norm, min(size, rows), shape) as private:
+        info = self._samples.info
+        with privately(
+            optimizing, models, noise, norm, min(size, rows), info.kind, info.shape
+        ) as private:
             yield private
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.semi import FixMatch
 from fedhet.client_runtime.state import ClientState
 from fedhet.data.spec import Split
-from fedhet.kinds import augmentation
+from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
     Augment,
@@ -49,7 +49,8 @@ class Recipe:
         """Raise DataError if `training.augment` is not for the client's samples."""
         self._seed, self._rounds, self._client = run.seed, run.rounds, info.name
         self._state, self._compute = state, compute
-        self._shape, self._change = info.shape, augmentation(run.training.augment, info.shape)
+        self._kind, self._shape = KINDS[info.kind], info.shape
+        self._change = augmentation(run.training.augment, self._kind, self._shape)
         self._optimizing: Optimization | None = None
         """The optimiser whose state is to be kept."""
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
@@ -126,8 +127,8 @@ class Recipe:
         self, labelled: Split, unlabelled: Split, model: nn.Module, settings: TrainingSettings
     ) -> FixMatch:
         """Return how the round's training learns from unlabelled samples besides labelled ones."""
-        shape, compute = self._shape, self._compute
-        return FixMatch(labelled, unlabelled, shape, model, settings, compute, self.draws)
+        kind, shape, compute = self._kind, self._shape, self._compute
+        return FixMatch(labelled, unlabelled, kind, shape, model, settings, compute, self.draws)
 
     @property
     def augment(self) -> Augment | None:

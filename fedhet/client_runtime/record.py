@@ -10,7 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
 from fedhet.base.disk import expanded, read_json, write_text
@@ -21,7 +29,7 @@ from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.spec import Split, Stored
 from fedhet.data.store import RunData
 from fedhet.data.tables import TableSchema
-from fedhet.kinds import kind_of
+from fedhet.kinds import KINDS
 from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of
 
@@ -47,6 +55,8 @@ class ClientRecord(BaseModel):
     """The names of all classes of the run, in order."""
     space: list[int] = Field(min_length=1)
     """The client's label space: its classes, ascending."""
+    kind: str
+    """The kind of its samples."""
     shape: list[int] = Field(min_length=1, max_length=4)
     """The shape of one sample."""
     stored: Stored
@@ -61,11 +71,19 @@ class ClientRecord(BaseModel):
             raise ValueError("space must be numbers of classes, ascending")
         return self
 
+    @field_validator("kind")
+    @classmethod
+    def _kind_is_known(cls, kind: str) -> str:
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}")
+        return kind
+
     @model_validator(mode="after")
     def _shape_is_of_a_sample(self) -> ClientRecord:
         shape = tuple(self.shape)
-        if not all(1 <= size <= MAX_SIDE for size in kind_of(shape).sizes(shape)):
-            raise ValueError(f"shape must be sizes from 1 to {MAX_SIDE}")
+        kind = KINDS[self.kind]
+        if not kind.fits(shape) or not all(1 <= size <= MAX_SIDE for size in kind.sizes(shape)):
+            raise ValueError(f"shape must be a {kind.name}'s, of sizes from 1 to {MAX_SIDE}")
         return self
 
     @classmethod
@@ -81,6 +99,7 @@ class ClientRecord(BaseModel):
             settings={name: value for name, value in values.items() if name not in PLACE},
             classes=list(samples.classes) or list(map(str, range(samples.info.classes))),
             space=samples.space.tolist(),
+            kind=samples.info.kind,
             shape=list(samples.info.shape),
             stored=samples.stored,
             samples=samples.info.samples,
@@ -92,8 +111,7 @@ class ClientRecord(BaseModel):
 
         The kind of samples is known, so that a dataset of the user's is not imported for it.
         """
-        kind = kind_of(tuple(self.shape)).name
-        config = resolve({**self.settings, "data.sample-kind": kind})
+        config = resolve({**self.settings, "data.sample-kind": self.kind})
         if config.run.engine.precision != "float16":
             return config
         return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))
@@ -122,6 +140,7 @@ class ClientRecord(BaseModel):
             self.model,
             self.samples,
             len(self.classes),
+            self.kind,
             tuple(self.shape),
             order_of(self.classes),
             config.run.training.describe(),

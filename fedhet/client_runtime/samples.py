@@ -97,6 +97,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             node.model,
             count,
             len(data.classes),
+            data.kind,
             data.shape,
             order,
             node.training.describe(),
@@ -131,7 +132,7 @@ def public_samples(
     """
     info, named = samples.info, config.run.data.public_dataset
     classes = info.classes if labelled else None
-    public = node.data.public_set(info.shape, classes)
+    public = node.data.public_set(info.kind, info.shape, classes)
     # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
     cut_here = named in ("", UNUSED)
     if named != GENERATED and (node.folder or not cut_here):

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.transfer import rows_of
 from fedhet.data.spec import UNKNOWN, Split
-from fedhet.kinds import Shape, check_changeable, kind_of
+from fedhet.kinds import Kind, Shape, check_changeable
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import LossOfBatch, batches, evaluating
 from fedhet.settings.run import TrainingSettings
@@ -39,6 +39,7 @@ class FixMatch:
         self,
         labelled: Split,
         unlabelled: Split,
+        kind: Kind,
         shape: Shape,
         model: nn.Module,
         settings: TrainingSettings,
@@ -49,7 +50,6 @@ class FixMatch:
 
         Raises DataError for samples that cannot be augmented.
         """
-        kind = kind_of(shape)
         check_changeable(kind, shape, "FixMatch augments")
         self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
         self._unlabelled, self._model, self._settings = unlabelled, model, settings

@@ -95,7 +95,11 @@ class HetClient(NumPyClient):
         if not self.config.method.spec.any_model:
             return {"private": self.build_model()}
         info = self.info
-        return {"private": build_any(info.model, info.shape, info.classes, seed=self.run.seed)}
+        return {
+            "private": build_any(
+                info.model, info.shape, info.classes, kind=info.kind, seed=self.run.seed
+            )
+        }
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train as the server's instruction says; return the reply."""
@@ -158,7 +162,9 @@ class HetClient(NumPyClient):
     def build_model(self, feature_dim: int | None = None) -> HetModel:
         """Return a new network of the client's architecture; all start with equal weights."""
         info, seed = self.info, self.run.seed
-        return build(info.model, info.shape, info.classes, seed=seed, feature_dim=feature_dim)
+        return build(
+            info.model, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
+        )
 
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels.

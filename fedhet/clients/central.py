@@ -52,7 +52,7 @@ class CentralClient(LocalClient):
 
     def _new_model(self) -> HetModel:
         name, info = model_in(self.run, self.settings), self.info
-        return build(name, info.shape, info.classes, seed=self.run.seed)
+        return build(name, info.shape, info.classes, kind=info.kind, seed=self.run.seed)
 
     def _read_all(self) -> None:
         """Replace the samples to train on, and the label space."""

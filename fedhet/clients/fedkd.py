@@ -82,7 +82,7 @@ class FedKdClient(HetClient):
 
     def _new_mentee(self) -> HetModel:
         info, seed = self.info, self.run.seed
-        return build(self.settings.mentee, info.shape, info.classes, seed=seed)
+        return build(self.settings.mentee, info.shape, info.classes, kind=info.kind, seed=seed)
 
     def _received(self, knowledge: Knowledge) -> dict[str, Array]:
         """Return the server's mentee: as it came, or the last one with the change that came.

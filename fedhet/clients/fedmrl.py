@@ -76,7 +76,9 @@ class FedMrlClient(HetClient):
     def _new_shared(self) -> HetModel:
         info, own = self.info, self.settings
         width, seed = own.shared_dim, self.run.seed
-        return build(own.shared, info.shape, info.classes, seed=seed, feature_dim=width)
+        return build(
+            own.shared, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=width
+        )
 
     def _learn(self, round: int, model: HetModel) -> dict[str, float]:
         """Train on m^F times the own head's loss plus m^G times the shared one's.

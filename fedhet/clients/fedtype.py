@@ -91,7 +91,13 @@ class FedTypeClient(HetClient):
         return None if found is None else float(found)
 
     def _new_proxy(self) -> HetModel:
-        return build(self.settings.proxy, self.info.shape, self.info.classes, seed=self.run.seed)
+        return build(
+            self.settings.proxy,
+            self.info.shape,
+            self.info.classes,
+            kind=self.info.kind,
+            seed=self.run.seed,
+        )
 
     def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the proxy, with the training that its kind of aggregation needs."""

@@ -42,7 +42,7 @@ class FmlClient(HetClient):
 
     def _new_meme(self) -> HetModel:
         info, seed = self.info, self.run.seed
-        return build(self.settings.meme, info.shape, info.classes, seed=seed)
+        return build(self.settings.meme, info.shape, info.classes, kind=info.kind, seed=seed)
 
     def _learn(self, round: int, private: nn.Module, meme: nn.Module) -> None:
         """Train for the local epochs on both models' losses, each with the other as its teacher."""

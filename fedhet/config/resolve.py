@@ -15,8 +15,9 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.config.sources import Given, from_flower, validated
 from fedhet.data import sources
+from fedhet.data.spec import Dataset
 from fedhet.data.store import GENERATED, MADE_HERE, RunData
-from fedhet.kinds import KINDS, Shape, augmentation
+from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
 from fedhet.pace.closing import closing, honest_majority, wanted
@@ -25,6 +26,7 @@ from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
 from fedhet.wire.contract import floating, poisonable
+from fedhet.wire.identity import ClientInfo
 
 PUBLIC_FRACTION = 0.2
 """Default share of the training set that is public, if the method needs public data."""
@@ -263,22 +265,23 @@ def check(config: Config, store: RunData | None = None) -> None:
     if run.models.num_classes not in (0, len(dataset.classes)):
         rule = f"0, or the {len(dataset.classes)} classes of {run.data.dataset}"
         raise refused("models.num-classes", run.models.num_classes, rule)
-    augmentation(run.training.augment, dataset.shape)
+    kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
+    augmentation(run.training.augment, KINDS[kind], shape)
     for name in dict.fromkeys(run.models.pool):
         any_model = config.method.spec.any_model
-        models.check(name, dataset.shape, len(dataset.classes), any_model=any_model)
-        config.method.spec.suits(config.own, name, dataset.shape, len(dataset.classes))
+        models.check(name, kind, shape, classes, any_model=any_model)
+        config.method.spec.suits(config.own, ClientInfo("", name, 0, classes, kind, shape))
     for field in config.method.spec.own_models:
-        _check_fits(config, field, dataset.shape, len(dataset.classes))
+        _check_fits(config, field, dataset)
     if run.privacy.is_on:
-        check_trainable(config.run, config.method, config.own, dataset.shape, len(dataset.classes))
+        check_trainable(config.run, config.method, config.own, dataset)
 
 
-def _check_fits(config: Config, field: str, shape: Shape, classes: int) -> None:
+def _check_fits(config: Config, field: str, dataset: Dataset) -> None:
     """Raise SettingsError if the model that one of the method's own settings names cannot be."""
     name = getattr(config.own, field)
     try:
-        models.check(name, shape, classes, any_model=False)
+        models.check(name, dataset.kind, dataset.shape, len(dataset.classes), any_model=False)
     except FedhetError as error:
         setting = f"setting '{config.method.table}.{kebab(field)}' = {name!r} is not allowed"
         raise SettingsError(f"{setting}: {error}") from None
@@ -340,14 +343,15 @@ def check_private(run: RunSettings, method: Method, own: MethodSettings) -> None
 
 
 def check_trainable(
-    run: RunSettings, method: Method, own: MethodSettings, shape: Shape, classes: int
+    run: RunSettings, method: Method, own: MethodSettings, dataset: Dataset
 ) -> None:
     """Raise SettingsError for a model with a layer that cannot tell samples apart."""
     for setting, model in _of_clients(run, method, own):
         if model not in models.DRAWN:
             try:
-                built = models.build(model, shape, classes, seed=run.seed)
-                refuse_unfit(built, shape, model)
+                kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
+                built = models.build(model, shape, classes, seed=run.seed, kind=kind)
+                refuse_unfit(built, kind, shape, model)
             except ModelError as error:
                 raise refused(setting, model, f"another model: {error}") from None
 

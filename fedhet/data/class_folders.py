@@ -75,6 +75,10 @@ class Files:
     """Endings of their names, in lower case."""
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
     """(paths, settings, shape that the samples must have or None) -> samples [N, ...]."""
+    kind: str
+    """The kind of the samples."""
+    shape: Callable[[DataSpec], Shape] = lambda spec: ()
+    """(settings) -> the shape of a sample; (): that of what was read."""
     bare: bool = False
     """Whether files without an ending are read if no file of the tree has one of the endings."""
 
@@ -346,7 +350,9 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     train = read_part(tree.train, tree.classes, spec, files, most=spec.max_samples)
     form = tuple(train.x.shape[1:])
     test = read_part(tree.test, tree.classes, spec, files, form) if tree.test is not None else None
-    return Dataset(spec.dataset, train, test, tree.classes)
+    return Dataset(
+        spec.dataset, train, test, tree.classes, kind=files.kind, shape=files.shape(spec)
+    )
 
 
 def read_part(

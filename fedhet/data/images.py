@@ -280,5 +280,6 @@ IMAGES = Files(
         ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k",
     ),
     decode,
+    "image",
 )  # fmt: skip
 """Files of images, by the endings that users and viewers take for images."""

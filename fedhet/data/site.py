@@ -35,7 +35,7 @@ from fedhet.data.spec import (
 )
 from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
 from fedhet.data.texts import TEXTS, find_rows, shape_of_texts, site_rows
-from fedhet.kinds import TABLE, TEXT, Shape, kind_of
+from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build, kebab, refused
@@ -74,6 +74,7 @@ class Declaration:
     """The settings by which the data is read; those of a run have no part in it."""
     names: tuple[str, ...]
     """The names of all classes, in order."""
+    kind: Kind
     shape: Shape
 
     @classmethod
@@ -107,15 +108,18 @@ class Declaration:
             raise DataError(f"{path}: num-classes: {rule}. Change either file.")
         if schema:
             found: Shape = (sum(schema.widths),)
+            kind = TABLE
         elif table.sample_kind == TEXT.name:
-            found = shape_of_texts(spec)
+            kind, found = TEXT, shape_of_texts(spec)
         else:
             found = tuple(shape) if isinstance(shape, list) else ()
+            stated = KINDS.get(table.sample_kind, IMAGE)
+            kind = kind_of_arrays(found) if stated in (IMAGE, TABLE) else stated
         sizes: list[Any] = list(found)
         if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
             rule = "expected the shape of a sample, such as [3, 32, 32]"
             raise DataError(f"{path}: shape: {rule}, got {shape!r}. {_DECLARE}")
-        return cls(str(path), spec, names or tuple(map(str, range(number))), found)
+        return cls(str(path), spec, names or tuple(map(str, range(number))), kind, found)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -129,7 +133,7 @@ class Declaration:
 
         Logs the other settings of the run that differ: the declared values are used.
         """
-        asked, kind = run.flat(), kind_of(self.shape)
+        asked, kind = run.flat(), self.kind
         binding = {"models.num-classes", "data.sample-kind"}
         if kind is TEXT:
             binding |= {"data.tokenizer", "data.vocabulary", "data.max-tokens"}
@@ -191,8 +195,8 @@ def site_data(
     if declared is not None:
         space = tuple(range(classes))
     return ClientData(
-        name, train, test, None, names, space, own.shape or _form(train), own.rest, own.left_aside,
-        stored_as(train.x), own.schema,
+        name, train, test, None, names, space, own.kind.name, own.shape or _form(train), own.rest,
+        own.left_aside, stored_as(train.x), own.schema,
     )  # fmt: skip
 
 
@@ -200,6 +204,7 @@ def site_data(
 class _Own:
     """What a site's folder holds."""
 
+    kind: Kind
     train: Split
     test: Split | None
     names: tuple[str, ...]
@@ -230,11 +235,14 @@ def _read(
             )
     if rows is not None and (sample_kind(spec) is TABLE or (root / SCHEMA).exists()):
         schema = read_schema(root / SCHEMA)
-        return _Own(*_table(root, schema, classes, spec), schema=schema)
+        return _Own(TABLE, *_table(root, schema, classes, spec), schema=schema)
     if rows is not None:
-        return _Own(*site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
+        return _Own(TEXT, *site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
     if tree is None:
-        return _Own(*_site_arrays(root, classes, spec), names)
+        train, test = _site_arrays(root, classes, spec)
+        stated = sample_kind(spec)
+        kind = kind_of_arrays(_form(train)) if stated in (IMAGE, TABLE) else stated
+        return _Own(kind, train, test, names)
     return _site_tree(root, names, classes, spec, unlabelled, declared)
 
 
@@ -277,7 +285,7 @@ def _site_tree(
             )
         rest = Split(files.read(paths, spec, form), torch.full((len(paths),), UNKNOWN))
     shape = shape_of_texts(spec) if texts else ()
-    return _Own(train, test, tree.classes, rest, left_aside, shape)
+    return _Own(TEXT if texts else IMAGE, train, test, tree.classes, rest, left_aside, shape)
 
 
 def _table(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
-from fedhet.kinds import IMAGE, Kind, Shape
+from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings, drawn_unseen
 from fedhet.settings.schema import Count, CountOrNone
@@ -95,8 +95,11 @@ class Dataset:
     """For tables: the number of features of each column, in order; (): one each."""
     subclasses: Index | None = None
     """The training set's original labels [N], if `superclasses` replaced them."""
+    kind: str = ""
+    """The kind of the samples, a name in `fedhet.kinds.KINDS`; "": rows of a table [F], or images,
+    as the arrays of .npz files are."""
     shape: Shape = ()
-    """The shape of one sample, as `fedhet.kinds` has it; (): that of the rows of `train.x`."""
+    """The shape of one sample, as its kind has it; (): that of the rows of `train.x`."""
     groups: Index | None = None
     """The number [N] of the person or site that each training sample is of, if `data.by` says so;
     numbers are in the order of the names."""
@@ -108,8 +111,17 @@ class Dataset:
     """What each column of a table was taken for, and why: lines for the run's log."""
 
     def __post_init__(self) -> None:
-        """Take the shape of the samples from `train`, unless it is given."""
-        object.__setattr__(self, "shape", self.shape or tuple(self.train.x.shape[1:]))
+        """Take the shape of the samples from `train`, unless it is given. Check the kind."""
+        shape = self.shape or tuple(self.train.x.shape[1:])
+        kind = KINDS.get(self.kind) if self.kind else kind_of_arrays(shape)
+        if kind is None or not kind.fits(shape):
+            known = ", ".join(KINDS)
+            raise DataError(
+                f"{self.name}: kind = {self.kind!r}: must be the kind of samples of shape "
+                f"{list(shape)}, one of {known}"
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "kind", kind.name)
 
     @property
     def stored(self) -> Stored:
@@ -133,7 +145,8 @@ class ClientData:
 
     `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
     the rows of the common test set, if any, in the client's label space. `space` is that label
-    space: classes, ascending. `shape` is that of one sample, as `fedhet.kinds` has it.
+    space: classes, ascending. `kind` is the kind of the samples, a name in `fedhet.kinds.KINDS`,
+    and `shape` the shape of a sample.
     """
 
     name: str
@@ -142,6 +155,7 @@ class ClientData:
     common: Split | None
     classes: tuple[str, ...]
     space: tuple[int, ...]
+    kind: str
     shape: Shape
     unlabelled: Split | None = None
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""

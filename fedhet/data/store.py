@@ -50,7 +50,7 @@ from fedhet.data.spec import (
     stratified,
 )
 from fedhet.data.tables import TableSchema
-from fedhet.kinds import KINDS, Shape, described, kind_of
+from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
 
@@ -141,7 +141,7 @@ class RunData:
         if not len(test) and common is None:
             raise no_test(name, self.spec)
         return ClientData(
-            name, train, test, common, dataset.classes, space, dataset.shape,
+            name, train, test, common, dataset.classes, space, dataset.kind, dataset.shape,
             stored=dataset.stored, schema=dataset.schema,
         )  # fmt: skip
 
@@ -159,19 +159,19 @@ class RunData:
         labelled, unlabelled = map(stacked, zip(*pairs, strict=True))
         return labelled, unlabelled
 
-    def public_set(self, shape: tuple[int, ...], classes: int | None) -> Split:
+    def public_set(self, kind: str, shape: Shape, classes: int | None) -> Split:
         """Return the public samples: `public-dataset`, or a part of the training set.
 
-        Raises DataError unless its samples have `shape` and, if its labels are used, it has
-        `classes` classes (None: labels are not used), and SettingsError if its labels are used and
-        it has none.
+        Raises DataError unless its samples are of the kind, have `shape` and, if its labels are
+        used, it has `classes` classes (None: labels are not used), and SettingsError if its labels
+        are used and it has none.
         """
         if classes is not None:
             refuse_unlabelled_public(self.spec)
         found = self.once(
             "public", lambda: public_dataset(self.spec, lambda: self.dataset, lambda: self._source)
         )
-        check_public(found, shape, classes)
+        check_public(found, kind, shape, classes)
         return found.train
 
     def validate(self) -> None:
@@ -181,7 +181,7 @@ class RunData:
             if not len(self.split_rows(index)[1]) and alone:
                 raise no_test(spec.dataset, spec)
         if spec.public_dataset or spec.public_fraction:
-            public = self.public_set(self.dataset.shape, None)
+            public = self.public_set(self.dataset.kind, self.dataset.shape, None)
             if spec.public_dataset not in ("", *MADE_HERE):
                 refuse_overlap(public, self.dataset.train, spec.dataset)
 
@@ -323,12 +323,13 @@ def refuse_unlabelled_public(spec: DataSpec) -> None:
         )
 
 
-def check_public(public: Dataset, shape: Shape, classes: int | None) -> None:
-    """Raise DataError unless public samples have `shape` and, unless None, `classes` classes."""
-    if public.shape != shape:
+def check_public(public: Dataset, kind: str, shape: Shape, classes: int | None) -> None:
+    """Raise DataError unless public samples are of the kind, and have `shape` and `classes`."""
+    if (public.kind, public.shape) != (kind, shape):
+        held = KINDS[public.kind].describe(public.shape)
         raise DataError(
-            f"data.public-dataset {public.name!r}: samples have {described(public.shape)}, "
-            f"the clients' {described(shape)}"
+            f"data.public-dataset {public.name!r}: samples have {held}, the clients' "
+            f"{KINDS[kind].describe(shape)}"
         )
     if classes not in (None, len(public.classes)):
         raise DataError(
@@ -382,7 +383,7 @@ def public_dataset(
 
 def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
     """Return generated samples like the dataset's; their labels have no meaning."""
-    size, kind = spec.public_samples, kind_of(dataset.shape)
+    size, kind = spec.public_samples, KINDS[dataset.kind]
     if size < 1:
         raise SettingsError(
             f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
@@ -391,7 +392,7 @@ def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
         able = " and ".join(each.plural for each in KINDS.values() if each.generated)
         raise SettingsError(
             f"data.public-dataset = {GENERATED!r} is for {able}; samples of {dataset.name!r} have "
-            f"{described(dataset.shape)}"
+            f"{kind.describe(dataset.shape)}"
         )
     rng = numpy_rng(spec.seed, "public", "generated")
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
@@ -450,6 +451,7 @@ _FACTS = TypeAdapter(
         tuple[int, ...],
         bool,
         TableSchema | None,
+        str,
     ]
 )
 
@@ -481,7 +483,7 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
             tensors[name] = torch.from_numpy(rows).contiguous()
     facts = (
         dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.shape,
-        dataset.scaled_images, dataset.schema,
+        dataset.scaled_images, dataset.schema, dataset.kind,
     )  # fmt: skip
     save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
 
@@ -502,9 +504,9 @@ def read_dataset(path: Path) -> Dataset:
     subclasses, groups = (
         tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
     )
-    name, classes, parts, columns, shape, scaled_images, schema = facts
+    name, classes, parts, columns, shape, scaled_images, schema, kind = facts
     return Dataset(
-        name, train, test, classes, parts, public, columns, subclasses, shape, groups,
+        name, train, test, classes, parts, public, columns, subclasses, kind, shape, groups,
         scaled_images, schema,
     )  # fmt: skip
 

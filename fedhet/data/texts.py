@@ -34,7 +34,7 @@ from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.values import Words, class_words
-from fedhet.kinds import PADDING, Shape, text_shape
+from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
 VARIABLE = "FEDHET_ENCODERS"
 _ENCODER = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")
@@ -285,5 +285,5 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
         ) from error
 
 
-TEXTS = Files(".txt files", (".txt",), read_files, bare=True)
+TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, shape_of_texts, bare=True)
 """Files of texts; without an ending only if a tree has no .txt file."""

@@ -129,7 +129,9 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
     torch.set_num_threads(1)  # so that this thread does all the work
     try:
         with torch.random.fork_rng(devices=[]):
-            model = build_any(name, dataset.shape, len(dataset.classes), seed=run.seed)
+            model = build_any(
+                name, dataset.shape, len(dataset.classes), seed=run.seed, kind=dataset.kind
+            )
             if isinstance(model, Refitted):
                 return 0.0
             compute.place(model).train()

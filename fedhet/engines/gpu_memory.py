@@ -12,7 +12,7 @@ from fedhet.base.errors import FedhetError, one_line
 from fedhet.client_runtime.cache import close_clients
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import KINDS, Kind, Shape
 from fedhet.learning.devices import find_device
 from fedhet.models import Refitted, build_any
 
@@ -50,12 +50,14 @@ def needed_bytes(config: Config, data: RunData) -> int:
 
     A method that trains further models of its own takes as much for each.
     """
-    run, shape = config.run, tuple(data.dataset.shape)
+    run, kind, shape = config.run, data.dataset.kind, tuple(data.dataset.shape)
     classes, own = len(data.dataset.classes), config.flat()
     others = [str(own[f"{run.method}.{name}"]) for name in _own_models(config)]
     batch = max(run.training.batch_size, 2)
     sizes = {
-        name: training_bytes(build_any(name, shape, classes, seed=run.seed), shape, batch)
+        name: training_bytes(
+            build_any(name, shape, classes, seed=run.seed, kind=kind), KINDS[kind], shape, batch
+        )
         for name in dict.fromkeys([*run.models.pool, *others])
     }
     largest = max(sizes[name] for name in run.models.pool)
@@ -68,7 +70,7 @@ def _own_models(config: Config) -> list[str]:
 
 
 @torch.no_grad()
-def training_bytes(model: nn.Module, shape: Shape, batch: int) -> int:
+def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> int:
     """Return about what a training step on samples [batch, *shape] takes, in bytes.
 
     The weights, with gradients and what the optimiser keeps; and what each layer returns, which
@@ -85,7 +87,7 @@ def training_bytes(model: nn.Module, shape: Shape, batch: int) -> int:
     leaves = [part for part in model.modules() if not any(part.children())]
     hooks = [part.register_forward_hook(note) for part in leaves]
     try:
-        model.eval()(kind_of(shape).blank(1, shape))
+        model.eval()(kind.blank(1, shape))
     finally:
         for hook in hooks:
             hook.remove()

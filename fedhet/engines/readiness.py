@@ -49,6 +49,6 @@ def _client(config: Config, data: RunData, model: str) -> Any:
     node = read_node({**place, "model": model}, config.run, data=data)
     shape, classes = tuple(data.dataset.shape), len(data.dataset.classes)
     nothing = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
-    info = ClientInfo(node.name, model, 0, classes, shape)
+    info = ClientInfo(node.name, model, 0, classes, data.dataset.kind, shape)
     samples = ClientSamples(info, nothing, nothing, {}, torch.arange(classes), 0)
     return config.method.client(config, node, samples=samples)

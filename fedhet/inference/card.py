@@ -99,7 +99,7 @@ def _input(trained: TrainedClient, scales_itself: bool) -> dict[str, Any]:
     if record.table is not None:
         return _columns(record.table, scales_itself)
     shape = tuple(record.shape)
-    if TEXT.fits(shape):
+    if record.kind == TEXT.name:
         settings = trained.config.run.data
         hashed = settings.tokenizer == WORDS
         return {
@@ -118,7 +118,7 @@ def _input(trained: TrainedClient, scales_itself: bool) -> dict[str, Any]:
         "type": "uint8" if takes_bytes else "float32",
         "scaling": "in the file" if takes_bytes else SCALING[record.stored],
     }
-    if IMAGE.fits(shape):
+    if record.kind == IMAGE.name:
         size = f"{shape[2]} x {shape[1]} pixels"
         resized = f"resized to {size} by bicubic interpolation of Pillow"
         found["axes"] = ["N", "channel", "row", "column"]

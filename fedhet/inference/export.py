@@ -125,7 +125,7 @@ def _write_program(
         packaged = Packaged(model, Encoder(record.table)).eval()
     else:
         shape = tuple(record.shape)
-        if TEXT.fits(shape):  # of full length, which is fixed in the program
+        if record.kind == TEXT.name:  # of full length, which is fixed in the program
             example = torch.ones(2, shape[1], dtype=torch.int64)
         else:
             example = torch.zeros(2, *shape)

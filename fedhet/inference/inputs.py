@@ -19,7 +19,7 @@ from fedhet.data.npz import read_arrays
 from fedhet.data.spec import DataSpec, refuse_more
 from fedhet.data.tables import TableSchema, read_table
 from fedhet.data.texts import TEXTS, tokenized
-from fedhet.kinds import IMAGE, TEXT, kind_of
+from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.runs.units import natural
 
@@ -43,7 +43,7 @@ def read_inputs(
     not count.
     """
     bounds = _spec(record).but(max_bytes=most)
-    if _is_text(record):
+    if record.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)
     if record.table is not None and not any(path.suffix == ".npz" for path in paths):
@@ -69,12 +69,12 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     texts are a sequence of str. Raises DataError, which names `where`, for another shape, or a
     range that cannot be meant.
     """
-    if _is_text(record):
+    if record.kind == TEXT.name:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model takes texts, a sequence of str")
         return tokenized(list(x), _spec(record), where)
     shape = tuple(record.shape)
-    kind = kind_of(shape)
+    kind = KINDS[record.kind]
     values, wanted = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
     if values.shape[1:] != wanted:
         raise DataError(
@@ -104,10 +104,6 @@ def _table_rows(
     _refuse_irregular(paths[0])
     cells = read_table(paths[0], bounds)
     return [f"line {line}" for line in cells.lines], schema.encode(cells)
-
-
-def _is_text(record: ClientRecord) -> bool:
-    return TEXT.fits(tuple(record.shape))
 
 
 def _spec(record: ClientRecord) -> DataSpec:
@@ -146,7 +142,7 @@ def _refuse_irregular(path: Path) -> None:
 
 def _form(record: ClientRecord, resize: bool, first: str) -> Form:
     """Return the form of the client's images. Raises DataError if it has none."""
-    if not IMAGE.fits(tuple(record.shape)) or record.shape[0] not in MODES:
+    if record.kind != IMAGE.name or record.shape[0] not in MODES:
         raise DataError(
             f"{first}: {record.client}'s model takes samples of shape {record.shape}, which "
             "images cannot give; give an .npz file with an array x"

@@ -7,14 +7,16 @@
 | signal | [C, T]: channels and steps of time | float32 |
 | text | [0, L, V]: at most L tokens, numbers below V; a text has no channels | int64 [L] |
 
-Whatever depends on the kind is asked of its object. Nothing here imports PyTorch before it is
-called, so that settings and the declarations of methods can use kinds.
+Data states its kind by name; no shape tells it. Whatever depends on the kind is asked of its
+object. Nothing here imports PyTorch before it is called, so that settings and the declarations of
+methods can use kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -23,14 +25,14 @@ from fedhet.kinds.base import PADDING, Array, Change, Kind, Shape, finite, one_t
 
 __all__ = [
     "AUGMENTATIONS", "IMAGE", "KINDS", "PADDING", "SIGNAL", "TABLE", "TEXT", "Change", "Kind",
-    "Shape", "augmentation", "check_changeable", "described", "kind_of", "text_shape",
+    "Shape", "augmentation", "check_changeable", "kind_of_arrays", "text_shape",
 ]  # fmt: skip
 
 IMAGE = Kind(
     name="image",
     plural="images",
     wanted="images [C, H, W]",
-    fits=lambda shape: len(shape) == 3 and shape[0] > 0,
+    fits=lambda shape: len(shape) == 3,
     pool=("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"),
     model="cnn2",
     large_model="gems-resnet56",
@@ -138,30 +140,30 @@ AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmenta
 """The kind that each value of `training.augment` changes."""
 
 
-def kind_of(shape: Shape) -> Kind:
-    """Return the kind of samples of `shape`; a shape of no kind counts as an odd image's."""
-    return next((kind for kind in KINDS.values() if kind.fits(shape)), IMAGE)
+def kind_of_arrays(shape: Shape) -> Kind:
+    """Return the kind of samples from arrays for which none is stated: rows [F], or else images."""
+    return TABLE if len(shape) == 1 else IMAGE
 
 
-def described(shape: Shape) -> str:
-    """Return a sample's shape in words, for messages."""
-    return kind_of(shape).describe(shape)
-
-
-def augmentation(name: str, shape: Shape) -> Change | None:
-    """Return the change that `training.augment` names, for samples of `shape`; None for "none".
+def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
+    """Return the change that `training.augment` names, for such samples; None for "none".
 
     Raises DataError if it does not change such samples.
     """
     if name == "none":
         return None
-    kind = AUGMENTATIONS[name]
-    check_changeable(kind, shape, f"'training.augment' = {name!r} changes")
+    changed = AUGMENTATIONS[name]
+    if changed is not kind or not kind.is_changeable(shape):
+        _refuse_change(f"'training.augment' = {name!r} changes", changed.changeable, kind, shape)
     return kind.changes()[name]
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Raise DataError, beginning with `what`, unless the kind's changes are for such samples."""
-    if not (kind.changeable and kind.fits(shape) and kind.is_changeable(shape)):
+    """Raise DataError, beginning with `what`, unless such samples can be changed."""
+    if not (kind.changeable and kind.is_changeable(shape)):
         able = kind.changeable or " or ".join(filter(None, (k.changeable for k in KINDS.values())))
-        raise DataError(f"{what} {able}, the samples have {described(shape)}")
+        _refuse_change(what, able, kind, shape)
+
+
+def _refuse_change(what: str, able: str, kind: Kind, shape: Shape) -> NoReturn:
+    raise DataError(f"{what} {able}, the samples have {kind.describe(shape)}")

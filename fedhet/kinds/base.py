@@ -70,13 +70,13 @@ class Kind:
     """A kind of samples. Its functions import PyTorch themselves."""
 
     name: str
-    """As `data.sample-kind` has it."""
+    """As `data.sample-kind` has it, and as data and clients state it."""
     plural: str
     """What several samples are called in messages."""
     wanted: str
     """What a model of the kind takes, in words."""
     fits: Callable[[Shape], bool]
-    """(shape) -> whether a sample of this shape is of the kind."""
+    """(shape) -> whether a sample of the kind may have this shape."""
     pool: tuple[str, ...]
     """The default pool of models."""
     model: str

@@ -36,7 +36,7 @@ def model_in(run: RunSettings, settings: CentralSettings) -> str:
 
 def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the tensor shapes of the model in a run."""
-    model = model_shapes(model_in(run, settings), client.shape, client.classes)
+    model = model_shapes(model_in(run, settings), client.shape, client.classes, kind=client.kind)
     return Sizes({"C": client.classes}, {"weights": model})
 
 

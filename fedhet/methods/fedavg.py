@@ -31,6 +31,7 @@ def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
         client.model,
         client.shape,
         client.classes,
+        kind=client.kind,
         part=settings.part,
         feature_dim=settings.width,
     )

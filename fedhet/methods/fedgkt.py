@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from fedhet.base.errors import ModelError
-from fedhet.kinds import Shape
 from fedhet.methods.sizes import model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
@@ -39,10 +38,10 @@ def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
     return Sizes({"C": client.classes, "D": width}, {"server": model})
 
 
-def check_server_model(settings: FedGktSettings, model: str, shape: Shape, classes: int) -> None:
+def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
     """Raise SettingsError for a server model that does not take vectors of the features' width."""
     try:
-        model_shapes(settings.server_model, (settings.feature_dim,), classes)
+        gkt_sizes(settings, client)
     except ModelError as error:
         rule = f"a model of feature vectors: {error}"
         raise refused("fedgkt.server-model", settings.server_model, rule) from None

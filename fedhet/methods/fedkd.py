@@ -43,7 +43,7 @@ class FedKdSettings(fedavg.FedAvgSettings):
 
 def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the mentee's shapes."""
-    mentee = model_shapes(settings.mentee, client.shape, client.classes)
+    mentee = model_shapes(settings.mentee, client.shape, client.classes, kind=client.kind)
     return Sizes({"C": client.classes}, {"weights": mentee, "update": mentee})
 
 

@@ -32,7 +32,7 @@ class FedMrlSettings(fedavg.FedAvgSettings):
 def shared_sizes(settings: FedMrlSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the shared model's shapes."""
     own, width = settings.shared, settings.shared_dim
-    shared = model_shapes(own, client.shape, client.classes, feature_dim=width)
+    shared = model_shapes(own, client.shape, client.classes, kind=client.kind, feature_dim=width)
     return Sizes({"C": client.classes}, {"weights": shared})
 
 

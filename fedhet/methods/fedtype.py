@@ -110,8 +110,10 @@ class FedTypeSettings(MethodSettings):
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, the proxy's shapes and, as "scale", those of its trained tensors."""
-    whole = model_shapes(settings.proxy, client.shape, client.classes)
-    trained = model_shapes(settings.proxy, client.shape, client.classes, part="trained")
+    whole = model_shapes(settings.proxy, client.shape, client.classes, kind=client.kind)
+    trained = model_shapes(
+        settings.proxy, client.shape, client.classes, kind=client.kind, part="trained"
+    )
     return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 

@@ -44,7 +44,9 @@ class FeloSettings(MethodSettings):
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width), and the shapes of the client's architecture."""
     width = settings.feature_dim
-    own = model_shapes(client.model, client.shape, client.classes, feature_dim=width)
+    own = model_shapes(
+        client.model, client.shape, client.classes, kind=client.kind, feature_dim=width
+    )
     return Sizes({"C": client.classes, "D": width}, {"weights": own})
 
 

@@ -31,7 +31,7 @@ class FmlSettings(fedavg.FedAvgSettings):
 
 def meme_sizes(settings: FmlSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the meme's shapes."""
-    meme = model_shapes(settings.meme, client.shape, client.classes)
+    meme = model_shapes(settings.meme, client.shape, client.classes, kind=client.kind)
     return Sizes({"C": client.classes}, {"weights": meme})
 
 

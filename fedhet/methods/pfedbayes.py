@@ -34,7 +34,9 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, the shapes of the model and, as "scale", those of its trained tensors."""
     means = fedavg.part_sizes(settings, client)
-    trained = model_shapes(client.model, client.shape, client.classes, part="trained")
+    trained = model_shapes(
+        client.model, client.shape, client.classes, kind=client.kind, part="trained"
+    )
     return Sizes(means.axes, {**means.models, "scale": trained})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from fedhet.kinds import Kind, Shape
+from fedhet.kinds import Kind
 from fedhet.settings.defence import Average
 from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings
@@ -39,7 +39,7 @@ def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
     return Sizes({"C": client.classes})
 
 
-def every_model(settings: Any, model: str, shape: Shape, classes: int) -> None:
+def every_model(settings: Any, client: ClientInfo) -> None:
     """Ask nothing of a model."""
 
 
@@ -118,7 +118,7 @@ class MethodSpec:
     """Whether the method makes the clients' models from one, which alone is in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The default models of the clients by kind of data; of other kinds, the kind's own."""
-    suits: Callable[[Any, str, Shape, int], None] = every_model
+    suits: Callable[[Any, ClientInfo], None] = every_model
     """(own settings, a client's model, the shape of a sample, classes): raises SettingsError where
     the method needs more of the models than that they take such samples."""
     own_models: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)

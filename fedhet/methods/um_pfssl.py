@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import Divergence, RelationKind
-from fedhet.kinds import Shape
 from fedhet.methods.sizes import has_dropout, model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
@@ -54,7 +53,7 @@ class UmPfsslSettings(MethodSettings):
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the shapes of the architecture, for one model and for several."""
-    own = model_shapes(client.model, client.shape, client.classes)
+    own = model_shapes(client.model, client.shape, client.classes, kind=client.kind)
     return Sizes({"C": client.classes}, {"weights": own, "models": own})
 
 
@@ -97,11 +96,11 @@ REPLIES = Contract(
 )
 
 
-def check_dropout(settings: UmPfsslSettings, model: str, shape: Shape, classes: int) -> None:
+def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
     """Raise SettingsError for a model without dropout, whose predictions would not vary."""
-    if not has_dropout(model, shape, classes):
+    if not has_dropout(client):
         rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
-        raise refused("models.pool", model, rule)
+        raise refused("models.pool", client.model, rule)
 
 
 SPEC = MethodSpec(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedhet.base.errors import ModelError, reason_of
 from fedhet.data.texts import configuration, encoder_folder, encoder_parts
-from fedhet.kinds import PADDING, TEXT, Shape
+from fedhet.kinds import PADDING, TEXT, Kind, Shape
 from fedhet.models.het import HetModel, join
 from fedhet.models.texts import mean_of, present, trimmed
 
@@ -30,10 +30,12 @@ def check_encoder(name: str) -> None:
     configuration(encoder_parts(name)[2])
 
 
-def assemble_encoder(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+def assemble_encoder(
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
+) -> HetModel:
     """Return the encoder with its linear layers. Raises ModelError if texts do not fit it."""
     layers, frozen, folder = encoder_parts(name)
-    if not TEXT.fits(shape):
+    if kind not in (None, TEXT) or not TEXT.fits(shape):
         raise ModelError(f"model '{name}' takes {TEXT.wanted}, not shape {shape}")
     encoder = _Encoder(folder, frozen)
     if shape[2] > encoder.vocabulary or shape[1] > encoder.longest:
@@ -75,7 +77,7 @@ class _Encoder(nn.Module):
             return mean_of(self._states(_frozen(self.name, x.device), x, there), there)
 
     def _states(self, network: nn.Module, x: Tensor, there: Tensor) -> Tensor:
-        # As `fedhet.data.tokens` swaps them.
+        # As `fedhet.data.texts` swaps them.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
         found: Tensor = network(input_ids=ids, attention_mask=there.long()).last_hidden_state
         return found

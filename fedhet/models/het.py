@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedhet.kinds import kind_of
+from fedhet.kinds import IMAGE, Kind
 
 
 class HetModel(nn.Sequential):
@@ -44,8 +44,12 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
     return HetModel(extractor, nn.Linear(width, classes), width)
 
 
-def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
+def output_shape(
+    module: nn.Module, shape: Sequence[int], kind: Kind | None = None
+) -> tuple[int, ...]:
     """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
+
+    `kind` is the kind of the samples; None: numbers.
 
     On torch's default device: inside `torch.device("meta")` nothing is computed. A model of texts
     needs a device that computes, as it looks at their lengths.
@@ -54,7 +58,7 @@ def output_shape(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     module.eval()
     try:
         with torch.no_grad():
-            return tuple(module(kind_of(tuple(shape)).blank(2, tuple(shape))).shape)
+            return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
     finally:
         for part, mode in training.items():
             part.training = mode

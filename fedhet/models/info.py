@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedhet.base.errors import ModelError
-from fedhet.kinds import IMAGE, Kind, Shape, kind_of
+from fedhet.kinds import IMAGE, Kind, Shape
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,25 @@ class ModelInfo:
     takes: Kind | None = None
     """The one kind of samples that the model takes; None: images or, without `min_side`, any."""
 
-    def check(self, shape: Shape) -> None:
-        """Raise ModelError, with the allowed shapes, if samples of this shape do not fit."""
-        kind, taken = kind_of(shape), self.takes
-        if taken is None and self.min_side is not None:
-            taken = IMAGE
-        if taken is not kind and not kind.is_numeric:
+    def check(self, shape: Shape, kind: Kind | None = None) -> None:
+        """Raise ModelError, with the allowed shapes, if samples of this shape do not fit.
+
+        `kind` is the kind of the samples; None: the one that the model takes.
+        """
+        taken = IMAGE if self.takes is None and self.min_side is not None else self.takes
+        if kind and taken is not kind and not kind.is_numeric:
             raise ModelError(
                 f"model '{self.name}' takes numbers, not {kind.plural}; {kind.model} and others "
                 "that `fedhet models` lists do"
             )
         side = self.min_side or 0
         fits = taken.fits(shape) and taken.side(shape) >= side if taken else len(shape) > 0
-        if not fits or min((taken or kind).sizes(shape)) < 1:
+        other = f"{kind.plural} of " if kind and taken and fits and kind is not taken else ""
+        if not fits or other or min(taken.sizes(shape) if taken else shape) < 1:
             allowed = taken.wanted if taken else "samples of any shape"
             allowed += taken.minimum.format(side) if taken and side else ""
-            hint = "; 'mlp' takes any shape" if taken and kind.is_numeric else ""
-            raise ModelError(f"model '{self.name}' takes {allowed}, not shape {shape}{hint}")
+            hint = "; 'mlp' takes any shape" if taken and (kind or taken).is_numeric else ""
+            raise ModelError(f"model '{self.name}' takes {allowed}, not {other}shape {shape}{hint}")
 
 
 _NARROW = re.compile(r"(.+)-x(0\.[0-9]{1,6})")

@@ -38,21 +38,27 @@ def arrays_of(model: HetModel, part: Part) -> dict[str, Array]:
 
 
 def shapes_of(
-    part: Part, name: str, shape: Shape, classes: int, feature_dim: int | None = None
+    part: Part,
+    name: str,
+    shape: Shape,
+    classes: int,
+    feature_dim: int | None = None,
+    kind: str = "",
 ) -> Shapes:
     """Return the shape and dtype of the part's tensors, of a model by name."""
-    whole = shapes(name, shape, classes, feature_dim)
+    whole = shapes(name, shape, classes, feature_dim, kind)
     if part == "all":
         return whole
-    names = _names_by_model(part, name, tuple(shape), classes, feature_dim)
+    names = _names_by_model(part, name, tuple(shape), classes, feature_dim, kind)
     return {key: found for key, found in whole.items() if key in names}
 
 
 @lru_cache(maxsize=256)
 def _names_by_model(
-    part: Part, name: str, shape: Shape, classes: int, feature_dim: int | None
+    part: Part, name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str
 ) -> frozenset[str]:
-    return names_of(build(name, shape, classes, seed=0, feature_dim=feature_dim), part)
+    built = build(name, shape, classes, seed=0, feature_dim=feature_dim, kind=kind)
+    return names_of(built, part)
 
 
 def _names_within(model: nn.Module, layer: type[nn.Module]) -> frozenset[str]:

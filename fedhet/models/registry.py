@@ -12,7 +12,7 @@ import torch
 from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import KINDS, Shape
 from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.encoder import assemble_encoder, check_encoder
@@ -154,30 +154,31 @@ def check_name(name: str) -> None:
         find(name)
 
 
-def check(name: str, shape: Shape, classes: int, *, any_model: bool) -> None:
+def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) -> None:
     """Raise ModelError unless the model of a pool can be built, or each that it stands for.
 
     `any_model` allows those without gradients.
     """
     if name in DRAWN:
         for info in DRAWN[name].models.values():
-            info.check(tuple(shape))
+            info.check(tuple(shape), KINDS[kind])
         return
     if any_model and _is_classical(name, tuple(shape), classes):
-        kind = kind_of(tuple(shape))
-        if name in WITHOUT_GRADIENTS and not kind.is_numeric:
-            raise ModelError(f"model '{name}' takes numbers, not {kind.plural}")
+        if name in WITHOUT_GRADIENTS and not KINDS[kind].is_numeric:
+            raise ModelError(f"model '{name}' takes numbers, not {KINDS[kind].plural}")
         return
     if is_pretrained(name):
         check_weights(name)
-    shapes(name, shape, classes)
+    shapes(name, shape, classes, kind=kind)
 
 
-def build_any(name: str, shape: Shape, classes: int, *, seed: int) -> HetModel | Refitted:
+def build_any(
+    name: str, shape: Shape, classes: int, *, seed: int, kind: str = ""
+) -> HetModel | Refitted:
     """Return the named model, of any kind; its random draws depend on seed and name only."""
     shape, own_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
-        return build(name, shape, classes, seed=seed)
+        return build(name, shape, classes, seed=seed, kind=kind)
     if is_user_model(name):
         return Refitted(
             name, lambda: call_user_model(name, shape, classes), classes, own_seed, OwnModelError
@@ -195,55 +196,65 @@ def _is_classical(name: str, shape: Shape, classes: int) -> bool:
 
 
 def build(
-    name: str, shape: Shape, classes: int, *, seed: int, feature_dim: int | None = None
+    name: str,
+    shape: Shape,
+    classes: int,
+    *,
+    seed: int,
+    feature_dim: int | None = None,
+    kind: str = "",
 ) -> HetModel:
     """Return the model for samples of `shape`, with weights that depend on seed and name only.
 
     `feature_dim` is the width D between extractor and classifier; None keeps the native width.
+    `kind` is the kind of the samples; "": the one that the model takes (numbers, if it says none).
     """
     with seeded(seed, "model", name):
-        return _assemble(name, tuple(shape), classes, feature_dim)
+        return _assemble(name, tuple(shape), classes, feature_dim, kind)
 
 
 def shapes(
-    name: str, shape: Shape, classes: int, feature_dim: int | None = None
+    name: str, shape: Shape, classes: int, feature_dim: int | None = None, kind: str = ""
 ) -> dict[str, tuple[Shape, str]]:
     """Return each tensor's shape and numpy dtype name in the model's state dict.
 
     For registered models no memory is allocated; a user's own model is built and dropped. Cached.
     """
-    return dict(_shapes(name, tuple(shape), classes, feature_dim))
+    return dict(_shapes(name, tuple(shape), classes, feature_dim, kind))
 
 
 @lru_cache(maxsize=1024)
 def _shapes(
-    name: str, shape: Shape, classes: int, feature_dim: int | None
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str
 ) -> dict[str, tuple[Shape, str]]:
     computes = is_user_model(name) or is_encoder(name) or is_timm(name)
     with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
-        model = _assemble(name, shape, classes, feature_dim)
+        model = _assemble(name, shape, classes, feature_dim, kind)
         state = model.state_dict()
         if is_user_model(name):
-            check_use(name, model, _assemble(name, shape, classes, feature_dim), shape)
+            another = _assemble(name, shape, classes, feature_dim, kind)
+            check_use(name, model, another, shape, KINDS.get(kind))
     return {
         key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for key, tensor in state.items()
     }
 
 
-def _assemble(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+def _assemble(
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str
+) -> HetModel:
     if classes < 1:
         raise ModelError(f"model '{name}': classes is {classes}; it must be 1 or more")
     if feature_dim is not None and feature_dim < 1:
         raise ModelError(f"model '{name}': feature_dim is {feature_dim}; it must be 1 or more")
     if is_encoder(name):
-        return assemble_encoder(name, shape, classes, feature_dim)
+        return assemble_encoder(name, shape, classes, feature_dim, KINDS.get(kind))
     if is_timm(name):
-        return assemble_timm(name, shape, classes, feature_dim)
+        return assemble_timm(name, shape, classes, feature_dim, KINDS.get(kind))
     if is_user_model(name):
-        return assemble_user_model(name, shape, classes, feature_dim)
+        return assemble_user_model(name, shape, classes, feature_dim, KINDS.get(kind))
     info = find(name)
-    info.check(shape)
+    info.check(shape, KINDS.get(kind))
     return join(info.extractor(shape), _native_width(name, shape), classes, feature_dim)
 
 
@@ -256,9 +267,10 @@ def _native_width(name: str, shape: Shape) -> int:
     imports its compiler. Models of texts need a device that computes, to see their lengths.
     """
     on_meta = prod(shape) > MOST_COMPUTED or is_pretrained(name)
-    device = "meta" if on_meta and kind_of(shape).is_numeric else "cpu"
+    info = find(name)
+    device = "meta" if on_meta and (info.takes is None or info.takes.is_numeric) else "cpu"
     with seeded(0, "width", name), torch.device(device):
-        return output_shape(find(name).extractor(shape), shape)[1]
+        return output_shape(info.extractor(shape), shape, info.takes)[1]
 
 
 def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:

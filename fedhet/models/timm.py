@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fedhet.base.errors import ModelError, nearest
-from fedhet.kinds import IMAGE, Shape
+from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.het import HetModel, join, output_shape
 
 START = "timm:"
@@ -26,10 +26,12 @@ def check_timm(name: str) -> None:
         raise ModelError(f"model '{name}': timm has no model '{own}'{close}")
 
 
-def assemble_timm(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+def assemble_timm(
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
+) -> HetModel:
     """Return the network with a linear classifier. Raises ModelError if images do not fit it."""
     check_timm(name)
-    if not IMAGE.fits(shape):
+    if kind not in (None, IMAGE) or not IMAGE.fits(shape):
         raise ModelError(f"model '{name}' takes {IMAGE.wanted}, not shape {list(shape)}")
     try:
         network = _network(name, shape)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from fedhet.base.errors import ModelError, nearest, where_looked
 from fedhet.data.texts import is_encoder
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.timm import is_timm
@@ -50,7 +50,9 @@ def import_user_model(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def assemble_user_model(name: str, shape: Shape, classes: int, feature_dim: int | None) -> HetModel:
+def assemble_user_model(
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
+) -> HetModel:
     """Call the user's function, check its result, and adapt the feature width."""
     made = call_user_model(name, shape, classes)
     if is_classifier(made):
@@ -58,7 +60,7 @@ def assemble_user_model(name: str, shape: Shape, classes: int, feature_dim: int 
     extractor, classifier = _halves(name, made)
     whole = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
     check_tensors(name, whole, is_built=False)  # of the wrong type, they would not run
-    width = _checked_width(name, extractor, classifier, shape, classes)
+    width = _checked_width(name, extractor, classifier, shape, classes, kind)
     check_tensors(name, whole)
     if feature_dim not in (None, width):
         if not isinstance(classifier, nn.Linear):
@@ -150,14 +152,16 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
     return ""
 
 
-def check_use(name: str, model: nn.Module, another: nn.Module, shape: Shape) -> None:
+def check_use(
+    name: str, model: nn.Module, another: nn.Module, shape: Shape, kind: Kind | None
+) -> None:
     """Raise ModelError if a user's model cannot be copied, restored, and trained for one step.
 
     The step is made on blank samples. `another` is the result of a second call of the user's
     function: every client has its own model of the same layout. Neither is used afterwards.
     """
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    samples = kind_of(tuple(shape)).blank(2, tuple(shape))
+    samples = (kind or IMAGE).blank(2, tuple(shape))
     steps: dict[str, Callable[[], object]] = {
         "copy.deepcopy": lambda: copy.deepcopy(model),
         "load_state_dict, with its own state dict,": lambda: model.load_state_dict(before),
@@ -212,11 +216,16 @@ def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _checked_width(
-    name: str, extractor: nn.Module, classifier: nn.Module, shape: Shape, classes: int
+    name: str,
+    extractor: nn.Module,
+    classifier: nn.Module,
+    shape: Shape,
+    classes: int,
+    kind: Kind | None,
 ) -> int:
     """Run both parts once and return the width D between them."""
     try:
-        features = output_shape(extractor, shape)
+        features = output_shape(extractor, shape, kind)
         logits = output_shape(classifier, features[1:])
     except Exception as error:
         raise ModelError(

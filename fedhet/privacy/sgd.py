@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedhet.base.errors import ModelError, SettingsError
-from fedhet.kinds import Shape, kind_of
+from fedhet.kinds import KINDS, Kind, Shape
 from fedhet.learning.training import Optimization
 from fedhet.models import HetModel
 from fedhet.privacy.accounting import EXTRA
@@ -96,12 +96,14 @@ def privately(
     noise: float,
     norm: float,
     batch_size: int,
+    kind: str = "",
     shape: Shape | None = None,
 ) -> Iterator[PrivateOptimization]:
     """Yield `plain` as DP-SGD; in the block, `models` give the gradient of each sample.
 
     Every trained parameter must belong to one of `models`. Raises ModelError for a model in which
-    one sample's gradient depends on the others; `shape` is that of a sample, as `refuse_unfit` has.
+    one sample's gradient depends on the others; `kind` and `shape` are those of a sample, as
+    `refuse_unfit` has them.
     """
     trained = {id(parameter) for parameter in plain.parameters()}
     hooked = [m for m in models if any(id(p) in trained for p in m.parameters())]
@@ -109,7 +111,7 @@ def privately(
     if not trained <= covered:
         raise ModelError("a parameter that is trained belongs to no model of the client's own")
     for model in hooked:
-        refuse_unfit(model, shape)
+        refuse_unfit(model, kind, shape)
     hooks = [_opacus().grad_sample.GradSampleHooks(model, strict=False) for model in hooked]
     try:
         # A model's input has no gradient, which is what its first layer's hook is told.
@@ -120,20 +122,22 @@ def privately(
             each.cleanup()
 
 
-def refuse_unfit(model: nn.Module, shape: Shape | None = None, name: str = "") -> None:
+def refuse_unfit(
+    model: nn.Module, kind: str = "", shape: Shape | None = None, name: str = ""
+) -> None:
     """Raise ModelError unless `model` computes each sample independently of the others.
 
-    Rejects layers that Opacus does not support. If the `shape` of a sample is given, a network is
-    also tested on random inputs of it, once for each architecture in a process.
+    Rejects layers that Opacus does not support. If the kind and the `shape` of a sample are given,
+    a network is also tested on random inputs of it, once for each architecture in a process.
     """
     faults = _opacus().validators.ModuleValidator.validate(model, strict=False)
     fault = str(faults[0]) if faults else ""
     if not fault and shape is not None and isinstance(model, HetModel):
         # The same classes with the same arguments compute the same function.
         layout = tuple(each.is_contiguous() for each in model.parameters())
-        key = (str(model), tuple(map(type, model.modules())), layout, tuple(shape))
+        key = (str(model), tuple(map(type, model.modules())), layout, kind, tuple(shape))
         if key not in _TESTED:
-            _TESTED[key] = _dependence(model, tuple(shape))
+            _TESTED[key] = _dependence(model, KINDS[kind], tuple(shape))
         fault = _TESTED[key]
     if fault:
         own = f"model '{name}'" if name else "the model"
@@ -158,7 +162,7 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _dependence(model: HetModel, shape: Shape) -> str:
+def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
     """Return how a sample's outputs or gradients depend on other samples, or "" if they do not.
 
     Random inputs go through a copy of the model: each sample alone, in batches of several sizes, in
@@ -168,7 +172,6 @@ def _dependence(model: HetModel, shape: Shape) -> str:
     """
     own = copy.deepcopy(model).cpu()
     secret, dtype, tolerance = SecretNoise(bytes(32)), torch.float64, 1e-6
-    kind = kind_of(shape)
 
     def inputs(count: int) -> Tensor:
         size = (count, *(shape if kind.is_numeric else shape[1:2]))

@@ -19,8 +19,8 @@ from fedhet.data.store import RunData
 from fedhet.models import is_registered, shapes
 from fedhet.wire.identity import ClientInfo
 
-Task = tuple[int, tuple[int, ...]]
-"""The number of classes, and the shape of a sample."""
+Task = tuple[int, str, tuple[int, ...]]
+"""The number of classes, and the kind and the shape of a sample."""
 MOST_VALUES = 2**24
 """The most values of one sample."""
 
@@ -62,7 +62,7 @@ class Admission:
     def _model_fault(self, info: ClientInfo) -> str:
         """Return what is wrong with a registered model for the claimed task; it is not built."""
         try:
-            tensors = shapes(info.model, info.shape, info.classes).values()
+            tensors = shapes(info.model, info.shape, info.classes, kind=info.kind).values()
         except ModelError as error:
             return str(error)
         size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)
@@ -80,7 +80,7 @@ def admission_of(config: Config, data: RunData) -> Admission:
             dataset = data.dataset
         except FedhetError:  # the sites' own data; the server lacks 'dataset'
             return None
-        return len(dataset.classes), dataset.shape
+        return len(dataset.classes), dataset.kind, dataset.shape
 
     return Admission(
         classes=config.run.models.num_classes,
@@ -113,9 +113,9 @@ def commonest(names: Sequence[str]) -> str:
 
 def task_of(info: ClientInfo) -> Task:
     """Return a client's task."""
-    return info.classes, info.shape
+    return info.classes, info.kind, info.shape
 
 
-def _size(task: Task) -> tuple[int, int, tuple[int, ...]]:
-    classes, shape = task
-    return math.prod(shape), classes, shape
+def _size(task: Task) -> tuple[int, int, tuple[int, ...], str]:
+    classes, kind, shape = task
+    return math.prod(shape), classes, shape, kind

@@ -270,10 +270,11 @@ class Members:
 
     def _fault(self, info: ClientInfo) -> str:
         if task_of(info) != self._task:
-            classes, shape = self._task or (0, ())
+            classes, kind, shape = self._task or (0, "", ())
+            kinds = (f"{info.kind} ", f"{kind} ") if kind != info.kind else ("", "")
             return (
-                f"its data has {info.classes} classes of shape {info.shape}, "
-                f"the others' {classes} of shape {shape}"
+                f"its data has {info.classes} classes of {kinds[0]}shape {info.shape}, "
+                f"the others' {classes} of {kinds[1]}shape {shape}"
             )
         if info.order and self._order and info.order != self._order:
             return "its classes have other names than the others', or another order (classes.txt)"

@@ -148,7 +148,7 @@ class HetStrategy(Strategy):
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels."""
         classes = self.task.classes if labelled else None
-        return self.data.public_set(self.task.shape, classes)
+        return self.data.public_set(self.task.kind, self.task.shape, classes)
 
     def common_test(self) -> Split | None:
         """Return the common test set, scaled, or None if there is none for the clients' task."""
@@ -166,7 +166,7 @@ class HetStrategy(Strategy):
         self.log.begin(infos, self._class_names(infos))
         self._held_back.tell(self.log.notice)
         self.state.scores.outdate(self.members)
-        self.spec.suits(self.settings, self.task.model, self.task.shape, self.task.classes)
+        self.spec.suits(self.settings, self.task)
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)

@@ -38,7 +38,7 @@ class CentralStrategy(HetStrategy):
         # The thread count affects floating-point sums: fix it, as on the clients.
         torch.set_num_threads(self.run.engine.threads)
         task, name = self.task, model_in(self.run, self.settings)
-        self.model = build(name, task.shape, task.classes, seed=self.run.seed)
+        self.model = build(name, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
         compute_for(self.run.engine).place(self.model)
         self._keep(to_arrays(self.model))
 

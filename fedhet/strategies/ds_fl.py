@@ -32,7 +32,9 @@ class DsFlStrategy(FedMdStrategy):
         """Start without a consensus, with a new model."""
         super().init()
         task = self.task
-        model = build(self.settings.server_model, task.shape, task.classes, seed=self.run.seed)
+        model = build(
+            self.settings.server_model, task.shape, task.classes, kind=task.kind, seed=self.run.seed
+        )
         self.learner = Learner(model, self.run)
 
     def eval_models(self) -> Mapping[str, nn.Module]:

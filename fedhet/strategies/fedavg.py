@@ -28,7 +28,12 @@ class FedAvgStrategy(HetStrategy):
         """Start from a new model."""
         task, own = self.task, self.settings
         model = build(
-            task.model, task.shape, task.classes, seed=self.run.seed, feature_dim=own.width
+            task.model,
+            task.shape,
+            task.classes,
+            kind=task.kind,
+            seed=self.run.seed,
+            feature_dim=own.width,
         )
         self._instruct_all({"weights": arrays_of(model, own.part), **self.extra_groups(model)})
 

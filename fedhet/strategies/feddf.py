@@ -127,7 +127,7 @@ class FedDfStrategy(HetStrategy):
         """Return the network of an architecture with these weights."""
         if name not in self._networks:
             task = self.task
-            network = build(name, task.shape, task.classes, seed=self.run.seed)
+            network = build(name, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
             self._networks[name] = self.compute.place(network)
         load_weights(self._networks[name], weights)
         return self._networks[name]

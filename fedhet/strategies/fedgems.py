@@ -44,7 +44,9 @@ class FedGemsStrategy(HetStrategy):
         public, task = self.public_set(labelled=True), self.task
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
-        model = build(self.settings.server_model, task.shape, task.classes, seed=self.run.seed)
+        model = build(
+            self.settings.server_model, task.shape, task.classes, kind=task.kind, seed=self.run.seed
+        )
         self.learner = Learner(model, self.run)
         compute = self.learner.compute
         self.x, self.y = compute.held(public.x), public.y.to(compute.device)

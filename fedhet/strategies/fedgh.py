@@ -35,7 +35,14 @@ class FedGhStrategy(FedAvgStrategy):
         # As on the clients, results must not depend on the server's default number of threads.
         torch.set_num_threads(self.run.engine.threads)
         task, width = self.task, self.settings.width
-        model = build(task.model, task.shape, task.classes, seed=self.run.seed, feature_dim=width)
+        model = build(
+            task.model,
+            task.shape,
+            task.classes,
+            kind=task.kind,
+            seed=self.run.seed,
+            feature_dim=width,
+        )
         self._head = nn.ModuleDict({"classifier": model.classifier})
         """The new head, whose weights are replaced by those that it had last."""
         self._instruct_all({"weights": to_arrays(self._head)})

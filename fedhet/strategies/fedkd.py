@@ -38,7 +38,9 @@ class FedKdStrategy(FedAvgStrategy):
     def init(self) -> None:
         """Start from a new mentee."""
         task = self.task
-        mentee = build(self.settings.mentee, task.shape, task.classes, seed=self.run.seed)
+        mentee = build(
+            self.settings.mentee, task.shape, task.classes, kind=task.kind, seed=self.run.seed
+        )
         self._instruct_all({"weights": to_arrays(mentee)})
         self._change(0, {}, ())
 

@@ -25,7 +25,12 @@ class FedMrlStrategy(FedAvgStrategy):
         """Start from a new shared model."""
         task, own = self.task, self.settings
         shared = build(
-            own.shared, task.shape, task.classes, seed=self.run.seed, feature_dim=own.shared_dim
+            own.shared,
+            task.shape,
+            task.classes,
+            kind=task.kind,
+            seed=self.run.seed,
+            feature_dim=own.shared_dim,
         )
         self._instruct_all({"weights": to_arrays(shared)})
 

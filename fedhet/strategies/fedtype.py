@@ -31,7 +31,9 @@ class FedTypeStrategy(HetStrategy):
     def init(self) -> None:
         """Start from a new proxy."""
         task = self.task
-        model = build(self.settings.proxy, task.shape, task.classes, seed=self.run.seed)
+        model = build(
+            self.settings.proxy, task.shape, task.classes, kind=task.kind, seed=self.run.seed
+        )
         self.proxy = to_arrays(model)
         self.scale: dict[str, Array] = {}
         if self.settings.aggregation == "pfedbayes":

@@ -20,5 +20,7 @@ class FmlStrategy(FedAvgStrategy):
     def init(self) -> None:
         """Start from a new meme."""
         task = self.task
-        meme = build(self.settings.meme, task.shape, task.classes, seed=self.run.seed)
+        meme = build(
+            self.settings.meme, task.shape, task.classes, kind=task.kind, seed=self.run.seed
+        )
         self._instruct_all({"weights": to_arrays(meme)})

@@ -38,7 +38,7 @@ class HeteroFlStrategy(HetStrategy):
         if not is_registered(narrow_name(name, WIDTHS["e"])):
             rule = "a model that comes in several widths, such as mlp, cnn2 or text-cnn"
             raise refused("models.pool", self.run.models.pool, rule)
-        model = build(self.model, task.shape, task.classes, seed=self.run.seed)
+        model = build(self.model, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
         self._keep(arrays_of(model, self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:

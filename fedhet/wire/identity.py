@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from fedhet.base.errors import KnowledgeError, shown
-from fedhet.kinds import kind_of
+from fedhet.kinds import KINDS, Kind
 
 SERVER = "server"
 """The sender's name in the server's messages; no client may have it."""
@@ -35,8 +35,10 @@ class ClientInfo:
     samples: int
     """Number of training samples."""
     classes: int
+    kind: str
+    """The kind of its samples, a name in `fedhet.kinds.KINDS`."""
     shape: tuple[int, ...]
-    """The shape of one sample, as `fedhet.kinds` has it."""
+    """The shape of one sample, as its kind has it."""
     order: str = ""
     """A digest of the class names in their order (`order_of`)."""
     training: str = ""
@@ -79,7 +81,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
             node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'"
         )
     model = _text(name, "model", properties.get("model"), _MODEL, "a model's name")
-    shape = _shape(name, properties.get("shape"))
+    kind = properties.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise KnowledgeError(name, "kind", f"is {shown(kind)}, must be one of {', '.join(KINDS)}")
+    shape = _shape(name, KINDS[kind], properties.get("shape"))
     samples = _whole(name, "samples", properties.get("samples"), LEAST_SAMPLES, MAX_SAMPLES)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
     rule = "16 hexadecimal digits, or empty"
@@ -89,7 +94,7 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     own_data = properties.get("own_data", False)
     if not isinstance(own_data, bool):
         raise KnowledgeError(name, "own_data", f"is {shown(own_data)}, must be true or false")
-    return ClientInfo(name, model, samples, classes, shape, order, training, own_data)
+    return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data)
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:
@@ -105,12 +110,13 @@ def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _shape(sender: str, text: object) -> tuple[int, ...]:
+def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
     if not isinstance(text, str) or not _SHAPE.fullmatch(text):
         fault = f"is {shown(text)}, must be 1 to 4 sizes like '3,32,32'"
         raise KnowledgeError(sender, "shape", fault)
     shape = tuple(map(int, text.split(",")))
-    kind = kind_of(shape)
+    if not kind.fits(shape):
+        raise KnowledgeError(sender, "shape", f"is {text}, which no {kind.name} has")
     for size in kind.sizes(shape):
         _whole(sender, "shape", size, 1, MAX_SIDE)
     if kind.is_numeric and math.prod(shape) > MAX_VALUES:

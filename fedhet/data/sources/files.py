@@ -11,7 +11,6 @@ texts a folder with train/<class>/*.txt and test/<class>/*.txt, or <class>/*.txt
 from __future__ import annotations
 
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +63,8 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
     parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
     classes = 1 + max(int(split.y.max()) for _, split in every)
-    return Dataset(spec.dataset, train, common, tuple(map(str, range(classes))), parts)
+    names, stated = tuple(map(str, range(classes))), "" if kind is IMAGE else kind.name
+    return Dataset(spec.dataset, train, common, names, parts, kind=stated)
 
 
 def kind_of_clients(folder: str) -> Kind:
@@ -132,6 +132,7 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
         train,
         test,
         tuple(map(str, range(highest + 1))),
+        kind=SIGNAL.name,
         groups=read_owners(path, spec.by, spec) if spec.by else None,
     )
 
@@ -175,6 +176,7 @@ def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataS
         schema.labelled(train),
         schema.labelled(test) if test else None,
         schema.classes,
+        kind=TABLE.name,
         columns=schema.widths,
         groups=groups,
         schema=schema,
@@ -194,7 +196,7 @@ def read_texts(place: str, spec: DataSpec) -> Dataset:
         raise SettingsError(
             f"data.by = {spec.by!r}: a tree of .txt files has no columns; it takes a text:FILE"
         )
-    return replace(read_tree(place, spec, TEXTS), shape=shape_of_texts(spec))
+    return read_tree(place, spec, TEXTS)
 
 
 def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
@@ -206,6 +208,7 @@ def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         labelled(rows, classes, spec, train),
         labelled(read_rows(test, spec), classes, spec, test) if test else None,
         classes,
+        kind=TEXT.name,
         shape=shape_of_texts(spec),
         groups=numbered(rows.groups) if rows.groups is not None else None,
     )

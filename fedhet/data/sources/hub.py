@@ -27,7 +27,7 @@ from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
 from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, refuse_more
 from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
-from fedhet.kinds import TEXT
+from fedhet.kinds import IMAGE, TEXT
 from fedhet.settings.data import DataSettings
 
 TESTS = ("test", "validation")
@@ -54,10 +54,11 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
     if found[-1].x.shape[1:] != found[0].x.shape[1:]:
         raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
-    shape = shape_of_texts(spec) if spec.sample_kind == TEXT.name else ()
-    return Dataset(
-        spec.dataset, found[0], found[1] if test is not None else None, classes, shape=shape
-    )
+    tests = found[1] if test is not None else None
+    if spec.sample_kind == TEXT.name:
+        shape = shape_of_texts(spec)
+        return Dataset(spec.dataset, found[0], tests, classes, kind=TEXT.name, shape=shape)
+    return Dataset(spec.dataset, found[0], tests, classes, kind=IMAGE.name)
 
 
 def parse(place: str) -> Place:

@@ -68,6 +68,7 @@ class LeafForm:
     """(a user's `x`, where it stands) -> samples [N, ...]. Raises ValueError or TypeError."""
     labels: Callable[[Sequence[Any], str], Index]
     classes: tuple[str, ...]
+    kind: Kind = IMAGE
     shape: Shape = ()
 
 
@@ -78,7 +79,8 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
     users, split = _read_leaf(train, spec, form)
     test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
     groups = numbered(users)
-    return Dataset(spec.dataset, split, test, form.classes, shape=form.shape, groups=groups)
+    kind, shape = form.kind.name, form.shape
+    return Dataset(spec.dataset, split, test, form.classes, kind=kind, shape=shape, groups=groups)
 
 
 def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
@@ -163,12 +165,12 @@ def _next_letters(y: Sequence[Any], where: str) -> Index:
 
 FEMNIST = LeafForm(_leaf_images, _numbers, tuple(SIGNS))
 SHAKESPEARE = LeafForm(
-    _texts, _next_letters, tuple(map(repr, LETTERS)), text_shape(LENGTH, OTHER + 1)
+    _texts, _next_letters, tuple(map(repr, LETTERS)), TEXT, text_shape(LENGTH, OTHER + 1)
 )
 
 
-def _leaf(name: str, line: str, form: LeafForm, kind: Kind) -> Source:
-    return Source(name, line, partial(read_leaf, form=form), "DIR", kind)
+def _leaf(name: str, line: str, form: LeafForm) -> Source:
+    return Source(name, line, partial(read_leaf, form=form), "DIR", form.kind)
 
 
 TEST_CENTRE = 2
@@ -215,6 +217,7 @@ def read_wilds(place: str, spec: DataSpec, form: WildsForm) -> Dataset:
         split,
         split_of(rest, like) if len(rest) else None,
         classes,
+        kind=IMAGE.name,
         groups=numbered(table[form.owner].to_numpy()[train]),
     )
 
@@ -310,7 +313,7 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
     names = _har_classes(root / "activity_labels.txt")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
-    return Dataset(spec.dataset, train, test, names, groups=numbered(persons))
+    return Dataset(spec.dataset, train, test, names, kind=SIGNAL.name, groups=numbered(persons))
 
 
 def _har_classes(path: Path) -> tuple[str, ...]:
@@ -365,9 +368,8 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     if not len(y):
         raise DataError(f"{root}: has no {WINDOW} samples of one activity in a row")
     split = Split(torch.from_numpy(x), torch.from_numpy(y))
-    return Dataset(
-        spec.dataset, split, None, tuple(PAMAP2_ACTIVITIES.values()), groups=numbered(persons)
-    )
+    names = tuple(PAMAP2_ACTIVITIES.values())
+    return Dataset(spec.dataset, split, None, names, kind=SIGNAL.name, groups=numbered(persons))
 
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
@@ -416,8 +418,8 @@ def _table(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
 
 
 SOURCES = (
-    _leaf("femnist", "LEAF's handwritten signs, a client each writer", FEMNIST, IMAGE),
-    _leaf("shakespeare", "LEAF's lines, a client each role", SHAKESPEARE, TEXT),
+    _leaf("femnist", "LEAF's handwritten signs, a client each writer", FEMNIST),
+    _leaf("shakespeare", "LEAF's lines, a client each role", SHAKESPEARE),
     _wilds("camelyon17", "WILDS' tissue images, a client each hospital", CAMELYON17),
     _wilds("iwildcam", "WILDS' animals, a client each camera", IWILDCAM),
     Source("har", "UCI's smartphone signals, a client each person", read_har, "DIR", SIGNAL),

@@ -51,7 +51,9 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
     y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     train, test = held_out(y.numpy(), _TEST_FRACTION, "digits")
     every, classes = Split(x, y), tuple(map(str, range(10)))
-    return Dataset("digits", every.take(train), every.take(test), classes, scaled_images=True)
+    return Dataset(
+        "digits", every.take(train), every.take(test), classes, kind=IMAGE.name, scaled_images=True
+    )
 
 
 def _digits_file() -> Path:
@@ -78,7 +80,9 @@ def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
     x = torch.from_numpy(scaler.transform(bunch.data).astype(np.float32))
     every, classes = Split(x, torch.from_numpy(labels)), tuple(map(str, bunch.target_names))
     widths = (1,) * x.shape[1]
-    return Dataset(spec.dataset, every.take(train), every.take(test), classes, columns=widths)
+    return Dataset(
+        spec.dataset, every.take(train), every.take(test), classes, kind=TABLE.name, columns=widths
+    )
 
 
 _CLASSES = MappingProxyType(
@@ -104,7 +108,13 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
     except unreadable as error:
         raise DataError(_absent(spec, root, error)) from error
     classes = tuple(str(name) for name in train.classes)
-    return Dataset(spec.dataset, _torchvision_images(train), _torchvision_images(test), classes)
+    return Dataset(
+        spec.dataset,
+        _torchvision_images(train),
+        _torchvision_images(test),
+        classes,
+        kind=IMAGE.name,
+    )
 
 
 def _absent(spec: DataSpec, root: str, error: Exception) -> str:
@@ -153,7 +163,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
             raise DataError(f"{path}: {part}_images have another shape than train_images")
     classes = 1 + max(int(split.y.max()) for split in (train, val, test))
     whole = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    return Dataset(spec.dataset, whole, test, tuple(map(str, range(classes))))
+    return Dataset(spec.dataset, whole, test, tuple(map(str, range(classes))), kind=IMAGE.name)
 
 
 def _split(path: Path, part: str, arrays: dict[str, npt.NDArray[Any]]) -> Split:
@@ -282,7 +292,7 @@ def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
         return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
 
     widths = (*(1 for _ in numbers), *(len(found) for found in encoder.categories_))
-    return Dataset(name, split(train), split(test), classes, columns=widths)
+    return Dataset(name, split(train), split(test), classes, kind=TABLE.name, columns=widths)
 
 
 def _floats(name: str, rows: Rows, columns: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -18,7 +18,7 @@ import torch
 from fedhet.base.errors import DataError, nearest
 from fedhet.data.npz import checked_labels
 from fedhet.data.spec import Dataset, Source, Split, nowhere
-from fedhet.kinds import IMAGE, Kind, kind_of
+from fedhet.kinds import IMAGE, KINDS, Kind
 
 NAME, PLACE = "python", "module:function"
 _KEYS = ("train", "test", "classes")
@@ -89,7 +89,7 @@ def _split(where: str, pair: Any) -> Split:
 
 def _found_kind(path: str) -> Kind:
     with contextlib.suppress(DataError):  # reading the dataset reports it
-        return kind_of(read_user_dataset(path).shape)
+        return KINDS[read_user_dataset(path).kind]
     return IMAGE
 
 
