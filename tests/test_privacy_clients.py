@@ -896,11 +896,17 @@ def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("text-gru", (0, 12, 50)), ("text-transformer", (0, 12, 50)), ("ft-transformer", (8,)),
-     ("mixing_model:made", (1, 8, 8))],
-)  # fmt: skip
-def test_a_model_that_cannot_be_private_is_refused_before_a_run(name, shape, tmp_path, monkeypatch):
+    ("name", "kind", "shape"),
+    [
+        ("text-gru", "text", (0, 12, 50)),
+        ("text-transformer", "text", (0, 12, 50)),
+        ("ft-transformer", "table", (8,)),
+        ("mixing_model:made", "image", (1, 8, 8)),
+    ],
+)
+def test_a_model_that_cannot_be_private_is_refused_before_a_run(
+    name, kind, shape, tmp_path, monkeypatch
+):
     (tmp_path / "mixing_model.py").write_text(
         "from torch import nn\n\n\nclass Mixing(nn.Flatten):\n    def forward(self, x):\n"
         "        return super().forward(x) - x.flatten(1).mean(0)\n\n\n"
@@ -912,7 +918,8 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(name, shape, tmp
         f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained by DP-SGD"
     )
     with pytest.raises(SettingsError, match=message):
-        check_trainable(config.run, config.method, config.own, shape, 3)
+        dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
+        check_trainable(config.run, config.method, config.own, dataset)
 
 
 def test_a_run_says_what_it_costs_before_it_starts():

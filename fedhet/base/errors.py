@@ -10,7 +10,7 @@ from pathlib import Path
 
 MOST_CHARACTERS = 500
 _AT_A_CLIENT = re.compile(
-    r"Message contains an Error \(reason: <class '(?:fedhet\.errors\.\w+'>:<'|ray\..*"
+    r"Message contains an Error \(reason: <class '(?:fedhet\.base\.errors\.\w+'>:<'|ray\..*"
     r"ClientAppException occurred\. Message: )(.*)'>\)",
     re.DOTALL,
 )

@@ -44,7 +44,7 @@ LOOK_SECONDS = 5.0
 """Between two looks whether the server of a run that is followed still answers."""
 PATIENCE = 15.0
 """Seconds for which a server that has just started may be unreachable."""
-_OURS = re.compile(r"fedhet\.errors\.\w+: ")
+_OURS = re.compile(r"fedhet\.base\.errors\.\w+: ")
 
 
 @dataclass(frozen=True)
