@@ -917,8 +917,8 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
     message = (
         f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained by DP-SGD"
     )
+    dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
     with pytest.raises(SettingsError, match=message):
-        dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
         check_trainable(config.run, config.method, config.own, dataset)
 
 
