@@ -20,9 +20,17 @@ from fedhet.base.arrays import Arrays, grouped
 from fedhet.methods.fedavg import REPLIES
 from fedhet.models import build, to_arrays
 from fedhet.settings.engine import WireSettings
-from fedhet.wire.coder import Coder, rules_of
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode, payload_bytes
-from fedhet.wire.packing import PLAIN, Packing, digest_of
+from fedhet.wire.encodings import Coder, rules_of
+from fedhet.wire.knowledge import (
+    PLAIN,
+    Envelope,
+    Knowledge,
+    Packing,
+    decode,
+    digest_of,
+    encode,
+    payload_bytes,
+)
 
 MODELS = {"cnn2": (1, 28, 28), "cnn3": (3, 32, 32), "resnet10": (3, 32, 32)}
 ENVELOPE = Envelope("run", "fedavg", 1, "a")

@@ -16,18 +16,19 @@ from fedhet._generated import knowledge_pb2 as wire
 from fedhet.algorithms.compression import largest, rounded, scales_of
 from fedhet.base.errors import KnowledgeError
 from fedhet.settings.engine import WireSettings
-from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField
-from fedhet.wire.encodings import Float16, Int8, TopK
+from fedhet.wire.encodings import Coder, Encoded, Float16, Int8, TopK, rules_of
 from fedhet.wire.knowledge import (
+    PLAIN,
     Envelope,
     Knowledge,
     LackingError,
+    Packing,
     decode,
+    digest_of,
     encode,
     read_arrays,
 )
-from fedhet.wire.packing import PLAIN, Encoded, Packing, digest_of
 
 PLENTY = 10**9
 RNG = np.random.default_rng

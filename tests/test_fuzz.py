@@ -27,13 +27,11 @@ from fedhet.server.exchange import Exchange
 from fedhet.server.published import Publisher
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings
-from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
-from fedhet.wire.encodings import Float16, Int8, TopK
+from fedhet.wire.encodings import Coder, Encoded, Float16, Int8, TopK, rules_of
 from fedhet.wire.factors import FactorsField
 from fedhet.wire.identity import ClientInfo, read_properties
-from fedhet.wire.knowledge import Envelope, Knowledge, encode
-from fedhet.wire.packing import PLAIN, Encoded, Packing, digest_of
+from fedhet.wire.knowledge import PLAIN, Envelope, Knowledge, Packing, digest_of, encode
 
 METHODS = sorted(shipped_names())
 TRIES = int(os.environ.get("FEDHET_FUZZ", "4200")) // len(METHODS)

@@ -14,10 +14,9 @@ from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.settings.engine import WireSettings
-from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Contract, WeightsField
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
-from fedhet.wire.packing import Packing, digest_of
+from fedhet.wire.encodings import Coder, rules_of
+from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode
 
 LOSSY = ("float16", "int8", "top-k")
 

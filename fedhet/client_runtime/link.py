@@ -22,11 +22,10 @@ from fedhet.config.resolve import Config
 from fedhet.models.weights import on_host
 from fedhet.runs.measures import LACKS
 from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
-from fedhet.wire.coder import Coder, rules_of
 from fedhet.wire.contract import Sizes
+from fedhet.wire.encodings import Coder, rules_of
 from fedhet.wire.identity import is_name
-from fedhet.wire.knowledge import Envelope, Knowledge, LackingError
-from fedhet.wire.packing import PLAIN, Packing, digest_of
+from fedhet.wire.knowledge import PLAIN, Envelope, Knowledge, LackingError, Packing, digest_of
 
 UNSENT = "unsent"
 """The group of the state's tensors that error feedback adds to the next reply."""

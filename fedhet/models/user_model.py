@@ -23,7 +23,7 @@ from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.timm import is_timm
 from fedhet.wire.contract import MAX_MAGNITUDE
-from fedhet.wire.packing import DTYPES, MAX_RANK
+from fedhet.wire.knowledge import DTYPES, MAX_RANK
 
 
 def is_user_model(name: str) -> bool:

@@ -20,9 +20,8 @@ from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.storage import Facts
 from fedhet.settings.run import RunSettings
-from fedhet.wire.coder import Coder, Place, rules_of
-from fedhet.wire.knowledge import Envelope, Knowledge, encode
-from fedhet.wire.packing import Encoded, Packing, digest_of
+from fedhet.wire.encodings import Coder, Encoded, Place, rules_of
+from fedhet.wire.knowledge import Envelope, Knowledge, Packing, digest_of, encode
 
 VERSIONS = "wire"
 """The group of a checkpoint's tensors, and its fact, that the publisher keeps."""

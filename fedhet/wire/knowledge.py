@@ -1,26 +1,40 @@
 """Knowledge <-> Flower arrays: the one place that encodes and decodes messages.
 
 The first array is the manifest (proto/fedhet/v1/knowledge.proto), the others are the tensors it
-lists. Decoding never unpickles, never allocates by a header's claim, and never relies on an order.
+lists: as they are, or under an encoding, as values or as differences. A message that builds on
+weights names them by their digest; both sides compute it from what they have, and none is taken for
+another.
+
+Decoding never unpickles, never allocates by a header's claim, and never relies on an order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.common import Parameters
 from google.protobuf.message import DecodeError
 
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.arrays import Array, Arrays, OnDemand, group_of
 from fedhet.base.errors import KnowledgeError
+from fedhet.wire.encodings import ENCODINGS, Encoded, EncodingError, halved
 from fedhet.wire.identity import is_name
-from fedhet.wire.packing import DTYPES, MAX_RANK, PLAIN, Packing, decoded_bytes, unpacked
 
+if TYPE_CHECKING:
+    from flwr.common import Parameters
+
+DTYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+)
+MAX_RANK = 8
+DIGEST_BITS = 59
+"""Bits of a digest of weights: 18 decimal digits, which may be a part of a file's name."""
 SCHEMA_VERSION = 2
 """Version of a message with encodings."""
 PLAIN_VERSION = 1
@@ -38,6 +52,9 @@ _HEADER = re.compile(
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
 """The header that numpy writes for the allowed types; any other valid header is rejected."""
+
+_SCALARS = {bool: "flag", int: "integer", float: "real", str: "text"}
+"""The field of a manifest's scalar for each type; a truth is an integer too, so it comes first."""
 
 Scalars = Mapping[str, bool | int | float | str]
 
@@ -72,6 +89,25 @@ class Knowledge:
         if isinstance(own, OnDemand):
             return Knowledge(own.replacing(tensors), self.scalars)
         return Knowledge({**own, **tensors}, self.scalars)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tensors of a message travel under an encoding, and on which weights it builds."""
+
+    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    base: int = 0
+    """Digest of the weights that the receiver has; 0: it needs none."""
+    held: bool = False
+    """Whether all tensors of the base are part of the message, and not sent."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether all tensors travel as they are."""
+        return not (self.encoded or self.base or self.held)
+
+
+PLAIN = Packing()
 
 
 Bases = Callable[[Envelope, int], Arrays | None]
@@ -112,8 +148,9 @@ def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -
             spec.rounded = how.rounded
     for name, value in knowledge.scalars.items():
         try:
-            manifest.scalars[name].CopyFrom(_scalar(value))
-        except (TypeError, ValueError):
+            kind = next(kind for kind in _SCALARS if isinstance(value, kind))
+            setattr(manifest.scalars[name], _SCALARS[kind], value)
+        except (StopIteration, TypeError, ValueError):
             raise KnowledgeError(envelope.sender, name, f"{value!r} cannot travel") from None
     head = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
     tensors = knowledge.tensors
@@ -138,27 +175,26 @@ def decode(
         fault = f"lists {len(specs)} tensors, {len(arrays) - 1} came"
         raise KnowledgeError(sender, "manifest", fault)
     envelope = Envelope(manifest.run, manifest.method, manifest.round, manifest.sender)
-    base = _base_of(manifest, envelope, sender, bases)
-    if max_bytes is not None:
-        check_size(decoded_bytes(specs), sender, max_bytes)
+    if manifest.held and not manifest.base:
+        raise KnowledgeError(sender, "held", "is set, but there is no base that could be held")
+    base = bases(envelope, manifest.base) if manifest.base else {}
+    if base is None:
+        fault = f"{manifest.base} names weights that this side does not have"
+        raise LackingError(sender, "base", fault)
+    if max_bytes is not None:  # of the tensors under an encoding, all float32
+        size = sum(4 * math.prod(spec.shape) for spec in specs if spec.encoding)
+        check_size(size, sender, max_bytes)
     tensors: dict[str, Array] = dict(base) if manifest.held else {}
     for spec, array in zip(specs, arrays[1:], strict=True):
         if spec.name in tensors:
             raise KnowledgeError(sender, spec.name, "appears twice")
-        tensors[spec.name] = unpacked(spec, array, sender, base)
-    scalars = {name: _value(sender, name, scalar) for name, scalar in manifest.scalars.items()}
+        tensors[spec.name] = _tensor(spec, array, sender, base)
+    scalars: dict[str, bool | int | float | str] = {}
+    for name, scalar in manifest.scalars.items():
+        if (kind := scalar.WhichOneof("value")) is None:
+            raise KnowledgeError(sender, name, "has no value")
+        scalars[name] = getattr(scalar, kind)
     return envelope, Knowledge(tensors, scalars)
-
-
-def _base_of(manifest: wire.Manifest, envelope: Envelope, sender: str, bases: Bases) -> Arrays:
-    """Return the weights on which a message builds. Raises LackingError, or KnowledgeError."""
-    if manifest.held and not manifest.base:
-        raise KnowledgeError(sender, "held", "is set, but there is no base that could be held")
-    found = bases(envelope, manifest.base) if manifest.base else {}
-    if found is None:
-        fault = f"{manifest.base} names weights that this side does not have"
-        raise LackingError(sender, "base", fault)
-    return found
 
 
 def expect(
@@ -254,26 +290,58 @@ def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
     return manifest
 
 
-def _scalar(value: bool | int | float | str) -> wire.Scalar:
-    if isinstance(value, bool):
-        return wire.Scalar(flag=value)
-    if isinstance(value, int):
-        return wire.Scalar(integer=value)
-    if isinstance(value, float):
-        return wire.Scalar(real=value)
-    if isinstance(value, str):
-        return wire.Scalar(text=value)
-    raise TypeError(value)
+def digest_of(weights: Arrays) -> int:
+    """Return a digest of named tensors, from 1; 0: there are none."""
+    if not weights:
+        return 0
+    found = hashlib.blake2b(digest_size=8)
+    for name in sorted(weights):
+        value = weights[name]
+        found.update(f"{name}\0{value.dtype.str}{value.shape}\0".encode())
+        found.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return (int.from_bytes(found.digest(), "big") >> (64 - DIGEST_BITS)) or 1
 
 
-def _value(sender: str, name: str, scalar: wire.Scalar) -> bool | int | float | str:
-    match scalar.WhichOneof("value"):
-        case "flag":
-            return scalar.flag
-        case "integer":
-            return scalar.integer
-        case "real":
-            return scalar.real
-        case "text":
-            return scalar.text
-    raise KnowledgeError(sender, name, "has no value")
+def _tensor(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
+    """Return a message's tensor from the array that came for it. Raises KnowledgeError."""
+    if spec.encoding:
+        return _decoded(spec, array, sender, base)
+    if spec.difference:
+        raise KnowledgeError(sender, spec.name, "is a difference without an encoding")
+    listed, came = (spec.dtype, tuple(spec.shape)), (array.dtype.name, array.shape)
+    if spec.dtype not in DTYPES or listed != came:
+        fault = f"listed as {spec.dtype} {list(spec.shape)}, came as {array.dtype} "
+        raise KnowledgeError(sender, spec.name, f"{fault}{list(array.shape)}")
+    return array
+
+
+def _decoded(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
+    """Return a tensor that travels under an encoding."""
+    encoding, shape = ENCODINGS.get(spec.encoding), tuple(spec.shape)
+    if encoding is None:
+        fault = f"is encoded as {spec.encoding!r}, this side decodes {', '.join(ENCODINGS)}"
+        raise KnowledgeError(sender, spec.name, fault)
+    if spec.dtype != "float32" or len(shape) > MAX_RANK:
+        fault = f"{spec.dtype} of rank {len(shape)} cannot be encoded as {spec.encoding}"
+        raise KnowledgeError(sender, spec.name, fault)
+    if array.dtype != np.uint8 or array.ndim != 1:
+        fault = f"came as {array.dtype} {list(array.shape)}, must be uint8 [bytes]"
+        raise KnowledgeError(sender, spec.name, fault)
+    before = base.get(spec.name) if spec.difference else None
+    if spec.difference and (
+        before is None or before.dtype.name != spec.dtype or before.shape != shape
+    ):
+        raise KnowledgeError(sender, spec.name, "is a difference to a tensor that the base lacks")
+    try:
+        values = encoding.decode(array, shape)
+    except EncodingError as error:
+        raise KnowledgeError(sender, spec.name, f"{spec.encoding}: {error}") from None
+    if before is None:
+        return values
+    if not spec.rounded:
+        return before + values
+    halves = halved(before + values)
+    if not np.isfinite(halves).all():
+        fault = "is beyond half precision, to which it is rounded"
+        raise KnowledgeError(sender, spec.name, fault)
+    return halves.astype(np.float32)
