@@ -11,7 +11,7 @@ import pytest
 import torch
 from federation import run
 
-from fedhet.base.errors import DataError
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 from fedhet.data.spec import DataSpec
@@ -208,6 +208,60 @@ def test_a_fault_of_wilds_metadata_is_named(change, fault, tmp_path):
     metadata(tmp_path, [{"split": "train", "y": 0}])
     with pytest.raises(DataError, match="it takes the columns y, location_remapped"):
         store(f"iwildcam:{tmp_path}").dataset  # noqa: B018
+
+
+@pytest.fixture
+def lesions(tmp_path, monkeypatch):
+    """Images of gray values 0 to 35; center k of 3 has those that leave k, a quarter for tests."""
+    monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
+    root = tmp_path / "isic"
+    rows = []
+    for n in range(36):
+        fold, center = ("test" if n % 4 == 0 else "train"), n % 3
+        name = f"ISIC_{n:07d}" + ("_downsampled" if n % 5 == 0 else "")
+        rows.append({"image": name, "MEL": 0.0, "NV": 1.0, "target": n % 8, "center": center,
+                     "fold": fold, "fold2": f"{fold}_{center}"})  # fmt: skip
+        size = (10, 8 + n % 2)
+        picture(root / "ISIC_2019_Training_Input_preprocessed" / f"{name}.jpg", 7 * n, size)
+    metadata(root, rows)
+    (root / "metadata.csv").rename(root / "train_test_split")
+    return root
+
+
+def test_fed_isic2019_gives_each_center_its_own_training_and_test_images(lesions):
+    data = store(f"fed-isic2019:{lesions}", 3, image_size=8)
+    assert data.dataset.shape == (3, 8, 8)
+    assert data.dataset.classes == ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+    assert data.common_test is None
+    for center in range(3):
+        own = data.client(center)
+        for split, is_test in ((own.train, False), (own.test, True)):
+            values = (split.x[:, 0, 4, 4].float() / 7).round().long().tolist()
+            assert values == [n for n in range(36) if n % 3 == center and (n % 4 == 0) == is_test]
+            assert split.y.tolist() == [n % 8 for n in values]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("ISIC_0000004", "../other"), "is not an image below"),
+        ((",4,1,test,", ",8,1,test,"), "target is 8, expected 0 to 7"),
+        (("test", "val"), "center 0 has 9 training and 0 test images, expected at least 2 and 1"),
+        (("fold,", "part,"), "it takes the columns target, center, image, fold"),
+    ],
+)
+def test_a_fault_of_fed_isic2019_is_named(change, fault, lesions):
+    table = lesions / "train_test_split"
+    text = table.read_text()
+    assert change[0] in text
+    table.write_text(text.replace(*change))
+    with pytest.raises(DataError, match=fault):
+        store(f"fed-isic2019:{lesions}", 3, image_size=8).dataset  # noqa: B018
+
+
+def test_fed_isic2019_refuses_a_subset_of_its_samples(lesions):
+    with pytest.raises(SettingsError, match=r"data.max-samples: must be 0 .* got 5"):
+        store(f"fed-isic2019:{lesions}", 3, image_size=8, max_samples=5).dataset  # noqa: B018
 
 
 # Persons

@@ -260,6 +260,7 @@ FEDTGP = {
     "fedtgp.most-margin": 100.0,
     "fedtgp.server-epochs": 100,
 }
+FED_ISIC = {"clients": 6, "fraction": 1.0, "rounds": 100}  # Appendix C: FLamby's centers
 EIGHT = {"clients": 8, "fedgems.server-model": "gems-resnet20"}  # Appendix B.4
 TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a round, Section 4.3
 
@@ -284,6 +285,12 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
             for name, dataset in (("fmnist", "fashion-mnist"), ("cifar10", "cifar10"))
         ),
         ("table1-cifar100,fedtype-algorithm-1", "cifar100", FEDTYPE | ALGORITHM_1),
+        ("fed-isic2019", "fed-isic2019:data/fed-isic2019", FEDTYPE | FED_ISIC),
+        (
+            "fed-isic2019,fedtype-algorithm-1",
+            "fed-isic2019:data/fed-isic2019",
+            FEDTYPE | ALGORITHM_1 | FED_ISIC,
+        ),
         ("table8-agnews", "text:data/agnews", FEDTYPE | FEDTYPE_TEXTS),
         ("table8-agnews,table8-homogeneous", "text:data/agnews", FEDTYPE | FEDTYPE_ONE_TEXT_MODEL),
         ("um-pfssl-fmnist", "fashion-mnist", UM_PFSSL),

@@ -1,4 +1,4 @@
-"""Published data of persons and sites, a client each: LEAF, WILDS, HAR and PAMAP2.
+"""Published data of persons and sites, a client each: LEAF, WILDS, FLamby, HAR and PAMAP2.
 
 LEAF (`femnist:DIR`, `shakespeare:DIR`): Caldas et al., LEAF: A Benchmark for Federated Settings.
 DIR/train/*.json and, if there are any, DIR/test/*.json, which become the common test set; or
@@ -7,6 +7,11 @@ DIR/*.json alone. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
 WILDS (`camelyon17:DIR`, `iwildcam:DIR`): Koh et al., WILDS: A Benchmark of in-the-Wild Distribution
 Shifts. DIR has `metadata.csv` and the images as they are unpacked; those of WILDS' own test part
 are the common test set.
+
+Fed-ISIC2019 (`fed-isic2019:DIR`): Ogier du Terrail et al., FLamby: Datasets and Benchmarks for
+Cross-Silo Federated Learning in Realistic Healthcare Settings. DIR has FLamby's `train_test_split`
+and `ISIC_2019_Training_Input_preprocessed/`. Each of the six centers is a client and keeps its own
+test images, as FLamby splits them.
 
 Signals of persons who move (`har:DIR`, `pamap2:DIR`): Anguita et al., A Public Domain Dataset for
 Human Activity Recognition Using Smartphones, 2013; Reiss and Stricker, Introducing a New
@@ -29,7 +34,7 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError, SettingsError, reason_of
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
 from fedhet.data.npz import checked_labels
@@ -178,8 +183,8 @@ TEST_CENTRE = 2
 
 
 @dataclass(frozen=True)
-class WildsForm:
-    """How the metadata of one of WILDS' data sets is written."""
+class SitesForm:
+    """Layout of a folder of images with a table of whose image each is."""
 
     label: str
     owner: str
@@ -192,40 +197,63 @@ class WildsForm:
     """(metadata) -> the path of each row's image, below DIR."""
     classes: tuple[str, ...] = ()
     """Their names; (): their numbers, up to the highest."""
+    table: str = "metadata.csv"
+    """File name of the table, in CSV."""
+    own_tests: bool = False
+    """Whether the test images are split between the clients, instead of being common to all."""
 
 
-def read_wilds(place: str, spec: DataSpec, form: WildsForm) -> Dataset:
+def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     """Read DIR. Raises DataError for any fault of its files."""
+    if form.own_tests and spec.max_samples:
+        raise SettingsError(
+            f"data.max-samples: must be 0 with data.dataset = {spec.dataset!r}, whose clients keep "
+            f"the images that its authors gave them; got {spec.max_samples}"
+        )
     root = expanded(place)
-    table = _metadata(root / "metadata.csv", spec, form)
-    labels = checked_labels(table[form.label].to_numpy(), root / "metadata.csv")
+    path = root / form.table
+    table = _metadata(path, spec, form)
+    labels = checked_labels(table[form.label].to_numpy(), path)
+    if form.classes and labels.max() >= len(form.classes):
+        raise DataError(
+            f"{path}: {form.label} is {labels.max()}, expected 0 to {len(form.classes) - 1}"
+        )
     parts = np.asarray(form.part(table))
+    owners = table[form.owner].to_numpy()
     train = _rows(parts == 1, labels, spec.max_samples, spec.seed, "max-samples")
-    rest = _rows(parts == 2, labels, spec.max_test_samples, FIXED_SEED, "max-test-samples")
+    most = 0 if form.own_tests else spec.max_test_samples
+    rest = _rows(parts == 2, labels, most, FIXED_SEED, "max-test-samples")
     if not len(train):
-        raise DataError(f"{root / 'metadata.csv'}: has no row of the training set")
-    files = np.array([str(root / _inside(name, root)) for name in form.file(table)])
+        raise DataError(f"{path}: has no row of the training set")
+    files = np.array([str(root / _inside(name, path)) for name in form.file(table)])
 
     def split_of(rows: Any, like: Shape | None = None) -> Split:
         return Split(decode(files[rows].tolist(), spec, like), torch.from_numpy(labels[rows]))
 
-    split = split_of(train)
-    like = tuple(split.x.shape[1:])
     classes = form.classes or tuple(map(str, range(int(labels.max()) + 1)))
-    return Dataset(
-        spec.dataset,
-        split,
-        split_of(rest, like) if len(rest) else None,
-        classes,
-        kind=IMAGE.name,
-        groups=numbered(table[form.owner].to_numpy()[train]),
-    )
+    if form.own_tests:
+        rows = [part[owners[part] == k] for k in np.unique(owners) for part in (train, rest)]
+        sizes = tuple(
+            (len(own), len(test)) for own, test in zip(rows[::2], rows[1::2], strict=True)
+        )
+        for owner, (own, test) in zip(np.unique(owners), sizes, strict=True):
+            if own < 2 or not test:
+                raise DataError(
+                    f"{path}: {form.owner} {owner} has {own} training and {test} test images, "
+                    "expected at least 2 and 1"
+                )
+        split = split_of(np.concatenate(rows))
+        return Dataset(spec.dataset, split, None, classes, sizes, kind=IMAGE.name)
+    split = split_of(train)
+    test = split_of(rest, tuple(split.x.shape[1:])) if len(rest) else None
+    groups = numbered(owners[train])
+    return Dataset(spec.dataset, split, test, classes, kind=IMAGE.name, groups=groups)
 
 
-def _inside(name: str, root: Path) -> str:
+def _inside(name: str, table: Path) -> str:
     """Return the path of an image. Raises DataError for one that leads out of the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{root / 'metadata.csv'}: {name!r} is not an image below {root}")
+        raise DataError(f"{table}: {name!r} is not an image below {table.parent}")
     return name
 
 
@@ -237,7 +265,7 @@ def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
     return rows[stratified(labels[rows], most, numpy_rng(seed, use))]
 
 
-def _metadata(path: Path, spec: DataSpec, form: WildsForm) -> pd.DataFrame:
+def _metadata(path: Path, spec: DataSpec, form: SitesForm) -> pd.DataFrame:
     import pandas as pd
 
     wanted = [form.label, form.owner, *form.needs]
@@ -262,7 +290,7 @@ def _patches(table: pd.DataFrame) -> list[str]:
     ]
 
 
-CAMELYON17 = WildsForm(
+CAMELYON17 = SitesForm(
     "tumor",
     "center",
     ("patient", "node", "x_coord", "y_coord"),
@@ -270,7 +298,7 @@ CAMELYON17 = WildsForm(
     _patches,
     ("normal", "tumor"),
 )
-IWILDCAM = WildsForm(
+IWILDCAM = SitesForm(
     "y",
     "location_remapped",
     ("split", "filename"),
@@ -279,8 +307,21 @@ IWILDCAM = WildsForm(
 )
 
 
-def _wilds(name: str, line: str, form: WildsForm) -> Source:
-    return Source(name, line, partial(read_wilds, form=form), "DIR", is_mapped=True)
+FED_ISIC2019 = SitesForm(
+    "target",
+    "center",
+    ("image", "fold"),
+    lambda table: np.select([table["fold"] == "train", table["fold"] == "test"], [1, 2], 0),
+    lambda table: [f"ISIC_2019_Training_Input_preprocessed/{name}.jpg" for name in table["image"]],
+    ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC"),
+    table="train_test_split",
+    own_tests=True,
+)
+
+
+def _sites(name: str, line: str, form: SitesForm) -> Source:
+    read = partial(read_sites, form=form)
+    return Source(name, line, read, "DIR", whole_clients=form.own_tests, is_mapped=True)
 
 
 Numbers = npt.NDArray[np.float32]
@@ -420,8 +461,9 @@ def _table(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
 SOURCES = (
     _leaf("femnist", "LEAF's handwritten signs, a client each writer", FEMNIST),
     _leaf("shakespeare", "LEAF's lines, a client each role", SHAKESPEARE),
-    _wilds("camelyon17", "WILDS' tissue images, a client each hospital", CAMELYON17),
-    _wilds("iwildcam", "WILDS' animals, a client each camera", IWILDCAM),
+    _sites("camelyon17", "WILDS' tissue images, a client each hospital", CAMELYON17),
+    _sites("iwildcam", "WILDS' animals, a client each camera", IWILDCAM),
+    _sites("fed-isic2019", "FLamby's skin lesions, a client each center", FED_ISIC2019),
     Source("har", "UCI's smartphone signals, a client each person", read_har, "DIR", SIGNAL),
     Source("pamap2", "PAMAP2's sensor signals, a client each person", read_pamap2, "DIR", SIGNAL),
 )
