@@ -236,10 +236,10 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
         sizes = tuple(
             (len(own), len(test)) for own, test in zip(rows[::2], rows[1::2], strict=True)
         )
-        for owner, (own, test) in zip(np.unique(owners), sizes, strict=True):
-            if own < 2 or not test:
+        for owner, (own, tests) in zip(np.unique(owners), sizes, strict=True):
+            if own < 2 or not tests:
                 raise DataError(
-                    f"{path}: {form.owner} {owner} has {own} training and {test} test images, "
+                    f"{path}: {form.owner} {owner} has {own} training and {tests} test images, "
                     "expected at least 2 and 1"
                 )
         split = split_of(np.concatenate(rows))
