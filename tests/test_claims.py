@@ -15,8 +15,16 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
-from fedhet.experiments.claims import MEASURED, claims_of, pages, read_finished, verdict_of
+from fedhet.experiments.claims import (
+    MEASURED,
+    TestedClaim,
+    claims_of,
+    pages,
+    read_finished,
+    verdict_of,
+)
 from fedhet.experiments.declaration import paper_of, read_table, table_names
+from fedhet.experiments.paper import Finished
 from fedhet.experiments.plan import plan
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -70,6 +78,30 @@ def folder(tmp_path):
 )
 def test_a_claim_is_of_all_places_and_fails_in_one(outcomes, verdict):
     assert verdict_of(outcomes) == verdict
+
+
+@pytest.mark.parametrize(
+    ("places", "seeds"),
+    [
+        ([(1.0, 1.0)], 13),  # SE(12) = 0.5, which is half of the difference; 13 exceed it
+        ([(1.0, 0.9), (1.0, 1.0)], 13),  # all must be confirmed
+        ([(-1.0, 1.0), (2.0, 1.9), (-1.0, 0.9)], 10),  # one suffices to refute
+        ([(0.0, 1.0)], None),
+    ],
+)
+def test_seeds_that_would_decide_a_claim(places, seeds, tmp_path):
+    found = [comparison("within noise", difference=d, se=s) for d, s in places]
+    finished = Finished(
+        table="felo-2", size="tiny", seeds=[0, 1, 2], runs=1, finished=1, comparisons=found
+    )
+    tested = TestedClaim(finished, "a is better", tuple(finished.comparisons))
+    assert tested.seeds_to_decide == seeds
+    if seeds:  # by the definition: the first number of seeds that tells the deciding place apart
+        spread = [(abs(d), s * np.sqrt(3)) for d, s in places if d < 0] or [
+            (d, s * np.sqrt(3)) for d, s in places
+        ]
+        enough = [next(n for n in range(1, 99) if d > 2 * s / np.sqrt(n)) for d, s in spread]
+        assert seeds == (min(enough) if any(d < 0 for d, _ in places) else max(enough))
 
 
 def test_every_table_is_of_one_paper():

@@ -8,6 +8,7 @@ that `fedhet table` prints.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -37,7 +38,11 @@ MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """What can come of a claim, over all places where its table tests it."""
 WORDS = {verdict: verdict.replace("-", " ") for verdict in VERDICTS}
-CLAIM_COLUMNS = ("claim", "table and size", "verdict", "places", "differences")
+CLAIM_COLUMNS = (
+    "claim", "table and size", "verdict", "places", "differences", "seeds that would decide"
+)  # fmt: skip
+MOST_SEEDS = 100
+"""Above this number of seeds, a larger federation is the way to decide a claim."""
 SEEDS = 3
 """A table of fewer seeds says so."""
 TABLE_COLUMNS = ("table and size", "what it is", "made", "runs", "Kendall's τ")
@@ -84,6 +89,26 @@ class TestedClaim:
     def verdict(self) -> str:
         """One of VERDICTS, which see `verdict_of`."""
         return verdict_of(self.counts)
+
+    @property
+    def seeds_to_decide(self) -> int | None:
+        """Number of seeds that would decide the claim if differences and spread stay as measured.
+
+        A place that now points against the claim would refute it, and the first such place
+        suffices; without one, every place within noise must be confirmed. A place is decided by
+        n seeds if |difference| > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of
+        seeds that were run. None: the claim is decided or not measured, or a difference is zero.
+        """
+        if self.verdict != "not-told-apart":
+            return None
+        needed: dict[bool, list[float]] = {True: [], False: []}
+        for each in self.comparisons:
+            if each.outcome == "within noise" and each.difference is not None and each.se:
+                ratio = 2 * each.se / each.difference if each.difference else math.inf
+                needed[ratio > 0].append(len(self.finished.seeds) * ratio**2)
+        refuting, confirming = needed[False], needed[True]
+        found = min(refuting) if refuting else max(confirming, default=math.inf)
+        return math.floor(found) + 1 if math.isfinite(found) else None
 
     def as_json(self) -> dict[str, str]:
         """Return the claim as an entry of `fedhet table claims --json`."""
@@ -167,11 +192,19 @@ def results_part(claims: Sequence[TestedClaim]) -> str:
                 WORDS[claim.verdict],
                 ", ".join(f"{o} {claim.counts[o]}" for o in OUTCOMES if claim.counts[o]),
                 _differences(claim.comparisons),
+                _seeds(claim),
             )
             for claim in of_paper
         ]
         parts.append(f"### {paper}\n\n{work[0]}.\n\n{in_markdown(CLAIM_COLUMNS, rows)}")
     return "\n".join(parts)
+
+
+def _seeds(claim: TestedClaim) -> str:
+    if claim.verdict != "not-told-apart":
+        return "–"
+    seeds = claim.seeds_to_decide
+    return str(seeds) if seeds and seeds <= MOST_SEEDS else f"more than {MOST_SEEDS}"
 
 
 def _differences(comparisons: Iterable[Comparison]) -> str:
