@@ -21,7 +21,7 @@ from flwr.client import ClientApp
 from flwr.server import Grid, ServerApp
 
 from benchmarks.payload import MB, watched
-from fedhet.deployment.flower_cli import CONNECTION
+from fedhet.deployment.control import CONNECTION
 from fedhet.deployment.local import LocalDeployment
 
 server = ServerApp()

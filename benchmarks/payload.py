@@ -24,7 +24,7 @@ import psutil
 from torch import nn
 
 from fedhet.config.resolve import resolve
-from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment
 
 MB = 1_000_000

@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.timing import show
 from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
+from fedhet.engines.backend import run_inline
 from fedhet.engines.environment import for_training
-from fedhet.engines.inline import run_inline
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord

@@ -38,7 +38,7 @@ from torch import nn
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
-from fedhet.engines.inline import InlineProxy
+from fedhet.engines.backend import InlineProxy
 from fedhet.models import shapes
 from fedhet.server.app import FederationServer, components
 

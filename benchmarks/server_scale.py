@@ -39,7 +39,7 @@ from flwr.common import (
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
-from fedhet.engines.inline import InlineProxy
+from fedhet.engines.backend import InlineProxy
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.server.app import FederationServer, components

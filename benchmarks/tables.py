@@ -22,7 +22,7 @@ from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
 from fedhet.experiments.declaration import read_table
 from fedhet.experiments.plan import PlannedRun, plan
-from fedhet.runs.files import read_summary
+from fedhet.runs.directory import read_summary
 from fedhet.runs.records import FinalScores
 
 Parts = dict[str, float]

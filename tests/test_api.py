@@ -23,8 +23,8 @@ from fedhet.data.sources import dataset_names, sample_kind
 from fedhet.inference import api
 from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display
+from fedhet.runs.measures import spread
 from fedhet.runs.records import RoundRecord, RunSeconds, Summary
-from fedhet.runs.statistics import spread
 from fedhet.settings.data import DataSettings
 from fedhet.strategies.local import LocalStrategy
 

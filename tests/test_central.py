@@ -16,7 +16,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.data.partition import labelled_parts
 from fedhet.data.store import RunData
-from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.control import submit
 from fedhet.methods.central import trainer
 from fedhet.models import build
 from fedhet.runs.storage import load

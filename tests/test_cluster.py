@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,21 +21,22 @@ from fedhet.cli import main
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
 from fedhet.data.sources import paths_of
-from fedhet.engines.ray import inspection
-from fedhet.engines.ray.connection import code_of, connect, environment
-from fedhet.engines.ray.faults import faults
-from fedhet.engines.ray.joined_cluster import _shared, joined_workers
-from fedhet.engines.ray.machines import (
-    Machine,
+from fedhet.engines.environment import code_of, for_workers
+from fedhet.engines.ray import cluster, inspection
+from fedhet.engines.ray.cluster import (
+    ReachableClients,
+    WorkerProxy,
+    _shared,
     check_machines,
+    joined_workers,
+    needs_of,
     places,
-    question_of,
     running_machines,
     taking_clients,
 )
-from fedhet.engines.ray.pool import LostError, WorkerPool
-from fedhet.engines.ray.ray_clients import ReachableClients, WorkerProxy
-from fedhet.engines.ray.worker import Failed, Worker
+from fedhet.engines.ray.connection import connect
+from fedhet.engines.ray.inspection import faults, listing
+from fedhet.engines.ray.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.runs.directory import check_same
 from fedhet.settings.data import DataSettings
 from fedhet.settings.engine import EngineSettings
@@ -88,7 +90,7 @@ def test_the_workers_get_our_variables_and_no_others(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = environment()
+    found = for_workers()
     assert found["FEDHET_CACHE_DIR"] == "/cache"
     assert found["OMP_NUM_THREADS"] == "3"
     assert "secret" not in found.values()
@@ -109,40 +111,74 @@ def test_the_code_of_a_run_is_sent_and_pythons_own_is_not(monkeypatch, tmp_path)
     assert code_of([*named, "flwr", "nowhere"]) == [*found, str(Path(flwr.__file__).parent)]
 
 
-# --- the question and the answer ------------------------------------------------------------
+# --- what a machine needs -------------------------------------------------------------------
 
 
-def question(directory, **changes):
-    asked = question_of(absolute(small("felo", backend="ray")), directory)
-    return {**asked, **changes}
+def needs(directory, **changes):
+    wanted = needs_of(absolute(small("felo", backend="ray")), directory)
+    wanted = replace(wanted, **changes)
+    (directory / wanted.token).write_text(wanted.token)
+    return wanted
 
 
-def test_what_a_machine_says_of_itself(tmp_path):
-    asked = question(tmp_path, data=[str(tmp_path / "data"), "/nowhere"], modules=["os", "nomod.x"])
-    (tmp_path / asked["token"]).write_text(asked["token"])
-    (tmp_path / "data" / "train").mkdir(parents=True)
-    (tmp_path / "data" / "train" / "a.bin").write_bytes(b"123")
+def test_a_machine_that_has_all_finds_no_fault_and_leaves_nothing(tmp_path):
+    (tmp_path / "data").mkdir()
     (tmp_path / "data" / "b.bin").write_bytes(b"4567")
-    answer = inspection.inspect(asked)
-    names = hashlib.blake2b(b"b.bin\0004\n" + b"train/a.bin\0003\n", digest_size=16).hexdigest()
-    assert answer["data"] == {str(tmp_path / "data"): (2, 7, names), "/nowhere": None}
-    assert answer["missing"] == ["nomod.x"]
-    assert (answer["read_fault"], answer["write_fault"]) == ("", "")
-    assert answer["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert answer["has_device"]
+    path = str(tmp_path / "data")
+    wanted = needs(tmp_path, data={path: listing(path), "/nowhere": None})
+    assert faults(wanted) == []
     assert len(list(tmp_path.iterdir())) == 2  # what was written to try is gone
 
 
+def test_a_listing_has_the_names_and_sizes_of_all_files(tmp_path):
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "a.bin").write_bytes(b"123")
+    (tmp_path / "data" / "b.bin").write_bytes(b"4567")
+    names = hashlib.blake2b(b"b.bin\0004\n" + b"train/a.bin\0003\n", digest_size=16).hexdigest()
+    assert listing(str(tmp_path / "data")) == (2, 7, names)
+    assert listing(str(tmp_path / "data" / "b.bin"))[:2] == (1, 4)
+    assert listing("/nowhere") is None
+
+
+DATA = "data"
+"""A folder of two files of 7 bytes together."""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"torch": "1.0"}, "has PyTorch {torch}, this machine 1.0"),
+        ({"token": ".of-another-run"}, "does not see the run's directory {run} as this machine"),
+        ({"device": "mps"}, "has no device mps"),
+        ({"data": {"/nowhere": (2, 7, "d")}}, "does not see the data /nowhere"),
+        ({"data": {DATA: (1, 7, "d")}}, "{data}: 2 files of 7 bytes there, 1 file of 7 bytes here"),
+        ({"data": {DATA: None}}, "{data}: 2 files of 7 bytes there, nothing here"),
+        ({"data": {DATA: (2, 7, "d")}}, "the files have other names or sizes than here"),
+        ({"modules": ("os", "nomod.x")}, "does not find the module 'nomod.x'"),
+    ],
+)
+def test_each_fault_is_one_line(change, words, tmp_path):
+    data = tmp_path / DATA
+    data.mkdir()
+    (data / "a").write_bytes(b"123")
+    (data / "b").write_bytes(b"4567")
+    wanted = needs(tmp_path)
+    if DATA in change.get("data", {}):
+        change = {"data": {str(data): change["data"][DATA]}}
+    (line,) = faults(replace(wanted, **change))
+    assert words.format(torch=wanted.torch, run=tmp_path, data=data) in line
+    assert "\n" not in line
+
+
 def test_a_directory_that_only_looks_the_same_is_not_it(tmp_path):
-    asked = question(tmp_path)
-    assert inspection.inspect(asked)["read_fault"] == "No such file or directory"
-    (tmp_path / asked["token"]).write_text("of another run")
-    assert inspection.inspect(asked)["read_fault"]
+    wanted = needs(tmp_path)
+    (tmp_path / wanted.token).write_text("of another run")
+    (line,) = faults(wanted)
+    assert "it holds another file of that name" in line
 
 
 def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
-    asked = question(tmp_path)
-    (tmp_path / asked["token"]).write_text(asked["token"])
+    wanted = needs(tmp_path)
 
     def readable(path, mode="r", **given):
         if mode == "x":
@@ -150,31 +186,36 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
         return Path(path).open(mode, **given)
 
     monkeypatch.setattr(inspection, "open", readable, raising=False)
-    answer = inspection.inspect(asked)
-    assert (answer["read_fault"], answer["write_fault"]) == ("", "Read-only file system")
+    (line,) = faults(wanted)
+    assert line.startswith(f"cannot write into the run's directory {tmp_path} (Read-only")
 
 
 def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
-    tree = ast.parse(Path(inspection.__file__).read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {
-        (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
-        for node in imports
-        for alias in node.names
-    }
-    assert names
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+    root = Path(inspection.__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import fedhet.engines.ray.inspection"],
+        cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_a_run_asks_for(tmp_path):
-    chosen = {"data.dataset": f"imagefolder:{tmp_path}", "models.pool": ["os:getcwd", "mlp"]}
+def test_what_a_run_needs(tmp_path):
+    (tmp_path / "images").mkdir()
+    chosen = {"data.dataset": f"imagefolder:{tmp_path}/images", "models.pool": ["os:getcwd", "mlp"]}
     config = absolute(resolve({"method": "felo", **chosen}))
-    asked = question_of(config, tmp_path / "run")
-    assert asked["data"] == [str(tmp_path)]
-    assert asked["modules"][-3:] == ["fedhet.strategies.felo", "fedhet.clients.felo", "os"]
-    assert {"torch", "flwr"} < set(asked["modules"]), "what is not sent must be installed"
-    assert asked["device"] in ("cpu", "cuda", "mps")
-    assert asked["directory"] == str(tmp_path / "run")
+    wanted = needs_of(config, tmp_path / "run")
+    assert wanted.data == {f"{tmp_path}/images": listing(str(tmp_path / "images"))}
+    assert wanted.modules[-3:] == ("fedhet.strategies.felo", "fedhet.clients.felo", "os")
+    assert {"torch", "flwr"} < set(wanted.modules), "what is not sent must be installed"
+    assert wanted.device in ("cpu", "cuda", "mps")
+    assert wanted.directory == str(tmp_path / "run")
+
+
+def test_what_this_machine_lacks_too_is_said_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "REQUIRED", ("flwr", "nomod"))
+    wanted = needs_of(absolute(small("felo", backend="ray")), tmp_path)
+    assert "flwr" in wanted.modules
+    assert "nomod" not in wanted.modules
 
 
 def test_where_data_lies(tmp_path):
@@ -190,67 +231,23 @@ def test_where_data_lies(tmp_path):
     assert of("digits", public_dataset="generated") == []
 
 
-# --- the faults -----------------------------------------------------------------------------
-
-ASKED = {
-    "directory": "/shared/run", "token": ".t", "device": "cuda", "data": ["/data"],
-    "modules": ["m"],
-}  # fmt: skip
-SOUND = {
-    "python": "3.11", "torch": "2.15", "read_fault": "", "write_fault": "",
-    "has_device": True, "data": {"/data": (2, 7, "d")}, "missing": [],
-}  # fmt: skip
+# --- the faults of all machines -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"python": "3.12"}, "has Python 3.12, this machine 3.11"),
-        ({"torch": ""}, "has PyTorch (none), this machine 2.15"),
-        ({"read_fault": "No such file"}, "does not see the run's directory /shared/run as this"),
-        ({"write_fault": "Denied"}, "cannot write into the run's directory /shared/run (Denied)"),
-        ({"has_device": False}, "has no device cuda"),
-        ({"data": {"/data": None}}, "does not see the data /data"),
-        ({"data": {"/data": (1, 7, "e")}}, "/data: 1 file of 7 bytes there, 2 files of 7 bytes"),
-        ({"data": {"/data": (2, 7, "e")}}, "the files have other names or sizes than here"),
-        ({"missing": ["m"]}, "does not find the module 'm'"),
-    ],
-)
-def test_each_fault_is_one_line_with_the_machine(change, words):
-    found = faults(ASKED, SOUND, {"10.0.0.1": SOUND, "10.0.0.2": {**SOUND, **change}})
-    ((line,),) = found.values()
-    assert line.startswith("10.0.0.2: ")
-    assert words in line
-    assert "\n" not in line
-
-
-def test_all_faults_of_all_machines_are_found():
-    bad = {**SOUND, "has_device": False, "read_fault": "gone"}
-    answers = {"a": bad, "b": SOUND, "c": "has not answered within 5 s"}
-    found = faults(ASKED, SOUND, answers)
-    assert {address: len(lines) for address, lines in found.items()} == {"a": 2, "c": 1}
-    assert found["c"] == ["c: has not answered within 5 s"]
-
-
-def test_what_this_machine_lacks_too_is_said_elsewhere():
-    assert not faults(ASKED, {**SOUND, "missing": ["m"]}, {"b": {**SOUND, "missing": ["m"]}})
-
-
-def answering(monkeypatch, answers):
-    monkeypatch.setattr("fedhet.engines.ray.machines._answers", lambda machines, asked, _: answers)
+def answering(monkeypatch, **answers):
+    monkeypatch.setattr(cluster, "_faults", lambda machines, wanted, _: answers.items())
 
 
 def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch, capsys):
-    asked = question(tmp_path)
-    sound = {**SOUND, **inspection.inspect(asked), "read_fault": ""}
-    answering(monkeypatch, {"10.0.0.2": {**sound, "torch": "1.0"}})
-    with pytest.raises(FedhetError, match=r"^10.0.0.2: has PyTorch 1.0, this machine") as one:
-        check_machines([A, B], asked, 1.0)
+    wanted = needs_of(absolute(small("felo", backend="ray")), tmp_path)
+    answering(monkeypatch, a=[], b=["has PyTorch\n1.0"])
+    with pytest.raises(FedhetError, match=r"^b: has PyTorch\\n1\.0$") as one:
+        check_machines([A, B], wanted, 1.0)
     assert not getattr(one.value, "__notes__", [])
-    answering(monkeypatch, {"10.0.0.1": "is mute", "10.0.0.2": {**sound, "torch": "1.0"}})
+    answering(monkeypatch, a=["is mute"], b=["has PyTorch 1.0", "has no device cuda"])
     with pytest.raises(FedhetError, match="2 of 2 machines of the Ray cluster") as several:
-        check_machines([A, B], asked, 1.0)
-    assert [note.partition(":")[0] for note in several.value.__notes__] == ["10.0.0.1", "10.0.0.2"]
+        check_machines([A, B], wanted, 1.0)
+    assert [note.partition(":")[0] for note in several.value.__notes__] == ["a", "b", "b"]
     assert list(tmp_path.iterdir()) == []
 
     def fails():
@@ -260,8 +257,8 @@ def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="2"):
         main()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == several.value.__notes__
-    assert lines[2] == f"fedhet: {several.value}"
+    assert lines[:3] == several.value.__notes__
+    assert lines[3] == f"fedhet: {several.value}"
 
 
 # --- the machines ---------------------------------------------------------------------------
@@ -392,9 +389,9 @@ def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
     before.start()
     first.wait(10)
     with pytest.raises(TimeoutError):  # and nobody waits for it any more
-        workers.run_alone("client-3", lambda _: events.append("never"), 0.05)
+        workers.run("client-3", lambda _: events.append("never"), 0.05, alone=True)
     threading.Timer(0.2, free.set).start()
-    assert workers.run_alone("client-0", alone, None) == "reply"
+    assert workers.run("client-0", alone, None, alone=True) == "reply"
     before.join()
     later.join()
     assert events == ["another ends", "alone begins", "alone ends", "a third"]

@@ -13,9 +13,8 @@ import pytest
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import resolve
 from fedhet.deployment import control
-from fedhet.deployment import flower_cli as connection
 from fedhet.deployment.certs import make, make_node_key
-from fedhet.deployment.flower_cli import Connection, readable, submit
+from fedhet.deployment.control import Connection, readable, submit
 
 HEAD = [
     "\x1b[92mINFO \x1b[0m:      Start `flwr-serverapp` process\n",
@@ -57,7 +56,7 @@ def test_a_refusal_comes_without_colours_and_frames(monkeypatch, tmp_path):
         "╭─ Error ─────╮\n│ Connection is │\n│ unavailable.  │\n╰───────────────╯\n\x1b[91mx\x1b[0m"
     )
     done = subprocess.CompletedProcess([], 1, "", said)
-    monkeypatch.setattr(connection.subprocess, "run", lambda *words, **options: done)
+    monkeypatch.setattr(control.subprocess, "run", lambda *words, **options: done)
     with pytest.raises(FedhetError) as caught:
         Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
     assert str(caught.value) == "`flwr list` failed: Error Connection is unavailable. x"
@@ -71,9 +70,9 @@ def test_a_server_that_has_just_started_is_tried_again(monkeypatch, tmp_path):
     def answer(*words, **options):
         return subprocess.CompletedProcess([], 0, left.pop(0), "")
 
-    monkeypatch.setattr(connection.subprocess, "run", answer)
-    monkeypatch.setattr(connection.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(connection.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(control.subprocess, "run", answer)
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(control.time, "monotonic", lambda: next(clock))
     assert Connection(tmp_path, "h:1", Path("ca.crt")).flwr("run") == '{"run-id": 7}'
     left = [refusal] * 50
     with pytest.raises(FedhetError, match="SuperLink is unavailable"):
@@ -100,14 +99,14 @@ insecure = true
 """
 
 
-@pytest.mark.parametrize("where", [".", connection.CONNECTION])
+@pytest.mark.parametrize("where", [".", control.CONNECTION])
 def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, where):
     """Flower reads a project in its old form wherever it runs, and rewrites its configuration."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(connection, "PATIENCE", 0)
+    monkeypatch.setattr(control, "PATIENCE", 0)
     project = tmp_path / where / "pyproject.toml"
     project.parent.mkdir(exist_ok=True)
-    project.write_text(PROJECT.replace("NAME", connection.CONNECTION))
+    project.write_text(PROJECT.replace("NAME", control.CONNECTION))
     make_node_key(tmp_path / "site-0")
     make(tmp_path / "keys", [], [], 30)
     (tmp_path / "keys" / "ca.crt").rename(tmp_path / "ca.crt")
@@ -115,11 +114,11 @@ def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, 
     opened.prepare()
     configured = (tmp_path / "home" / "config.toml").read_text()
     with pytest.raises(FedhetError) as caught:
-        opened.register(Path("site-0.pub"))
+        opened.register(Path("site-0.pub"), "site-0")
     assert "legacy" not in str(caught.value)
     assert "migrat" not in str(caught.value).lower()
     assert (tmp_path / "home" / "config.toml").read_text() == configured
-    assert project.read_text() == PROJECT.replace("NAME", connection.CONNECTION)
+    assert project.read_text() == PROJECT.replace("NAME", control.CONNECTION)
 
 
 def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
@@ -183,7 +182,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
 
 def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):
     done = subprocess.CompletedProcess([], 1, '{"success": false, "error-message": "No\\nrun"}', "")
-    monkeypatch.setattr(connection.subprocess, "run", lambda *words, **options: done)
+    monkeypatch.setattr(control.subprocess, "run", lambda *words, **options: done)
     with pytest.raises(FedhetError, match=r"^`flwr list` failed: No run$"):
         Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
 

@@ -13,8 +13,8 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.inference import api, open_client
 from fedhet.runs.directory import last_round
+from fedhet.runs.measures import best_round, spread
 from fedhet.runs.records import RoundRecord
-from fedhet.runs.statistics import best_round, spread
 from fedhet.runs.storage import ClientStore
 
 

@@ -19,7 +19,7 @@ from fedhet.cli.example import write_example
 from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
-from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, free_port
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names

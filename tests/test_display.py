@@ -11,8 +11,7 @@ from federation import run, small
 from interruption import until
 from rich.console import Console
 
-from fedhet.runs.display import line_display, round_lines
-from fedhet.runs.live import LiveDisplay
+from fedhet.runs.display import LiveDisplay, line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.progress import Progress, State, accuracies_of, round_line
 from fedhet.runs.records import RoundRecord, Score, Seconds

@@ -21,8 +21,7 @@ from fedhet.cli.options import loading
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
-from fedhet.engines.environment import KEEPING_PAGES, for_training, inherited
-from fedhet.engines.ray.connection import environment
+from fedhet.engines.environment import KEEPING_PAGES, for_training, for_workers, inherited
 from fedhet.runs.units import make_output_lenient
 from fedhet.server.app import run_directory
 
@@ -56,12 +55,12 @@ def test_pages_of_freed_memory_are_kept():
 
 def test_processes_that_train_get_it_and_a_users_own_stays(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert environment()["GLIBC_TUNABLES"] == KEEPING_PAGES
+    assert for_workers()["GLIBC_TUNABLES"] == KEEPING_PAGES
     assert [found for _, found in side_by_side([1], 1, tunables)] == [KEEPING_PAGES]
     assert "GLIBC_TUNABLES" not in os.environ
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
     assert for_training() == {}
-    assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=0"
+    assert for_workers()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=0"
 
 
 def ends_itself(item):

@@ -18,7 +18,7 @@ from interruption import until
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config, resolve
 from fedhet.deployment import certs
-from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, site_name
 from fedhet.runs.log import RunLog
 

@@ -19,9 +19,9 @@ from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.registry import find_method, shipped_names
-from fedhet.runs.files import record_line
+from fedhet.runs.directory import record_line
+from fedhet.runs.measures import relative, spread, summarise
 from fedhet.runs.records import RoundRecord
-from fedhet.runs.statistics import relative, spread, summarise
 from fedhet.server import exchange as exchanges
 from fedhet.server.exchange import Exchange
 from fedhet.server.published import Publisher

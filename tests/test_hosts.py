@@ -13,7 +13,7 @@ from interruption import until
 from namespaces import SUBNET, TAG, host, ip, namespaces
 
 from fedhet.config.resolve import resolve
-from fedhet.deployment.flower_cli import submit
+from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment
 
 SERVER = f"{SUBNET}.254"

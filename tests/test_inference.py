@@ -620,7 +620,7 @@ def test_a_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
 @pytest.mark.timeout(900)
 def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
     from fedhet.config.resolve import resolve
-    from fedhet.deployment.flower_cli import submit
+    from fedhet.deployment.control import submit
     from fedhet.deployment.local import LocalDeployment
 
     config = small("felo", clients=2, rounds=1, join_timeout=300.0)

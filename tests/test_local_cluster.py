@@ -207,8 +207,8 @@ def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
 def test_an_error_does_not_wait_for_workers_that_are_starting(tmp_path):
     slow = (
         "import ray, sys, time; ray.init = lambda **_: None; "
-        "from fedhet.engines.ray import local_cluster; "
-        "local_cluster.running_machines = lambda: time.sleep(300); "
+        "from fedhet.engines.ray import cluster; "
+        "cluster.running_machines = lambda: time.sleep(300); "
     )
     words = ["fedhet", "run", "local", "--dataset", "breast-cancer", "--models", "cnn2"]
     command = f"{slow}from fedhet.cli import main; sys.argv = {words!r}; main()"

@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 
 from fedhet.base.errors import SettingsError
-from fedhet.deployment.flower_cli import readable
+from fedhet.deployment.control import readable
 from fedhet.runs import logs
 
 

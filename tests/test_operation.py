@@ -14,7 +14,7 @@ from interruption import until
 
 from fedhet.config.resolve import resolve
 from fedhet.deployment import certs
-from fedhet.deployment.flower_cli import Connection, submit
+from fedhet.deployment.control import Connection, submit
 from fedhet.deployment.local import end_trees, free_port
 
 OPERATION = Path(__file__).parents[1] / "operation"

@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 from flwr.cli.build import build_fab_from_disk
 
-from fedhet.deployment.flower_cli import program
+from fedhet.deployment.control import program
 from fedhet.deployment.local import end_trees, free_port
 
 ROOT = Path(__file__).parent.parent

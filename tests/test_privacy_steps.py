@@ -17,8 +17,7 @@ from fedhet.learning.devices import CPU
 from fedhet.learning.training import cross_entropy_of, optimization, train_epoch
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
-from fedhet.privacy.class_sums import clipped, noised_means
-from fedhet.privacy.noise import SecretNoise
+from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.settings.run import TrainingSettings
 
 PLAIN_SGD = TrainingSettings(optimizer="sgd", lr=0.5, momentum=0.0)

@@ -6,8 +6,15 @@ import math
 import pytest
 
 from fedhet.base.errors import StateError
-from fedhet.runs.directory import read_run_name
-from fedhet.runs.files import read_partition, read_records, read_summary, record_line, summary_text
+from fedhet.runs.directory import (
+    read_partition,
+    read_records,
+    read_run_name,
+    read_summary,
+    record_line,
+    summary_text,
+)
+from fedhet.runs.measures import Tail, final_scores, relative, spread, summarise, tail_of
 from fedhet.runs.records import (
     PastRound,
     RoundRecord,
@@ -16,7 +23,6 @@ from fedhet.runs.records import (
     Seconds,
     Summary,
 )
-from fedhet.runs.statistics import Tail, final_scores, relative, spread, summarise, tail_of
 
 SCORE = {"mean": 0.5, "std": 0.25, "worst": 0.25, "per_client": {"a": 0.25, "b": 0.75}}
 TIMES = {"total": 2.0, "train": 1.0, "evaluate": 0.5, "server": 0.25, "overhead": 0.125}

@@ -4,13 +4,13 @@ import itertools
 import threading
 import time
 
-from fedhet.runs import repeated
+from fedhet.runs import progress
 
 
 def test_calls_that_take_long_are_rare(monkeypatch):
     """The processor's time counts, and not that of a machine which others use."""
-    share, busy, calls = 0.25, 1.1 * repeated.LONG, []
-    monkeypatch.setattr(repeated, "SHARE", share)
+    share, busy, calls = 0.25, 1.1 * progress.LONG, []
+    monkeypatch.setattr(progress, "SHARE", share)
 
     def work():
         until = time.thread_time() + busy
@@ -18,7 +18,7 @@ def test_calls_that_take_long_are_rare(monkeypatch):
             pass
         calls.append(time.monotonic())
 
-    calling = repeated.Repeated(work, 0.01)
+    calling = progress.Repeated(work, 0.01)
     for _ in range(150):
         calling.note()
         time.sleep(0.01)
@@ -36,7 +36,7 @@ def test_a_change_is_followed_by_a_call_and_the_end_by_a_last_one():
         count.append(1)
         called.set()
 
-    calling = repeated.Repeated(work, 0.0)
+    calling = progress.Repeated(work, 0.0)
     calling.note()
     assert called.wait(10)
     calling.end()

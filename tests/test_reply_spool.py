@@ -15,7 +15,7 @@ from fedhet.algorithms import averaging
 from fedhet.algorithms.averaging import RunningAverage, average_weights
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, StateError
-from fedhet.engines.inline import InlineProxy
+from fedhet.engines.backend import InlineProxy
 from fedhet.server import reply_spool
 from fedhet.server.reply_spool import ReplySpool
 from fedhet.wire.contract import Contract, TensorField, WeightsField

@@ -19,8 +19,8 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import validated
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.engines import choice
-from fedhet.engines.choice import with_backend
+from fedhet.engines import backend
+from fedhet.engines.backend import with_backend
 from fedhet.engines.simulate import concurrently
 from fedhet.methods.registry import shipped_names
 
@@ -247,10 +247,10 @@ def test_a_backend_that_is_given_stays(backend):
 
 def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
     """15 s for Ray; two workers save half of the work, so the bound is 30 s."""
-    for seconds, backend, about in [(29, "inline", "about"), (31, "ray", "more than")]:
-        monkeypatch.setattr(choice, "_seconds_of_work", lambda *_, work=seconds: work)
-        place = {"inline": "in this process", "ray": "on Ray"}[backend]
-        assert backend_of() == (backend, f"training {place}: {about} {seconds} s of work")
+    for seconds, chosen, about in [(29, "inline", "about"), (31, "ray", "more than")]:
+        monkeypatch.setattr(backend, "_seconds_of_work", lambda *_, work=seconds: work)
+        place = {"inline": "in this process", "ray": "on Ray"}[chosen]
+        assert backend_of() == (chosen, f"training {place}: {about} {seconds} s of work")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert backend_of() == ("inline", "training in this process: Ray would have one worker")
 
@@ -271,7 +271,7 @@ def test_what_needs_ray_chooses_it(settings, reason):
 
 def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(choice, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4)
+    monkeypatch.setattr(backend, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4)
     settings = {"rounds": 10, "training.local-epochs": 2, "models.pool": ["mlp", "cnn2"]}
     config = resolve({"method": "felo", "clients": 4, **settings}).replacing(resume=True)
     data = RunData.of(config.run)
@@ -279,7 +279,7 @@ def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_
     own = sum(len(data.split_rows(client)[1]) for client in range(4))
     (tmp_path / "metrics.jsonl").write_text("{}\n" * 3)
     for directory, rounds in [(tmp_path / "new", 10), (tmp_path, 7)]:
-        work = choice._seconds_of_work(config, data, directory, 1e9)
+        work = backend._seconds_of_work(config, data, directory, 1e9)
         samples = rounds * (2 * train + (own + 4 * len(data.common_test)) / 3)
         assert work == pytest.approx(1e-4 * samples)
     assert set(asked) == {"mlp", "cnn2"}

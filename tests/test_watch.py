@@ -23,7 +23,7 @@ from fedhet.report import watch
 from fedhet.report.watch import serve
 from fedhet.runs.directory import claimed
 from fedhet.runs.log import Watcher
-from fedhet.runs.status import read_status
+from fedhet.runs.progress import read_status
 from fedhet.server.client_health import ClientHealth
 
 

@@ -15,7 +15,7 @@ from fedhet.cli.options import NONE, loading, say, with_settings
 from fedhet.config.sources import validated
 
 if TYPE_CHECKING:
-    from fedhet.deployment.flower_cli import Connection
+    from fedhet.deployment.control import Connection
 
 TRAINING = ("method", "preset", "config", "dataset", "clients", "models", "rounds", "seed", "set_")
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
@@ -91,7 +91,7 @@ def submit_command(
     validated(values)
     with loading():
         from fedhet.config.resolve import resolve
-        from fedhet.deployment.flower_cli import submit
+        from fedhet.deployment.control import submit
 
     chosen = resolve(values)
     with connected(server, ca) as connection:
@@ -101,7 +101,7 @@ def submit_command(
 @contextlib.contextmanager
 def connected(server: str, ca: Path) -> Iterator[Connection]:
     """Yield a connection to a server, whose configuration goes with it."""
-    from fedhet.deployment.flower_cli import Connection
+    from fedhet.deployment.control import Connection
 
     with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
         connection = Connection(Path(home), server, ca)

@@ -43,7 +43,7 @@ def status_command(
     directory = RUNS if where is None else Path(where)
     if where is None or (directory.is_dir() and not (directory / "config.toml").exists()):
         directory = _newest(directory)
-    from fedhet.runs.status import read_status
+    from fedhet.runs.progress import read_status
 
     status = read_status(directory)
     if as_json:

@@ -46,9 +46,8 @@ from fedhet.privacy.accounting import (
     epsilon_of,
     solved,
 )
-from fedhet.privacy.class_sums import clipped, noised_means
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
-from fedhet.privacy.noise import SecretNoise
+from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.privacy.sgd import privately
 from fedhet.runs.measures import SPENT, Measured
 from fedhet.runs.storage import KEPT_STATES

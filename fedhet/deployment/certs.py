@@ -5,6 +5,7 @@ A deployment with its own certificate authority needs only the node keys.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -75,7 +76,10 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
     They are for the same hosts, and for `hosts` besides. The sites, which trust the CA, need
     nothing; the server reads them when it starts. Raises FedhetError, and nothing is replaced.
     """
-    known = _alternatives(read_certificate(directory / SERVER_CERTIFICATE))
+    extensions = read_certificate(directory / SERVER_CERTIFICATE).extensions
+    known: list[x509.GeneralName] = []
+    with contextlib.suppress(x509.ExtensionNotFound):
+        known = [*extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
     names = [*known, *(name for name in map(_host, hosts) if name not in known)]
     place = (directory / SERVER_CERTIFICATE, directory / SERVER_KEY)
     made = _signed(directory, names, days)
@@ -107,15 +111,6 @@ def ends(path: Path) -> str:
     return f"{path} expires on {end:%Y-%m-%d}, {when}"
 
 
-def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    try:
-        return list(
-            certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        )
-    except x509.ExtensionNotFound:
-        return []
-
-
 def make_node_key(path: Path) -> list[Path]:
     """Write a node's private key (ECDSA P-384, OpenSSH) to `path`, the public one to path.pub.
 
@@ -138,16 +133,10 @@ def _make_authority(directory: Path, days: int) -> list[Path]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet development CA")])
     usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=True,
-        crl_sign=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
+        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
         decipher_only=False,
-    )
+    )  # fmt: skip
     certificate = (
         _certificate(name, name, key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -162,7 +151,17 @@ def _signed(
     directory: Path, hosts: Sequence[x509.GeneralName], days: int
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """Return a new key and its certificate for a server, signed by the directory's CA."""
-    authority, signer = _read_authority(directory)
+    path = directory / CA_KEY
+    try:
+        authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
+        signer = load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise FedhetError(
+            f"cannot sign a server certificate with {path}: {reason_of(error)}; sign it "
+            "with your own authority"
+        ) from None
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise FedhetError(f"{path} is not a key that fedhet made, which is an EC key")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet server")])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
@@ -191,21 +190,6 @@ def _certificate(
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
     )
-
-
-def _read_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    path = directory / CA_KEY
-    try:
-        certificate = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
-        key = load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise FedhetError(
-            f"cannot sign a server certificate with {path}: {reason_of(error)}; sign it "
-            "with your own authority"
-        ) from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedhetError(f"{path} is not a key that fedhet made, which is an EC key")
-    return certificate, key
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -1,22 +1,309 @@
-"""What a deployed server says of its sites and runs: Flower's control API, called directly.
+"""A deployed server: its sites and runs, through Flower's command line and its control API.
 
-Flower's command line lists sites by numbers; only the API has the names they registered with.
+Flower's command line registers nodes and starts and follows runs. It lists sites by numbers; only
+the control API has the names they registered with.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fedhet.base.errors import FedhetError, reason_of
-from fedhet.deployment.flower_cli import Connection, readable
+import tomli_w
 
+from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.version import __version__
+from fedhet.config.resolve import Config, check_deployable
+from fedhet.config.sources import to_flower
+from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
+from fedhet.runs.logs import message_of
+from fedhet.settings.schema import nest
+from fedhet.settings.text import host_and_port, joined
+
+CONNECTION = "fedhet-server"
+"""The connection's name; Flower would take a folder of this name for an app in its old form."""
+COMPLETED = "finished:completed"
+_FLOWERS_OWN = re.compile(
+    r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower"
+)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_FRAME = re.compile("[─│╭╮╰╯]+")
+_UNREACHABLE = "Connection to the SuperLink is unavailable"
+LOOK_SECONDS = 5.0
+"""Between two looks whether the server of a run that is followed still answers."""
+PATIENCE = 15.0
+"""Seconds for which a server that has just started may be unreachable."""
 FEW_LINES = 8
 """Of a run's log, its last ones."""
+_OURS = re.compile(r"fedhet\.base\.errors\.\w+: ")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Flower's command line for one server; its configuration is below `home`."""
+
+    home: Path
+    address: str
+    """HOST:PORT of the server's control API."""
+    authority: Path
+    """The certificate of the CA that signed the server's certificate."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The host and the port of the server. Raises FedhetError."""
+        try:
+            return host_and_port(self.address)
+        except ValueError as error:
+            raise FedhetError(f"server: {error}") from None
+
+    def prepare(self) -> None:
+        """Write the connection to the configuration of Flower's command line.
+
+        Raises FedhetError for an address that is not HOST:PORT, and for a file without the
+        certificate of a CA.
+        """
+        address = joined(*self.place)
+        if not self.authority.is_file():
+            raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
+        read_certificate(self.authority)
+        connection = {"address": address, "root-certificates": str(self.authority.resolve())}
+        _write_toml(
+            self.home / "config.toml",
+            {"superlink": {"default": CONNECTION, CONNECTION: connection}},
+        )
+        shutil.rmtree(self._nowhere, ignore_errors=True)
+        self._nowhere.mkdir(parents=True)
+
+    def register(self, public_key: Path, name: str) -> bool:
+        """Register a node under its client's name; False if its key is already registered."""
+        try:
+            self.flwr("supernode", "register", public_key, CONNECTION, "--name", name)
+        except FedhetError as error:
+            if "already" in str(error):
+                return False
+            raise
+        return True
+
+    def submit(self, config: Config) -> str:
+        """Start a run; return its id. The app has no code: each site uses its own installation."""
+        app = self.home / "app"
+        shutil.rmtree(app, ignore_errors=True)
+        _write_toml(app / "pyproject.toml", app_of(config))
+        started = json.loads(self.flwr("run", app, CONNECTION, "--format", "json"))
+        return str(started["run-id"])
+
+    def status(self, run_id: str) -> str:
+        """Return Flower's status of a run: running, finished:completed, …"""
+        runs = json.loads(self.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json"))
+        return str(runs["runs"][0]["status"])
+
+    def follow(self, run_id: str, say: Callable[[str], None]) -> None:
+        """Pass the log lines of the run's server to `say` until the run is over.
+
+        Also say when the server does not answer, and when it does again: Flower's command line is
+        silent for a minute then.
+        """
+        ended = threading.Event()
+
+        def look() -> None:
+            gone = False
+            while not ended.wait(LOOK_SECONDS):
+                if self.answers() == gone:
+                    gone = not gone
+                    now = "does not answer; waiting for it" if gone else "answers again"
+                    say(f"the server at {self.address} {now}")
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
+        try:
+            with subprocess.Popen(
+                command,
+                cwd=self._nowhere,
+                env=self.environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+            ) as stream:
+                try:
+                    for line in readable(stream.stdout or ()):
+                        say(line)
+                finally:
+                    stream.terminate()
+        finally:
+            ended.set()
+            looking.join()
+
+    def require_answer(self) -> None:
+        """Raise FedhetError if no server listens at the address, or its certificate is refused."""
+        context = ssl.create_default_context(cafile=str(self.authority))
+        try:
+            with socket.create_connection(self.place, 5.0) as plain:
+                context.wrap_socket(plain, server_hostname=self.place[0]).close()
+        except ssl.SSLCertVerificationError as error:
+            raise FedhetError(
+                f"server {self.address}: certificate refused ({error.verify_message}), expected a "
+                f"certificate for {self.place[0]} signed by the CA of {self.authority}. Give the "
+                "server's own CA certificate, and an address for which `fedhet certs --host` made "
+                "the server's."
+            ) from None
+        except ssl.SSLError as error:
+            raise FedhetError(
+                f"server {self.address}: no TLS ({error.reason}), expected the port of Flower's "
+                "control API with TLS"
+            ) from None
+        except OSError:
+            raise FedhetError(
+                f"no server answers at {self.address}: is it running, and is the port forwarded?"
+            ) from None
+
+    def answers(self) -> bool:
+        """Return whether something listens at the server's address."""
+        with contextlib.suppress(OSError), socket.create_connection(self.place, 5.0):
+            return True
+        return False
+
+    def flwr(self, *words: object) -> str:
+        """Return the output of Flower's command line. Raises FedhetError if it fails."""
+        absolute = [word.resolve() if isinstance(word, Path) else word for word in words]
+        command, end = [program("flwr"), *map(str, absolute)], time.monotonic() + PATIENCE
+        while True:
+            done = subprocess.run(
+                command,
+                cwd=self._nowhere,
+                env=self.environment(),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+            )
+            if _UNREACHABLE not in done.stdout + done.stderr or time.monotonic() > end:
+                break
+            time.sleep(1.0)
+        if done.returncode != 0 or '"success": false' in done.stdout:
+            message = done.stdout
+            with contextlib.suppress(ValueError):  # it is not Flower's JSON
+                found = json.loads(message)
+                fields = found.items() if isinstance(found, dict) else ()
+                message = next((f"{v} " for k, v in fields if "message" in k), message)
+            text = _FRAME.sub(" ", _COLOUR.sub("", message + done.stderr))
+            output = " ".join(text.split())
+            raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {output[-500:]}")
+        return done.stdout
+
+    @property
+    def _nowhere(self) -> Path:
+        """An empty folder in which Flower's command line runs: it reads and changes projects."""
+        return self.home / "nowhere"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment for all of Flower's programs that are started here."""
+        programs = str(Path(sys.executable).parent)
+        # A proxy cannot reach this machine's loopback, and `require_answer` has reached the server
+        # without one. gRPC and Python read one name each.
+        direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
+        without_proxy = ",".join(filter(None, [*direct, self.place[0]]))
+        return {
+            **os.environ,
+            "FLWR_HOME": str(self.home.resolve()),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "no_proxy": without_proxy,
+            "NO_PROXY": without_proxy,
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+            # Their output is read here, and a site's log must not depend on the locale.
+            "PYTHONIOENCODING": "utf-8",
+        }
+
+
+def readable(lines: Iterable[str]) -> Iterator[str]:
+    """Yield a server's log without Flower's own lines, and of our errors only the message.
+
+    The traceback of any other error is kept in full.
+    """
+    trace: list[str] = []
+    for line in lines:
+        text = message_of(line.rstrip())
+        plain = _COLOUR.sub("", text)
+        if plain.startswith("Traceback (most recent call last)") or (trace and plain[:1] == " "):
+            trace.append(text)
+        elif trace and (ours := _OURS.match(plain)):
+            yield f"error: {plain[ours.end() :]}"
+            trace = []
+        elif plain and not _FLOWERS_OWN.match(plain):
+            yield from trace
+            yield text
+            trace = []
+    yield from trace
+
+
+def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
+    """Run `config` on the deployment at `connection` until it ends.
+
+    Raises FedhetError if the run fails, and SettingsError for a method that is only simulated.
+    """
+    check_deployable(config)
+    connection.require_answer()
+    say(f"sending the run to {connection.address} …")
+    run_id = connection.submit(config)
+    say(f"run {run_id} on {connection.address}; waiting for its server app to start …")
+    connection.follow(run_id, say)
+    try:
+        status = connection.status(run_id)
+    except FedhetError:
+        if connection.answers():
+            raise
+        raise FedhetError(
+            f"the server at {connection.address} has gone, with run {run_id}. Its rounds are in "
+            "the run's directory: start the server again with the same --database, and submit the "
+            "run again with the same --out and --set resume=true"
+        ) from None
+    if status != COMPLETED:
+        raise FedhetError(f"run {run_id} ended as {status!r}: see above, and the server's log")
+
+
+def app_of(config: Config) -> dict[str, object]:
+    """Return the pyproject.toml of a Flower app that contains only the settings of a run."""
+    app = {
+        "publisher": "fedhet",
+        "components": {
+            "serverapp": "fedhet.server.app:app",
+            "clientapp": "fedhet.client_runtime.app:app",
+        },
+        "config": nest(to_flower(config.flat())),
+    }
+    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
+    return {"project": project, "tool": {"flwr": {"app": app}}}
+
+
+def program(name: str) -> str:
+    """Return the path of one of Flower's commands: next to this Python, or on the PATH."""
+    sibling = Path(sys.executable).parent / name
+    found = str(sibling) if sibling.exists() else shutil.which(name)
+    if found is None:
+        raise FedhetError(f"cannot find {name}: it comes with Flower, `pip install flwr`")
+    return found
+
+
+def _write_toml(path: Path, content: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -51,15 +338,14 @@ def sites(connection: Connection) -> list[Site]:
 
     with _client(connection) as client:
         nodes = client.ListNodes(ListNodesRequest()).nodes_info
-    found = [_site(node) for node in nodes if node.status != "unregistered"]
+    found = []
+    for node in nodes:
+        if node.status != "unregistered":
+            times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
+            since = times.get(node.status)
+            when = datetime.fromisoformat(since) if since else None
+            found.append(Site(node.name, node.node_id, node.status, when, node.public_key))
     return sorted(found, key=lambda site: (site.name, site.node))
-
-
-def _site(node: Any) -> Site:
-    times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
-    since = times.get(node.status)
-    when = datetime.fromisoformat(since) if since else None
-    return Site(node.name, node.node_id, node.status, when, node.public_key)
 
 
 def register(

@@ -11,6 +11,7 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -46,51 +47,51 @@ class Finding:
     """What was found, and what to do."""
 
 
-def ok(what: str, text: str) -> Finding:
-    """Return a finding that all is well."""
-    return Finding("ok", what, text)
-
-
-def warning(what: str, text: str) -> Finding:
-    """Return a finding that may do harm."""
-    return Finding("warning", what, text)
-
-
-def error(what: str, text: str) -> Finding:
-    """Return a finding that has to be mended."""
-    return Finding("error", what, text)
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")
+"""A finding that may do harm."""
+error = partial(Finding, "error")
+"""A finding that has to be mended."""
 
 
 def of_machine(folder: Path) -> Iterator[Finding]:
     """Yield what is found of this machine; `folder` is on the disk that is to be used."""
-    for check in (_packages, _cuda, _memory, lambda: _disk(folder), _shared_memory, _ports):
-        yield from _guarded(check)
+    shared = Path("/dev/shm")  # noqa: S108
+    space = {
+        "memory": (lambda: psutil.virtual_memory().available, LEAST_MEMORY, "", "few clients fit"),
+        "disk": (lambda: psutil.disk_usage(str(folder)).free, LEAST_DISK, f" for {folder}",
+                 "a run keeps models and states"),
+        "Ray": (lambda: psutil.disk_usage(str(shared)).free, 2**30, f" in {shared}",
+                "Ray writes to the disk instead; in a container, raise --shm-size"),
+    }  # fmt: skip
+    yield from _guarded(_packages)
+    yield from _guarded(_cuda)
+    for what, (free, least, place, advice) in space.items():
+        if what != "Ray" or shared.is_dir():
+            yield from _guarded(partial(_space, what, free, least, place, advice))
+    yield from _guarded(_ports)
 
 
 def of_keys(folder: Path) -> Iterator[Finding]:
     """Yield what is found of the keys and certificates in a folder of `fedhet certs`."""
     for path in sorted(folder.rglob("*")):
+        is_pair = path.is_file() and path.with_name(f"{path.name}.pub").exists()
         if path.suffix in (".crt", ".pem"):
-            yield from _guarded(lambda path=path: _certificate(path))  # type: ignore[misc]
-        elif path.is_file() and _public(path).exists():
-            yield from _guarded(lambda path=path: _pair(path))  # type: ignore[misc]
-        if path.is_file() and (path.suffix == ".key" or _public(path).exists()):
-            yield from _mode(path)
+            yield from _guarded(partial(_certificate, path))
+        elif is_pair:
+            yield from _guarded(partial(_pair, path))
+        is_private = is_pair or (path.is_file() and path.suffix == ".key")
+        if is_private and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            yield error("key", f"{path} can be read by others ({mode:o}): chmod 600 {path}")
         if path.name == certs.CA_KEY:
-            yield from _guarded(lambda path=path: _authority_key(path))  # type: ignore[misc]
-    if not (folder / certs.SERVER_CERTIFICATE).exists():
-        return
-    yield from _guarded(lambda: _signature(folder))
-
-
-def _public(key: Path) -> Path:
-    """Return where the public key of a node's private one is."""
-    return key.with_name(f"{key.name}.pub")
+            yield from _guarded(partial(_authority_key, path))
+    if (folder / certs.SERVER_CERTIFICATE).exists():
+        yield from _guarded(partial(_signature, folder))
 
 
 def of_server(address: str, authority: Path) -> Iterator[Finding]:
     """Yield what is found of a server at HOST:PORT: whether it answers, its certificate, clock."""
-    yield from _guarded(lambda: _answer(address, authority))
+    yield from _guarded(partial(_answer, address, authority))
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -136,43 +137,24 @@ def _cuda() -> Iterator[Finding]:
         yield ok(f"cuda:{index}", f"{name}, {human_bytes(free)} of {human_bytes(total)} free")
 
 
-def _memory() -> Iterator[Finding]:
-    free = psutil.virtual_memory().available
-    text = f"{human_bytes(free)} free"
-    few = free < LEAST_MEMORY
-    yield warning("memory", f"{text}: few clients fit") if few else ok("memory", text)
-
-
-def _disk(folder: Path) -> Iterator[Finding]:
-    free = psutil.disk_usage(str(folder)).free
-    text = f"{human_bytes(free)} free for {folder}"
-    few = free < LEAST_DISK
-    yield warning("disk", f"{text}: a run keeps models and states") if few else ok("disk", text)
-
-
-def _shared_memory() -> Iterator[Finding]:
-    place = Path("/dev/shm")  # noqa: S108
-    if place.is_dir():
-        free = psutil.disk_usage(str(place)).free
-        text = f"{human_bytes(free)} free in {place}"
-        few = free < 2**30
-        advice = ": Ray writes to the disk instead; in a container, raise --shm-size"
-        yield warning("Ray", text + advice) if few else ok("Ray", text)
+def _space(
+    what: str, measure: Callable[[], int], least: int, place: str, advice: str
+) -> Iterator[Finding]:
+    free = measure()
+    text = f"{human_bytes(free)} free{place}"
+    yield warning(what, f"{text}: {advice}") if free < least else ok(what, text)
 
 
 def _ports() -> Iterator[Finding]:
-    taken = [port for port in PORTS if _is_taken(port)]
+    taken = []
+    for port in PORTS:
+        with socket.socket() as probe:
+            taken += [port] if probe.connect_ex(("127.0.0.1", port)) == 0 else []
     if not taken:
         yield ok("ports", f"{', '.join(map(str, PORTS))} are free")
     for port in taken:
-        yield warning(
-            "ports", f"{port} ({PORTS[port]}) is in use: it runs already, or give another"
-        )
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        text = f"{port} ({PORTS[port]}) is in use: it runs already, or give another"
+        yield warning("ports", text)
 
 
 def _certificate(path: Path) -> Iterator[Finding]:
@@ -181,16 +163,14 @@ def _certificate(path: Path) -> Iterator[Finding]:
     except FedhetError as fault:
         yield error("certificate", str(fault))
         return
-    yield _until(path.name, end, certs.ends(path))
-
-
-def _until(what: str, end: datetime.datetime, text: str) -> Finding:
-    left = end - datetime.datetime.now(datetime.UTC)
+    text, left = certs.ends(path), end - datetime.datetime.now(datetime.UTC)
     if left < datetime.timedelta(0):
-        return error(what, f"{text}: `fedhet certs DIR --renew`, and start the server again")
-    if left < certs.SOON:
-        return warning(what, f"{text}: `fedhet certs DIR --renew`")
-    return ok(what, text)
+        advice = "`fedhet certs DIR --renew`, and start the server again"
+        yield error(path.name, f"{text}: {advice}")
+    elif left < certs.SOON:
+        yield warning(path.name, f"{text}: `fedhet certs DIR --renew`")
+    else:
+        yield ok(path.name, text)
 
 
 def _signature(folder: Path) -> Iterator[Finding]:
@@ -212,12 +192,6 @@ def _pair(path: Path) -> Iterator[Finding]:
         yield error("key", f"{path.name}.pub is not the public key of {path.name}")
     else:
         yield ok("key", f"{path.name} and {path.name}.pub are a pair")
-
-
-def _mode(path: Path) -> Iterator[Finding]:
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        yield error("key", f"{path} can be read by others ({mode:o}): chmod 600 {path}")
 
 
 def _authority_key(path: Path) -> Iterator[Finding]:
@@ -258,12 +232,8 @@ def _answer(address: str, authority: Path) -> Iterator[Finding]:
         yield error("server", f"{address} does not answer: {reason_of(fault)}")
         return
     yield ok("server", f"{address} answers, with a certificate of {authority}")
-    yield from _clock(answer.headers.get("Date"))
-
-
-def _clock(date: str | None) -> Iterator[Finding]:
     try:
-        there = email.utils.parsedate_to_datetime(date or "")
+        there = email.utils.parsedate_to_datetime(answer.headers.get("Date") or "")
     except ValueError:
         return  # a proxy may remove the header, or write its own
     if there.tzinfo is None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -27,9 +26,9 @@ from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.data.store import RunData
 from fedhet.deployment import certs
-from fedhet.deployment.flower_cli import Connection, program, submit
+from fedhet.deployment.control import Connection, program, submit
 from fedhet.engines.environment import for_training
-from fedhet.engines.readiness import check_own_models
+from fedhet.engines.simulate import check_own_models
 from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
@@ -37,11 +36,6 @@ PORTS = range(20_000, 32_768)
 """Below the ephemeral ports of Linux and macOS."""
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
-
-
-def site_name(index: int) -> str:
-    """Return the name of the process and of the key of node `index`."""
-    return f"site-{index}"
 
 
 @dataclass
@@ -80,12 +74,7 @@ class LocalDeployment:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def prepare(self) -> None:
@@ -108,8 +97,18 @@ class LocalDeployment:
             *("--database", self.root / "superlink.db"),
             "--disable-runtime-dependency-installation",
         )
+        end = time.monotonic() + START_SECONDS
         for port in (self.control_port, self.fleet_port):
-            self._wait_for(port)
+            while not self._listens(port):
+                if time.monotonic() > end or self.processes["server"].poll() is not None:
+                    words = " ".join(self.log_of("server").split())[-500:] or "its log is empty"
+                    raise FedhetError(f"the server does not start: {words}")
+                time.sleep(0.1)
+
+    def _listens(self, port: int) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((self.host, port), 1.0):
+            return True
+        return False
 
     def register(self, index: int) -> None:
         """Register node `index` at the server with its public key and its client's name."""
@@ -126,7 +125,10 @@ class LocalDeployment:
             "node-config": f"partition-id={index} num-partitions={self.nodes} allow-downloads=true",
             **options,
         }
-        words = [word for name, value in given.items() for word in _option(name, value)]
+        words = []
+        for name, value in given.items():  # an empty value makes a switch, None omits the option
+            if value is not None:
+                words += [f"--{name}", str(value)] if str(value) else [f"--{name}"]
         environment = {
             STATE_DIR_VARIABLE: str(self.root / "state" / site_name(index)),
             # The run is the user's own, and so is this machine.
@@ -164,15 +166,6 @@ class LocalDeployment:
                 umask=0o077,  # the server's database holds what clients send
             )
 
-    def _wait_for(self, port: int) -> None:
-        """Wait until the server listens. Raises FedhetError with its last log lines if it exits."""
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self.processes["server"].poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection((self.host, port), 1.0):
-                return
-            time.sleep(0.1)
-        raise FedhetError(f"the server does not start: {_last_words(self.log_of('server'))}")
-
 
 def deploy_local(
     config: Config, directory: Path, keep: Path | None, say: Callable[[str], None]
@@ -187,7 +180,10 @@ def deploy_local(
     check(config, data)
     check_own_models(config, data)
     placed = absolute(config).replacing(out=str(directory))
-    root = _root(keep)
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise FedhetError(f"{keep} is not empty; give another folder with --keep")
+    root = Path(tempfile.mkdtemp(prefix="fedhet-")) if keep is None else keep.resolve()
+    root.mkdir(parents=True, exist_ok=True)
     with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
         try:
@@ -196,15 +192,6 @@ def deploy_local(
             raise FedhetError(f"{error}; logs are in {root / 'log'}") from None
     if keep is None:
         shutil.rmtree(root)
-
-
-def _root(keep: Path | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="fedhet-"))
-    if keep.exists() and any(keep.iterdir()):
-        raise FedhetError(f"{keep} is not empty; give another folder with --keep")
-    keep.mkdir(parents=True, exist_ok=True)
-    return keep.resolve()
 
 
 @contextlib.contextmanager
@@ -221,6 +208,11 @@ def _interrupted_by_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def site_name(index: int) -> str:
+    """Return the name of the process and of the key of node `index`."""
+    return f"site-{index}"
+
+
 def free_port() -> int:
     """Return an unused port on loopback. Raises FedhetError if none is found.
 
@@ -235,7 +227,11 @@ def free_port() -> int:
 
 def end_trees(roots: Sequence[psutil.Popen]) -> None:
     """Stop processes and all their descendants: terminate first, kill if still running."""
-    trees = [process for root in roots for process in _tree(root)]
+    trees: list[psutil.Process] = []
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            trees += psutil.Process(root.pid).children(recursive=True)
+        trees.append(root)
     for process in trees:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -244,20 +240,3 @@ def end_trees(roots: Sequence[psutil.Popen]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=STOP_SECONDS)
-
-
-def _tree(root: psutil.Popen) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        yield from psutil.Process(root.pid).children(recursive=True)
-    yield root
-
-
-def _option(name: str, value: object) -> list[str]:
-    """Return an option's arguments; an empty value makes a switch, None omits the option."""
-    if value is None:
-        return []
-    return [f"--{name}", str(value)] if str(value) else [f"--{name}"]
-
-
-def _last_words(log: str) -> str:
-    return " ".join(log.split())[-500:] or "its log is empty"

@@ -1,4 +1,4 @@
-"""The environment of processes that are started here: variables that must be set before they are.
+"""The environment of processes that are started here, and the code that Ray's workers import.
 
 glibc gives the pages of freed memory back to the system, and takes them again, at every step of a
 training loop: its threshold for that follows the sizes that are freed, up to 32 MiB at most, and
@@ -10,8 +10,12 @@ allows them, make the first faults fewer. What a process has freed stays with it
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 TUNABLES = "GLIBC_TUNABLES"
 KEEPING_PAGES = ":".join(
@@ -22,6 +26,16 @@ KEEPING_PAGES = ":".join(
     )
 )
 """glibc reads it before a process begins; an older one ignores what it does not know."""
+CARRIED = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "FLWR_TELEMETRY_ENABLED",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    TUNABLES,
+)
+"""Environment variables that a cluster's workers inherit from this process, besides FEDHET_*."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of the folders in which packages are installed."""
 
 
 def for_training() -> dict[str, str]:
@@ -45,3 +59,44 @@ def inherited(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def for_workers() -> dict[str, str]:
+    """Return the environment variables that the workers on all machines of a cluster get.
+
+    A machine's own PYTHONPATH comes after the folders of the user's modules here, from which a
+    module that is sent may import others.
+    """
+    carried = {k: v for k, v in os.environ.items() if k in CARRIED or k.startswith("FEDHET_")}
+    path = os.pathsep.join([*own_paths(), "${PYTHONPATH}"])
+    return {**for_training(), **carried, "PYTHONPATH": path}
+
+
+def code_of(modules: Iterable[str]) -> list[str]:
+    """Return the folder or the file of each module's top-level package, Python's own left out."""
+    library, found = Path(sysconfig.get_path("stdlib")).resolve(), []
+    for name in dict.fromkeys(module.partition(".")[0] for module in modules):
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        place = Path(next(iter(spec.submodule_search_locations or [spec.origin or "built-in"])))
+        installed = not INSTALLED.isdisjoint(place.parts)
+        is_pythons = place.resolve().is_relative_to(library) and not installed
+        if (place.suffix == ".py" or place.is_dir()) and not is_pythons:
+            found.append(str(place))
+    return found
+
+
+def own_paths() -> list[str]:
+    """Return the folders from which modules are imported that are not installed.
+
+    What is installed may lie elsewhere on another machine.
+    """
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    found = [Path(path or ".").resolve() for path in sys.path]
+    own = [
+        str(path)
+        for path in found
+        if path.is_dir() and INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(library)
+    ]
+    return list(dict.fromkeys(own))

@@ -52,7 +52,8 @@ def needed_bytes(config: Config, data: RunData) -> int:
     """
     run, kind, shape = config.run, data.dataset.kind, tuple(data.dataset.shape)
     classes, own = len(data.dataset.classes), config.flat()
-    others = [str(own[f"{run.method}.{name}"]) for name in _own_models(config)]
+    names = [name.replace("_", "-") for name in config.method.spec.own_models]
+    others = [str(own[f"{run.method}.{name}"]) for name in names]
     batch = max(run.training.batch_size, 2)
     sizes = {
         name: training_bytes(
@@ -63,10 +64,6 @@ def needed_bytes(config: Config, data: RunData) -> int:
     largest = max(sizes[name] for name in run.models.pool)
     each = largest + sum(sizes[name] for name in others)
     return CONTEXT_BYTES + each
-
-
-def _own_models(config: Config) -> list[str]:
-    return [name.replace("_", "-") for name in config.method.spec.own_models]
 
 
 @torch.no_grad()
@@ -93,11 +90,6 @@ def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> in
             hook.remove()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return COPIES * weights + 2 * batch * sum(outputs)
-
-
-def set_share(share: float) -> None:
-    """Let this process take no more than a share of its GPU's memory."""
-    torch.cuda.set_per_process_memory_fraction(share)
 
 
 def make_room() -> None:

@@ -17,18 +17,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from fedhet.base.disk import Folder, write_text
-from fedhet.base.errors import SettingsError
+from fedhet.base.errors import ModelError, SettingsError
+from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, check, resolve
 from fedhet.config.sources import of_method, read_toml
+from fedhet.data.sources import paths_of
+from fedhet.data.spec import Split
 from fedhet.data.store import RunData
-from fedhet.engines.choice import cluster_for, engine_of, show_waiting, with_backend
-from fedhet.engines.readiness import check_files, check_own_models
+from fedhet.engines.backend import cluster_for, engine_of, show_waiting, with_backend
 from fedhet.learning.devices import settled
-from fedhet.runs.files import BASELINE
+from fedhet.models import is_user_model
+from fedhet.models.pretrained import check_weights, is_pretrained
+from fedhet.runs.directory import BASELINE
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import forget_peak
 from fedhet.server.app import components
+from fedhet.wire.identity import ClientInfo
 
 if TYPE_CHECKING:
     from fedhet import report
@@ -104,17 +112,18 @@ def _trained(
             check_own_models(config, data)
         engine = ending.enter_context(engine_of(on, data, directory, watchers, own))
         if reported and on.run.engine.backend == "ray":
-            threading.Thread(target=_import_report, daemon=True).start()
+
+            def import_report() -> None:
+                with contextlib.suppress(Exception):  # the report's own import raises it again
+                    importlib.import_module("fedhet.report")
+
+            threading.Thread(target=import_report, daemon=True).start()
         parts = components(
-            config,
-            directory,
-            workers=engine.workers,
-            watchers=watchers,
-            begun=begun,
-            manager=engine.manager,
-            data=data,
-        )
-        _write_partition(data, directory)
+            config, directory, workers=engine.workers, watchers=watchers, begun=begun,
+            manager=engine.manager, data=data,
+        )  # fmt: skip
+        counts = {"classes": list(data.dataset.classes), "counts": data.label_counts()}
+        write_text(directory / "partition.json", json.dumps(counts))
         if engine.starting:
             show_waiting(watchers, engine.starting)
         with _logging_to(directory, "flower.log"):
@@ -125,9 +134,32 @@ def _trained(
             yield
 
 
-def _import_report() -> None:
-    with contextlib.suppress(Exception):  # the report's own import raises it again
-        importlib.import_module("fedhet.report")
+def check_files(config: Config, data: RunData) -> None:
+    """Raise FedhetError if the dataset or pretrained weights are not on this machine."""
+    for name in filter(is_pretrained, config.run.models.pool):
+        check_weights(name)
+    if not all(path.exists() for path in paths_of(config.run.data)):
+        check(config, data)  # says what is missing, or downloads it
+
+
+def check_own_models(config: Config, data: RunData) -> None:
+    """Set up a client without samples for each model of one's own. Raises ModelError.
+
+    A method may need more of a model than a forward pass, such as another feature width.
+    """
+    for name in filter(is_user_model, dict.fromkeys(config.run.models.pool)):
+        try:
+            place = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
+            node = read_node({**place, "model": name}, config.run, data=data)
+            shape, classes = tuple(data.dataset.shape), len(data.dataset.classes)
+            nothing = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
+            info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape)
+            samples = ClientSamples(info, nothing, nothing, {}, torch.arange(classes), 0)
+            config.method.client(config, node, samples=samples).setup()
+        except ModelError:
+            raise
+        except Exception as error:  # of the method: the first round says where it arose
+            logging.getLogger("fedhet").debug("set-up of %s: %s", name, error)
 
 
 @contextlib.contextmanager
@@ -164,12 +196,6 @@ def settled_for(config: Config, directory: Path) -> Config:
         if getattr(config.run.engine, name) == "auto" and kept is not None:
             changes[name] = kept
     return config.replacing(engine=config.run.engine.model_copy(update=changes))
-
-
-def _write_partition(data: RunData, directory: Path) -> None:
-    """Write the number of samples of each class at each client."""
-    content = {"classes": list(data.dataset.classes), "counts": data.label_counts()}
-    write_text(directory / "partition.json", json.dumps(content))
 
 
 @contextlib.contextmanager

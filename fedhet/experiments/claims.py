@@ -31,7 +31,7 @@ from fedhet.experiments.paper import OUTCOMES, Comparison, Finished
 from fedhet.experiments.plan import as_options, plan, plan_field
 from fedhet.methods.registry import shipped_names
 from fedhet.report.tables import Cell, Cells, markdown, plain
-from fedhet.runs.files import read_validated
+from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """The finished tables that come with fedhet: those of docs/tables.md."""

@@ -24,7 +24,7 @@ from fedhet.report.page import render
 from fedhet.report.paired import Difference
 from fedhet.report.run import Run, load_run
 from fedhet.report.tables import Cell, Cells, markdown, plain
-from fedhet.runs.files import read_origin, read_summary
+from fedhet.runs.directory import read_origin, read_summary
 from fedhet.runs.records import NAN
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")

@@ -19,7 +19,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.experiments.declaration import FIELD, Change, FieldTable, Line, PaperTable, Row, Size
 from fedhet.methods.registry import all_methods, find_method
-from fedhet.runs.statistics import tail_begins
+from fedhet.runs.measures import tail_begins
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text

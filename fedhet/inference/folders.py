@@ -8,9 +8,8 @@ from pathlib import Path
 from fedhet.base.errors import StateError, nearest
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import check_trusted, read_toml
-from fedhet.runs.directory import read_run_name
-from fedhet.runs.files import read_records
-from fedhet.runs.statistics import best_round
+from fedhet.runs.directory import read_records, read_run_name
+from fedhet.runs.measures import best_round
 from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
 

@@ -8,17 +8,16 @@ adjacency (Kairouz et al. 2021), for which the bounds of adding or removing a sa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from fedhet.base.errors import SettingsError
 from fedhet.methods.spec import Passes
-from fedhet.privacy.quiet import root_handlers_kept
 from fedhet.settings.defence import MIN_NOISE, PrivacySettings
 
 EXTRA = "pip install 'fedhet[privacy]'"
@@ -71,11 +70,8 @@ class Plan:
 
     def steps(self, noise: float) -> list[Release]:
         """Return all steps of DP-SGD."""
-        found = []
-        for each in self.passes:
-            one = epoch(self.rows, each.batch_size, noise)
-            found.append(replace(one, count=one.count * each.epochs * each.rounds))
-        return found
+        epochs = [(epoch(self.rows, each.batch_size, noise), each) for each in self.passes]
+        return [replace(one, count=one.count * each.epochs * each.rounds) for one, each in epochs]
 
     def sums(self, noise: float, counts: float) -> list[Release]:
         """Return all releases of class sums."""
@@ -120,7 +116,12 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
 @lru_cache(maxsize=1024)
 def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
     with root_handlers_kept():
-        dp, rdp = _library()
+        try:
+            import dp_accounting as dp
+            from dp_accounting import rdp
+        except ImportError as error:
+            raise SettingsError(f"'privacy.epsilon' needs an extra: {EXTRA} ({error})") from None
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orders that it leaves out, harmlessly
         accountant = rdp.RdpAccountant()
         bound = 0.0  # of the Renyi divergence at order 2, in closed form
         for (noise, sampling), count in counted:
@@ -149,26 +150,20 @@ def solved(
     if plan.vectors and epsilon and not given[0]:
         left = max(epsilon - epsilon_of(spent, settings.delta), 0.0) if spent else epsilon
         share = CLASS_SHARE * left
-        sums = _least(
-            lambda z: plan.sums(z, counts or 2 * z), share, settings.delta, "privacy.epsilon"
-        )
+        sums = _least(lambda z: plan.sums(z, counts or 2 * z), share, settings.delta)
     counts = counts or 2 * sums
     fixed = [*spent, *plan.sums(sums, counts)]
     gradients = settings.noise_multiplier
     if epsilon:
-        gradients = _least(
-            lambda z: [*fixed, *plan.steps(z)], epsilon, settings.delta, "privacy.epsilon"
-        )
+        gradients = _least(lambda z: [*fixed, *plan.steps(z)], epsilon, settings.delta)
     return Noise(gradients, sums, counts)
 
 
-def _least(
-    releases: Callable[[float], list[Release]], epsilon: float, delta: float, setting: str
-) -> float:
+def _least(releases: Callable[[float], list[Release]], epsilon: float, delta: float) -> float:
     """Return the least noise, to a thousandth, with which `releases` cost at most `epsilon`."""
     if epsilon_of(releases(MOST_NOISE), delta) > epsilon:
         raise SettingsError(
-            f"setting '{setting}': {epsilon:.3g} is too little for the rounds of this run, "
+            f"setting 'privacy.epsilon': {epsilon:.3g} is too little for the rounds of this run, "
             "whatever the noise of its training: fewer rounds, or more noise in class sums, fit"
         )
     low, high = MIN_NOISE, 1.0
@@ -185,13 +180,11 @@ def _least(
     return high
 
 
-def _library() -> tuple[Any, Any]:
-    """Return dp-accounting and its RDP accountant. Raises SettingsError if they are missing."""
+@contextlib.contextmanager
+def root_handlers_kept() -> Iterator[None]:
+    """Remove what the block adds to Python's root logger, as Opacus and absl do."""
+    before = list(logging.root.handlers)
     try:
-        import dp_accounting
-        from dp_accounting import rdp
-
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orders that it leaves out, harmlessly
-    except ImportError as error:
-        raise SettingsError(f"'privacy.epsilon' needs an extra: {EXTRA} ({error})") from None
-    return dp_accounting, rdp
+        yield
+    finally:
+        logging.root.handlers[:] = before

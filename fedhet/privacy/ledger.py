@@ -88,12 +88,9 @@ class Ledger:
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
         entries = [Entry(at=at, source=CIPHER, **about, **asdict(each)) for each in releases]
-        with self._locked() as file:
-            check(_parsed(self.path, _complete(file, self.path)))
-            text = "".join(f"{each.model_dump_json()}\n" for each in entries)
-            self._append(file, text.encode())
-        with self._folder.opened() as folder:
-            os.fsync(folder)
+        with self._locked() as (past, append):
+            check(past)
+            append(entries)
 
     def entries(self) -> list[Entry]:
         """Return all entries; none if nothing was ever spent. Raises StateError."""
@@ -114,38 +111,45 @@ class Ledger:
         times in one copy occurs as often in the result. Returns the number of entries added. Raises
         StateError.
         """
-        with self._locked() as file:
-            own = _parsed(self.path, _complete(file, self.path))
+        with self._locked() as (own, append):
             missing = [*(Counter(others) - Counter(own)).elements()]
-            if missing:
-                self._append(file, "".join(f"{e.model_dump_json()}\n" for e in missing).encode())
-        with self._folder.opened() as folder:
-            os.fsync(folder)
+            append(missing)
         return len(missing)
 
-    def _append(self, file: int, lines: bytes) -> None:
-        """Write lines to the disk, or none of them. Raises StateError."""
-        before = os.fstat(file).st_size
-        try:
-            fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
-            os.fsync(file)
-        except OSError as error:
-            fault = words_of(error)
-        if fault:
-            os.ftruncate(file, before)
-            raise StateError(f"{self.path}: cannot be written ({fault})")
-
     @contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _locked(self) -> Iterator[tuple[list[Entry], Callable[[Sequence[Entry]], None]]]:
+        """Lock the file; yield its entries, and a function that appends entries, all or none.
+
+        The end of a line that was never finished is cut off: what it was to pay for has not begun.
+        """
         try:
             file = self._folder.open(self._name, os.O_RDWR | os.O_APPEND, 0o600)
         except OSError as error:
             raise StateError(f"{self.path}: cannot be written ({error.strerror})") from None
+
+        def append(entries: Sequence[Entry]) -> None:
+            lines = "".join(f"{each.model_dump_json()}\n" for each in entries).encode()
+            before = os.fstat(file).st_size
+            try:
+                fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
+                os.fsync(file)
+            except OSError as error:
+                fault = words_of(error)
+            if fault:
+                os.ftruncate(file, before)
+                raise StateError(f"{self.path}: cannot be written ({fault})")
+
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            found = os.pread(file, MOST_BYTES + 1, 0)
+            entries, whole = _parsed(found, self.path)
+            if whole < len(found):
+                os.ftruncate(file, whole)
+            yield entries, append
         finally:
             os.close(file)
+        with self._folder.opened() as folder:  # the file may be new
+            os.fsync(folder)
 
 
 def read_ledger(path: Path) -> list[Entry]:
@@ -155,7 +159,7 @@ def read_ledger(path: Path) -> list[Entry]:
             found = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise StateError(f"{path}: cannot be read ({error.strerror})") from None
-    return _parsed(path, _whole_lines(found, path))
+    return _parsed(found, path)[0]
 
 
 def digest_of(x: Tensor, y: Tensor) -> str:
@@ -168,31 +172,18 @@ def digest_of(x: Tensor, y: Tensor) -> str:
     return hashlib.blake2b(b"".join(each), digest_size=16).hexdigest()
 
 
-def _complete(file: int, path: Path) -> bytes:
-    """Return the file's whole lines, and cut off the end of a line that was never finished.
+def _parsed(found: bytes, path: Path) -> tuple[list[Entry], int]:
+    """Return the entries of all lines that end, and the length of these lines in bytes.
 
-    What it was to pay for has not begun.
+    Raises StateError for a damaged line, and if there may be more than what was `found`.
     """
-    found = os.pread(file, MOST_BYTES + 1, 0)
-    whole = _whole_lines(found, path)
-    if len(whole) < len(found):
-        os.ftruncate(file, len(whole))
-    return whole
-
-
-def _whole_lines(found: bytes, path: Path) -> bytes:
-    """Return the lines that end. Raises StateError if there may be more than what was `found`."""
     if len(found) > MOST_BYTES:
         raise StateError(f"{path}: is larger than {MOST_BYTES} bytes")
-    return found[: found.rfind(b"\n") + 1]
-
-
-def _parsed(path: Path, lines: bytes) -> list[Entry]:
-    entries = []
-    for number, line in enumerate(lines.splitlines(), 1):
+    whole, entries = found.rfind(b"\n") + 1, []
+    for number, line in enumerate(found[:whole].splitlines(), 1):
         try:
             entries.append(Entry.model_validate_json(line))
         except ValidationError:
             rule = "what was spent is unknown, so nothing more is released"
             raise StateError(f"{path}: line {number} is damaged: {rule}") from None
-    return entries
+    return entries, whole

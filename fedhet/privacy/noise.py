@@ -11,6 +11,12 @@ rounds the noise to the same grid, and adds the two without a rounding error. Fo
 grid and Gaussian noise Z, q + round(Z) = round(q + Z): rounding the noise only postprocesses the
 Gaussian mechanism. Rounding the values adds at most sqrt(d) grid widths to the L2 sensitivity of d
 values, and the noise is widened to cover this.
+
+Class means from clipped and noised sums: what Felo, Velo, FedHe and FedProto send privately.
+
+For every class c, present or not: S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I), and
+n_c = count + N(0, z_n^2). The mean is S_c / n_c, left out where n_c is small: to divide what is
+noised already costs nothing more.
 """
 
 from __future__ import annotations
@@ -23,12 +29,17 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from fedhet.algorithms.classwise import ClassMeans
+from fedhet.privacy.accounting import Noise
+
 CIPHER = "AES-256-CTR"
 """Name of the source of noise in a ledger's entries."""
 GRID = 1024
 """Reciprocal of the largest relative increase of the noise that covers the rounding to the grid."""
 HOST_PART, DEVICE_PART = 2**14, 2**22
 """Number of values that receive noise at a time: the buffers fit into a CPU's cache."""
+DEVIATIONS = 3.0
+"""A class is sent if its noised count is at least this many standard deviations of the noise."""
 
 
 class SecretNoise:
@@ -100,3 +111,39 @@ class SecretNoise:
         found = bytearray(8 * count + 15)
         self._stream.update_into(bytes(8 * count), found)
         return torch.frombuffer(found, dtype=torch.int64, count=count)
+
+
+def clipped(vectors: Tensor, norm: float) -> Tensor:
+    """Return vectors [N, D], each scaled down to an L2 norm of at most `norm`.
+
+    One that is not finite becomes zeros.
+    """
+    finite = torch.where(vectors.isfinite().all(1, keepdim=True), vectors, 0)
+    lengths: Tensor = torch.linalg.vector_norm(finite, dim=1, keepdim=True)
+    return finite * (norm / lengths).clamp_max(1.0)
+
+
+def noised_means(
+    features: Tensor,
+    logits: Tensor,
+    counts: Tensor,
+    noise: Noise,
+    norm: float,
+    least: int,
+    secret: SecretNoise,
+) -> ClassMeans:
+    """Return noised means from sums of clipped features [C, D] and logits [C, K], and counts [C].
+
+    Only classes whose noised count is at least `least`, and exceeds the noise, are included.
+    """
+    # One sample changes one row of each sum, by at most `norm`, and one count, by 1.
+    sums = [secret.add([each], noise.sums, norm)[0] for each in (features, logits)]
+    number = secret.add([counts], noise.counts, 1.0)[0]
+    kept = number >= max(float(least), DEVIATIONS * noise.counts, 1.0)
+    means = [(each[kept] / number[kept].unsqueeze(1)).cpu().numpy() for each in sums]
+    return ClassMeans(
+        classes=kept.nonzero().flatten().cpu().numpy(),
+        features=means[0],
+        logits=means[1],
+        counts=number[kept].round().long().cpu().numpy(),
+    )

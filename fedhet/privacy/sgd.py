@@ -21,9 +21,8 @@ from fedhet.base.errors import ModelError, SettingsError
 from fedhet.kinds import KINDS, Kind, Shape
 from fedhet.learning.training import Optimization
 from fedhet.models import HetModel
-from fedhet.privacy.accounting import EXTRA
+from fedhet.privacy.accounting import EXTRA, root_handlers_kept
 from fedhet.privacy.noise import SecretNoise
-from fedhet.privacy.quiet import root_handlers_kept
 
 
 class PrivateOptimization(Optimization):

@@ -22,7 +22,7 @@ from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import title_of
 from fedhet.report import frames
-from fedhet.runs.files import (
+from fedhet.runs.directory import (
     BASELINE,
     read_origin,
     read_partition,
@@ -30,6 +30,7 @@ from fedhet.runs.files import (
     read_summary,
     reading,
 )
+from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
     KINDS,
     NAN,
@@ -43,7 +44,6 @@ from fedhet.runs.records import (
     Score,
     Summary,
 )
-from fedhet.runs.statistics import Tail, tail_of
 from fedhet.runs.units import natural, position
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}

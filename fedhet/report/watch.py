@@ -23,9 +23,9 @@ from fedhet.report.compare import comparison_page
 from fedhet.report.groups import runs_below
 from fedhet.report.page import Live, render, render_run
 from fedhet.report.run import Run, load_run
-from fedhet.runs.files import BASELINE
+from fedhet.runs.directory import BASELINE
+from fedhet.runs.progress import Status, read_status
 from fedhet.runs.records import NAN
-from fedhet.runs.status import Status, read_status
 from fedhet.runs.units import natural, path_text
 
 HOST = "127.0.0.1"

@@ -1,27 +1,39 @@
-"""A run's directory: created for a new run, or reopened to resume one."""
+"""A run's directory: its files, its lock, and what a run may be resumed with.
+
+Records, summaries and partitions are JSON; their schema is in `fedhet.runs.records`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from fedhet.base.disk import Folder, read_json, refuse_links
+from pydantic import TypeAdapter, ValidationError
+
+from fedhet.base.disk import Folder, parsed, read_file, read_json, refuse_links, refuse_parts
 from fedhet.base.errors import StateError, reason_of
-from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
-from fedhet.runs.files import read_records
-from fedhet.runs.records import RoundRecord
-from fedhet.runs.statistics import headline_mean
+from fedhet.runs.measures import headline_mean
+from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.identity import is_name
 
+if TYPE_CHECKING:
+    from fedhet.config.resolve import Config
+
+T = TypeVar("T")
+BASELINE = "baseline"
+"""The folder in a run's directory of the run that it is compared with."""
+PARTS_OF_A_RECORD = 20
+"""Parts of a record that are there though its line does not name them."""
 MOST_BYTES = 2**16
 """A longer run.json is refused."""
 LOCK = "run.lock"
@@ -30,6 +42,130 @@ LOCK_PAUSES = (0.05, 0.05, 0.0)
 """Seconds after each try to lock it: who asks for a run's status has it locked for a moment."""
 WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
 """The folders of a run's directory that hold models: most of what it takes on disk."""
+
+
+def record_line(record: RoundRecord) -> str:
+    """Return a record as a line of metrics.jsonl, with null for what is not finite.
+
+    What only some rounds have is left out if there is none.
+    """
+    content = _finite(TypeAdapter(RoundRecord).dump_python(record))
+    sometimes = "majority", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"
+    for name in sometimes:
+        if not content[name]:
+            del content[name]
+    return json.dumps(content, allow_nan=False) + "\n"
+
+
+def summary_text(summary: Summary) -> str:
+    """Return a summary as the text of summary.json; what only some runs have is left out if empty.
+
+    These are `relative`, `metrics`, `training` and `privacy`, and each round's `clock`.
+    """
+    names = "relative", "metrics", "training", "privacy"
+    empty = {name for name in names if not getattr(summary, name)}
+    content = _finite(summary.model_dump(exclude=empty))
+    for past in content["history"]:
+        if past["clock"] is None:
+            del past["clock"]
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line to a file and sync it; it is not written through a link. Raises StateError."""
+    try:
+        with os.fdopen(Folder(path.parent).open(path.name, os.O_WRONLY | os.O_APPEND), "a") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {reason_of(error)}") from None
+
+
+def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
+    """Return the rounds of metrics.jsonl in order, and notes on what was left out.
+
+    A truncated last line is left out. If a round was repeated after a resume, the later record
+    counts. Raises StateError, which names the line, for any other fault.
+    """
+    with reading(path):
+        text = read_file(path)
+    refuse_parts(path, text, PARTS_OF_A_RECORD * text.count(b"\n"))
+    lines = [(n, line) for n, line in enumerate(text.split(b"\n"), 1) if line.strip()]
+    records: dict[int, RoundRecord] = {}
+    notes: list[str] = []
+    for number, line in lines:
+        try:
+            content = parsed(line.decode())
+        except (ValueError, RecursionError) as error:
+            if number != lines[-1][0]:
+                raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
+            notes.append("the last line of metrics.jsonl was cut short and is left out")
+            break
+        record = _validated(RoundRecord, content, f"{path}: line {number}")
+        records[record.round] = record
+    return [records[number] for number in sorted(records)], notes
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Return the summary of a run, or None if there is none yet. Raises StateError."""
+    return read_validated(path, Summary) if path.exists() else None
+
+
+def read_origin(path: Path) -> Origin:
+    """Return how a run was started; simulated, if its file is not there. Raises StateError."""
+    return read_validated(path, Origin) if path.exists() else Origin()
+
+
+def read_partition(path: Path) -> Partition | None:
+    """Return the label distribution, or None if it is not known. Raises StateError."""
+    if not path.exists():
+        return None
+    found = read_validated(path, Partition)
+    for client, row in found.counts.items():
+        if len(row) != len(found.classes):
+            raise StateError(
+                f"{path}: counts.{client}: {len(row)} counts for {len(found.classes)} classes"
+            )
+    return found
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise a StateError that names `path` if it cannot be read inside the block."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise StateError(
+            f"{path}: absent; either no round was finished, or {path.parent} is not the directory "
+            "of a run"
+        ) from None
+    except OSError as error:
+        raise StateError(f"{path}: unreadable: {reason_of(error)}") from None
+
+
+def read_validated(path: Path, schema: type[T]) -> T:
+    """Return what a JSON file holds, of a schema. Raises StateError that names file and field."""
+    with reading(path):
+        content = read_json(path)
+    return _validated(schema, content, str(path))
+
+
+def _validated(schema: type[T], content: object, where: str) -> T:
+    try:
+        return TypeAdapter(schema).validate_python(content)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "content"
+        raise StateError(f"{where}: {field}: {first['msg']}") from None
 
 
 def make_empty(directory: Path) -> None:
@@ -44,9 +180,8 @@ def make_empty(directory: Path) -> None:
         if any(directory.iterdir()):
             raise StateError(f"{directory} is not empty; give another directory with --out")
     except OSError as error:
-        raise StateError(
-            f"cannot make the run's directory {directory}: {reason_of(error)}"
-        ) from None
+        fault = f"cannot make the run's directory {directory}: {reason_of(error)}"
+        raise StateError(fault) from None
 
 
 def make_parent(directory: Path) -> None:
@@ -101,12 +236,9 @@ def check_same(config: Config, directory: Path) -> None:
     complete run can be resumed with more rounds.
     """
     if is_complete(config, directory):
-        stopped = len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds
-        advice = (
-            "it was stopped early, and can be resumed with --set early-stopping=0"
-            if stopped
-            else "it can be resumed with more --rounds"
-        )
+        advice = "it can be resumed with more --rounds"
+        if len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds:
+            advice = "it was stopped early, and can be resumed with --set early-stopping=0"
         raise StateError(
             f"the run in {directory} is complete; there is nothing to resume: {advice}"
         )
@@ -119,14 +251,6 @@ def is_complete(config: Config, directory: Path) -> bool:
     """
     if not (directory / "config.toml").exists():
         return False
-    _check_experiment(config, directory)
-    if not (directory / "summary.json").exists():
-        return False
-    found = read_records(directory / "metrics.jsonl")[0]
-    return len(found) >= last_round(found, config)
-
-
-def _check_experiment(config: Config, directory: Path) -> None:
     there = read_toml(directory / "config.toml")
     here = {name: value for name, value in config.flat().items() if name not in PLACE}
     for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
@@ -142,6 +266,10 @@ def _check_experiment(config: Config, directory: Path) -> None:
             f"{directory} contains a run with 'rounds' = {planned}, not {rounds}: a run can be "
             "resumed with more rounds, not with fewer"
         )
+    if not (directory / "summary.json").exists():
+        return False
+    found = read_records(directory / "metrics.jsonl")[0]
+    return len(found) >= last_round(found, config)
 
 
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:

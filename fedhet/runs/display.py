@@ -1,20 +1,196 @@
-"""The displays of a run's progress: a terminal, plain lines, or a notebook's cell."""
+"""The displays of a run's progress: live on a terminal, plain lines, or a notebook's cell."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
 
-from fedhet.runs.live import LiveDisplay
-from fedhet.runs.progress import Progress, State, accuracies_of
-from fedhet.runs.repeated import Repeated
-from fedhet.runs.units import make_output_lenient, plural, printable
+from fedhet.runs.progress import Progress, Repeated, State, accuracies_of
+from fedhet.runs.units import (
+    human_bytes,
+    human_seconds,
+    make_output_lenient,
+    plural,
+    printable,
+    shown_path,
+    time_left,
+)
+
+COLOURS = {
+    State.FAILED: "bold red",
+    State.TRAINING: "yellow",
+    State.WAITING: "dim",
+    State.LATE: "yellow",
+    State.DONE: "green",
+    State.NOT_ASKED: "dim",
+    State.RESTING: "dim",
+    State.EXCLUDED: "red",
+    State.AWAY: "dim",
+}
+LEAST_ROWS = 3
+"""The least number of clients in view; on a lower terminal the notices give way."""
+TRACE = 20
+"""Maximum number of rounds whose mean accuracies are listed."""
+
+
+class LiveDisplay:
+    """Draws the rounds, their cost, and every client's model, state and accuracy."""
+
+    def __init__(self, console: Console, label: str = "") -> None:
+        self.progress = Progress(self._print_lasting)
+        self._console, self._label = console, f"{label}: " if label else ""
+        self._printed = False
+        """Whether the run's directory has been printed."""
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._start = Bar(SpinnerColumn(), TextColumn("{task.description}"), console=console)
+        self._task, self._phase = self._bar.add_task("", total=None), self._start.add_task("")
+        self._live = Live(
+            console=console, get_renderable=lambda: self, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def _print_lasting(self, line: str) -> None:
+        """Print what stays in the terminal: first the run's directory, and last its duration."""
+        run = self.progress
+        if run.directory and not self._printed:
+            self._printed, line = True, f"run: {shown_path(run.directory)}"
+        elif not run.summary:
+            return
+        text = self._label + printable(line)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield as many clients and notices as fit; the other lines are always there."""
+        run = self.progress
+        everyone, done = len(run.clients), run.round - run.goes_on
+        phase = printable(run.phase).replace("[", r"\[")  # else rich reads it as markup
+        self._start.update(self._phase, description=phase)
+        self._bar.update(
+            self._task, description=run.method, total=run.rounds or None, completed=done
+        )
+        top = self._summary(options.max_width) if everyone else [self._start]
+        notes: list[RenderableType] = [
+            Text(f"note: {printable(text)}", "yellow") for text in run.notices
+        ]
+        room = console.size.height - 1 - _lines(console, options, top)
+        if _lines(console, options, notes) + everyone >= room:
+            notes = [_cut(f"note: {text}", "yellow") for text in run.notices]
+            kept = min(len(notes), max(0, room - LEAST_ROWS - 2), max(1, room // 3))
+            notes = notes[len(notes) - kept :]
+        yield from top
+        yield from self._clients(room - _lines(console, options, notes)) if everyone else ()
+        yield from notes
+
+    def _summary(self, width: int) -> list[RenderableType]:
+        """Return the lines about the whole run."""
+        run = self.progress
+        heading = _cut(self._label + run.title, "bold")
+        lines: list[RenderableType] = [heading, self._bar, _cut(self._now())]
+        if run.last:
+            lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
+            start = "mean by round:"
+            fitting = max(1, (width - len(start)) // len(" 0.000"))
+            means = (f"{mean:.3f}" for mean in run.means[-min(TRACE, fitting) :])
+            lines.append(_cut(" ".join([start, *means]), "cyan"))
+        if not math.isnan(run.seconds_a_round):
+            cost = [
+                f"{human_bytes(run.bytes_moved)} sent",
+                f"{human_seconds(run.seconds_a_round)} per round",
+            ]
+            if run.seconds_left > 0:
+                cost.append(time_left(run.seconds_left))
+            lines.append(_cut(" · ".join(cost)))
+        return lines
+
+    def _now(self) -> str:
+        """Return what happens in the current round."""
+        run = self.progress
+        if not run.round:
+            return f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
+        busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
+        if not run.goes_on:
+            return f"round {run.round} has ended"
+        failed = run.count(State.FAILED)
+        answered = run.asked - busy - waiting
+        text = f"round {run.round}: {answered} of {plural(run.asked, 'client')} answered"
+        text += f", {failed} failed" if failed else ""
+        rest = "the server aggregates and evaluates" if not busy + waiting else f"{busy} training"
+        return f"{text} · {rest}"
+
+    def _clients(self, room: int) -> Iterator[RenderableType]:
+        """Yield the table of clients, and a line about those that do not fit in `room` lines."""
+        run = self.progress
+        table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
+        table.add_column("client", no_wrap=True, max_width=24)
+        table.add_column("model", no_wrap=True, max_width=18)
+        table.add_column("state", no_wrap=True)
+        for name in ("accuracy", "train loss", "seconds"):
+            table.add_column(name, justify="right", no_wrap=True)
+        rows = max(LEAST_ROWS, room - 1)
+        everyone = len(run.clients)
+        shown = run.in_view(rows if everyone <= rows else rows - 1)
+        for client in shown:
+            table.add_row(
+                Text(printable(client.name)),
+                Text(printable(client.model)),
+                Text(client.state.words, style=COLOURS[client.state]),
+                Text(_number(client.accuracy, 4)),
+                Text(_number(client.loss, 4)),
+                Text(_number(run.seconds_of(client), 1)),
+            )
+        yield table
+        if len(shown) < everyone:
+            names = {client.name for client in shown}
+            states = [c.state for c in [*run.clients.values()] if c.name not in names]
+            counts = [f"{states.count(state)} {state.words}" for state in State if state in states]
+            hidden = f"and {len(states)} more: {', '.join(counts)}"
+            yield _cut(f"{hidden} (in view: the worst and the slowest)", "dim")
+
+
+def _lines(console: Console, options: ConsoleOptions, parts: Sequence[RenderableType]) -> int:
+    return len(console.render_lines(Group(*parts), options, pad=False))
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """Return a text of one line, cut where the terminal ends."""
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
 
 LINE_SECONDS = 10.0
 """Between two lines on a round that is under way."""

@@ -25,15 +25,18 @@ from fedhet.base.version import versions
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.runs.directory import (
+    append,
     check_same,
     claimed,
     last_round,
     make_empty,
+    read_origin,
     read_run_name,
+    record_line,
+    summary_text,
     whole_rounds,
 )
-from fedhet.runs.files import append, read_origin, record_line, summary_text
-from fedhet.runs.measures import peak_memory_mb
+from fedhet.runs.measures import best_round, final_scores, peak_memory_mb, scalars
 from fedhet.runs.records import (
     MOST_BYTES,
     OWN_DATA,
@@ -44,8 +47,6 @@ from fedhet.runs.records import (
     Spent,
     Summary,
 )
-from fedhet.runs.scalars import scalars
-from fedhet.runs.statistics import best_round, final_scores
 from fedhet.runs.storage import Checkpoint, Checkpoints, Facts
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
@@ -132,11 +133,15 @@ class RunLog:
         if config.run.resume and (directory / "config.toml").exists():
             check_same(config, directory)
             self._claim = claimed(directory)
-            self._go_on()
+            self._resume()
         else:
             make_empty(directory)
             self._claim = claimed(directory)
-            self._begin()
+            # Of fixed length, so that it does not affect byte counts. No result depends on it.
+            self.run_name = f"{config.method.name}-{secrets.token_hex(6)}"
+            self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+            self._write_origin()
+            write_text(directory / "config.toml", config.to_toml())
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=self.done + 1)
 
     @property
@@ -144,19 +149,12 @@ class RunLog:
         """Return the number of rounds completed before this process started."""
         return self.resumed.round if self.resumed else 0
 
-    def _begin(self) -> None:
-        # Of fixed length, so that it does not affect byte counts. No result depends on this draw.
-        self.run_name = f"{self.config.method.name}-{secrets.token_hex(6)}"
-        self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-        self._write_origin()
-        self._write_config()
-
     @property
     def _checkpoints(self) -> Checkpoints:
         identity = {"run": self.run_name, "method": self.config.method.name}
         return Checkpoints(self.directory, identity)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
         self.run_name = read_run_name(self.directory)
         origin = read_origin(self.directory / "run.json")
@@ -171,7 +169,7 @@ class RunLog:
             self._seconds.add(record.seconds)
         self._earlier = self._seconds.total
         before = read_toml(self.directory / "config.toml").get("rounds")
-        self._write_config()
+        write_text(self.directory / "config.toml", self.config.to_toml())
         Folder(self.directory).remove(["summary.json"])
         self.notice(f"resuming after round {self.done} of {self.config.run.rounds}")
         schedule = self.config.run.training.follows_rounds
@@ -184,9 +182,6 @@ class RunLog:
     def _write_origin(self) -> None:
         self._origin.run = self.run_name
         write_text(self.directory / "run.json", self._origin.model_dump_json())
-
-    def _write_config(self) -> None:
-        write_text(self.directory / "config.toml", self.config.to_toml())
 
     @property
     def best_round(self) -> int:
@@ -297,7 +292,8 @@ class RunLog:
         self._history.append(record)
         self._seconds.add(record.seconds)
         append(self._metrics, record_line(record))
-        self._write_events(record)
+        for name, value in scalars(record, self.config.method.name, clients=True):
+            self._board.add_scalar(name, value, record.round)
         for watcher in self.watchers:
             watcher.round_finished(record)
 
@@ -354,6 +350,9 @@ class RunLog:
         total = self._earlier + time.perf_counter() - self._begun
         peaks = [record.peak_memory_mb for record in self._history]
         scores = final_scores(self._history)
+        headline: str = self.config.method.spec.headline
+        if last.accuracy and headline not in last.accuracy:  # only the other one has a test set
+            headline = min(last.accuracy)
         return Summary(
             method=self.config.method.name,
             dataset=self.dataset,
@@ -362,7 +361,7 @@ class RunLog:
             clients=len(self.models),
             models=self.models,
             training=self.training,
-            headline=self._headline(),
+            headline=headline,
             accuracy=scores.pop(ACCURACY, {}),
             relative=last.relative,
             metrics=scores,
@@ -378,16 +377,6 @@ class RunLog:
             peak_memory_mb=round(max([peak_memory_mb(), *peaks]), 1),
             versions=versions(),
         )
-
-    def _headline(self) -> str:
-        """Return the method's headline protocol, or the other if only that has a test set."""
-        measured = self._history[-1].accuracy if self._history else {}
-        headline = self.config.method.spec.headline
-        return headline if headline in measured or not measured else min(measured)
-
-    def _write_events(self, record: RoundRecord) -> None:
-        for name, value in scalars(record, self.config.method.name, clients=True):
-            self._board.add_scalar(name, value, record.round)
 
 
 def _sum(counts: Iterable[int]) -> int:

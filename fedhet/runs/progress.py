@@ -1,11 +1,17 @@
-"""What a display shows of a running run, and the words for it.
+"""A run in progress, followed through its events: in words, for displays, and as status.json.
 
-`Progress` follows the run's events. The terminal, plain lines and a notebook draw it.
+The terminal, plain lines and a notebook draw `Progress` (`fedhet.runs.display`). `StatusFile`
+writes it as rounds go on, for `fedhet status` and the pages of `fedhet watch`. Whether the run's
+process is still alive is not in the file, which a killed process could not change; the run's lock
+tells.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +19,52 @@ from enum import IntEnum
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
+from typing import Any, Literal
 
+from pydantic import BaseModel, Field
+
+from fedhet.base.disk import write_text
+from fedhet.base.errors import StateError
 from fedhet.config.resolve import Config
+from fedhet.runs.directory import is_claimed, read_validated
 from fedhet.runs.log import Watcher
-from fedhet.runs.records import KINDS, NAN, PROTOCOLS, RoundRecord, Score, Summary
-from fedhet.runs.units import human_bytes, human_seconds, natural, plural, position, time_left
+from fedhet.runs.records import (
+    KINDS,
+    LARGEST,
+    NAN,
+    PROTOCOLS,
+    READING,
+    Number,
+    Round,
+    RoundRecord,
+    Score,
+    Summary,
+    Text,
+)
+from fedhet.runs.units import (
+    human_bytes,
+    human_seconds,
+    natural,
+    plural,
+    position,
+    score,
+    time_left,
+)
 
+LONG, SHARE = 0.05, 0.02
+"""Seconds from which a call takes long, as what is shown of thousands of clients does, and the most
+of the time that such calls may take."""
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
 MOST_NOTICES = 6
 """How many of the last notices a display keeps in view."""
 MOST_NAMES = 10
 """How many clients of one state a line names."""
+STATUS_FILE = "status.json"
+STATUS_SECONDS = 1.0
+"""Between two writings of the file, at least."""
+Stage = Literal["starting", "running", "finished", "stopped"]
+"""Of a run; it has stopped if its process has ended before its last round."""
 
 
 class State(IntEnum):
@@ -66,14 +106,6 @@ class ClientProgress:
     """Its last answer, or why there was none."""
 
 
-def _show_nothing(line: str) -> None:
-    pass
-
-
-def _unwatched() -> None:
-    pass
-
-
 class Progress(Watcher):
     """Follows a run through its events.
 
@@ -82,9 +114,9 @@ class Progress(Watcher):
 
     def __init__(
         self,
-        show: Callable[[str], None] = _show_nothing,
+        show: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
-        changed: Callable[[], None] = _unwatched,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`show` is called after each event of the run with its line, or ""; not for clients'.
 
@@ -200,10 +232,10 @@ class Progress(Watcher):
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
         _, kinds = shown_scores(record, self.protocol)
-        for score in list(kinds.values())[:1]:
+        for shown in list(kinds.values())[:1]:
             self.last = record
-            self.means.append(score.mean)
-            for name, accuracy in score.per_client.items():
+            self.means.append(shown.mean)
+            for name, accuracy in shown.per_client.items():
                 self._change(name, accuracy=accuracy)
         self._show(round_line(record, self.protocol))
 
@@ -258,9 +290,13 @@ class Progress(Watcher):
         names: dict[State, list[str]] = {}
         for client in sorted(self.clients.values(), key=lambda c: natural(c.name)):
             names.setdefault(client.state, []).append(client.name)
-        parts = [f"{state.words} {_first(names[state])}" for state in State if state in names]
-        left = self.seconds_left
-        parts += [time_left(left)] if math.isfinite(left) else []
+        parts = []
+        for state in filter(names.__contains__, State):
+            more = len(names[state]) - MOST_NAMES
+            listed = ", ".join(names[state][:MOST_NAMES])
+            parts.append(f"{state.words} {listed}{f' and {more} more' if more > 0 else ''}")
+        if math.isfinite(left := self.seconds_left):
+            parts.append(time_left(left))
         return f"round {self.round} of {self.rounds}: {' · '.join(parts)}"
 
     def in_view(self, room: int) -> list[ClientProgress]:
@@ -280,12 +316,6 @@ class Progress(Watcher):
         chosen = {c.name: c for c in turns if c is not None}
         shown = list(chosen.values())[: max(room, 0)]
         return sorted(shown, key=lambda c: (c.state, _last(c.accuracy), natural(c.name)))
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _last(value: float) -> float:
@@ -354,3 +384,163 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
     named = shown if kind == "private" else f"{shown}, {kind}"
     text = f"accuracy ({named}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
     return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in others)])
+
+
+class Repeated:
+    """Calls a function after changes, at most once in so many seconds, in a thread of its own.
+
+    A call that takes long is followed by a rest in proportion.
+    """
+
+    def __init__(self, function: Callable[[], None], seconds: float) -> None:
+        self._function, self._seconds = function, seconds
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._calling = threading.Lock()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def note(self) -> None:
+        """Take note of a change."""
+        self._changed.set()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Call the function once more, and no more after that."""
+        self._ended.set()
+        self._changed.set()
+        with self._calling:
+            self._function()
+
+    def _repeat(self) -> None:
+        rest = self._seconds
+        while self._changed.wait() and not self._ended.is_set():
+            self._changed.clear()
+            started = time.thread_time()
+            with self._calling:
+                if not self._ended.is_set():
+                    self._function()
+            taken = time.thread_time() - started
+            self._ended.wait(rest)
+            # From the second call on, as the first also imports.
+            rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
+
+
+class ClientStatus(BaseModel):
+    """A client in the current round; NaN, in the file null, is what is not known."""
+
+    model_config = READING
+
+    name: Text
+    model: Text = ""
+    state: Text = ""
+    """done, failed, training, waiting, late, not asked, resting, excluded, away."""
+    accuracy: Number = NAN
+    loss: Number = NAN
+    seconds: Number = NAN
+    """For how long it has been training, or trained last."""
+    line: Text = ""
+    """Its last answer, or why there was none."""
+
+
+class Status(BaseModel):
+    """status.json: where a run is, and what its clients do."""
+
+    model_config = READING
+
+    title: Text = ""
+    stage: Stage = "starting"
+    phase: Text = ""
+    """What the run waits for before its first round."""
+    round: Round = 0
+    rounds: Round = 0
+    seconds_left: Number = NAN
+    bytes: Number = Field(default=0.0, ge=0)
+    """Sent up, and down to train, in all rounds that have ended."""
+    mean: Number = NAN
+    """The mean accuracy of the last round that was evaluated."""
+    clients: list[ClientStatus] = []
+    notices: list[Text] = []
+    fault: Text = ""
+    """Why the run failed."""
+    updated: Number = 0.0
+    """When this was written, in seconds since 1970."""
+
+    @classmethod
+    def of(cls, progress: Progress) -> Status:
+        """Return the status of a run that `progress` follows."""
+        clients = [
+            ClientStatus(
+                name=each.name, model=each.model, state=each.state.words, accuracy=each.accuracy,
+                loss=each.loss, seconds=round(progress.seconds_of(each), 1), line=each.line,
+            )
+            for each in sorted(progress.clients.values(), key=lambda client: natural(client.name))
+        ]  # fmt: skip
+        stage: Stage = "running" if progress.round else "starting"
+        stage = "stopped" if progress.fault else stage
+        return cls(
+            title=progress.title,
+            stage="finished" if progress.summary else stage,
+            phase=progress.phase,
+            round=progress.round,
+            rounds=progress.rounds,
+            seconds_left=progress.seconds_left,
+            bytes=min(progress.bytes_moved, LARGEST),
+            mean=progress.means[-1] if progress.means else NAN,
+            clients=clients,
+            notices=list(progress.notices),
+            fault=progress.fault,
+            updated=time.time(),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of status.json, with None for NaN, which JSON does not have."""
+        found: dict[str, Any] = json.loads(self.model_dump_json())
+        return found
+
+    @property
+    def in_words(self) -> str:
+        """Where the run is, in one line."""
+        if self.stage == "starting":
+            return f"starting: {self.phase or 'its clients load data and models'}"
+        if self.stage == "stopped" and self.fault:
+            where = f" in round {self.round} of {self.rounds}" if self.round else ""
+            return f"failed{where}: {self.fault}"
+        parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
+        if math.isfinite(self.mean):
+            parts.append(f"mean accuracy {score(self.mean)}")
+        parts.append(f"{human_bytes(self.bytes)} sent")
+        if self.stage == "running" and math.isfinite(self.seconds_left):
+            parts.append(time_left(self.seconds_left))
+        return " · ".join(parts)
+
+
+class StatusFile:
+    """Writes the status of a run into its directory as it changes, from a thread of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._changed = directory, Repeated(self._write, STATUS_SECONDS)
+        self.progress = Progress(changed=self._note)
+        """What is to watch the run."""
+
+    def _note(self) -> None:
+        self._changed.note()
+        if self.progress.summary or self.progress.fault:
+            self._changed.end()
+
+    def _write(self) -> None:
+        # A folder that cannot be written ends the run where its records are written.
+        with contextlib.suppress(StateError, OSError):
+            write_text(self._directory / STATUS_FILE, Status.of(self.progress).model_dump_json())
+
+
+def read_status(directory: Path) -> Status:
+    """Return the status of a run, as of now. Raises StateError."""
+    if not (directory / "config.toml").exists():
+        raise StateError(f"{directory} holds no run: it has no config.toml")
+    path = directory / STATUS_FILE
+    status = read_validated(path, Status) if path.exists() else Status()
+    if (directory / "summary.json").exists():
+        return status.model_copy(update={"stage": "finished"})
+    if not is_claimed(directory):
+        return status.model_copy(update={"stage": "stopped", "seconds_left": math.nan})
+    return status

@@ -85,7 +85,7 @@ class FinalScore(Score):
     """The last round's accuracies, with the mean of the last fifth of the rounds."""
 
     tail: Number = NAN
-    """See `fedhet.runs.statistics.tail_of`."""
+    """See `fedhet.runs.measures.tail_of`."""
     clients: Whole = 0
     """The number of clients that the mean is over; 0 for a model of the server."""
 

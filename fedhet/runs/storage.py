@@ -275,35 +275,30 @@ def load(
     path: Path, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
     """Return the tensors and facts of `path`. Raises StateError."""
-    with _opened(path, str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, _facts(path, file)  # noqa: SIM118
+    with _opened(path, str(device)) as (file, facts):
+        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
 
 
 def load_facts(path: Path) -> dict[str, int | float | str]:
     """Return the facts of `path` without reading its tensors. Raises StateError."""
-    with _opened(path, "cpu") as file:
-        return _facts(path, file)
+    with _opened(path, "cpu") as (_, facts):
+        return facts
 
 
 @contextlib.contextmanager
-def _opened(path: Path, device: str) -> Iterator[Any]:
+def _opened(path: Path, device: str) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
+    """Yield an open state and its facts."""
     try:
         refuse_odd(path)
         with safe_open(path, framework="pt", device=device) as file:
-            yield file
+            try:
+                facts = parsed((file.metadata() or {})[_KEY])
+            except (KeyError, ValueError, RecursionError):
+                facts = None
+            if not isinstance(facts, dict) or not all(
+                isinstance(value, int | float | str) for value in facts.values()
+            ):
+                raise StateError(f"{path} is not a state that fedhet saved")
+            yield file, facts
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {reason_of(error)}") from error
-
-
-def _facts(path: Path, file: Any) -> dict[str, int | float | str]:
-    try:
-        facts = parsed((file.metadata() or {})[_KEY])
-    except (KeyError, ValueError, RecursionError):
-        raise StateError(f"{path} is not a state that fedhet saved") from None
-    if not isinstance(facts, dict) or not all(map(_is_fact, facts.values())):
-        raise StateError(f"{path} is not a state that fedhet saved")
-    return facts
-
-
-def _is_fact(value: object) -> bool:
-    return isinstance(value, int | float | str)

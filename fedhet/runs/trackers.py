@@ -20,8 +20,8 @@ from fedhet.base.errors import SettingsError, one_line
 from fedhet.config.resolve import Config
 from fedhet.runs.directory import read_run_name
 from fedhet.runs.log import Watcher
+from fedhet.runs.measures import scalars
 from fedhet.runs.records import RoundRecord, Summary
-from fedhet.runs.scalars import scalars
 
 LOG = logging.getLogger("fedhet")
 PROJECT = "fedhet"

@@ -21,8 +21,8 @@ from fedhet.data.store import RunData
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.logs import console_for, log_error
+from fedhet.runs.progress import StatusFile
 from fedhet.runs.records import Summary
-from fedhet.runs.status import StatusFile
 from fedhet.runs.trackers import trackers_of
 from fedhet.wire.identity import is_name
 

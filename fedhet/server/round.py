@@ -22,9 +22,8 @@ from fedhet.base.errors import (
     one_line,
     words_of,
 )
-from fedhet.runs.measures import Measured
+from fedhet.runs.measures import Measured, spread
 from fedhet.runs.records import RoundRecord
-from fedhet.runs.statistics import spread
 from fedhet.server.client_health import ClientHealth, Outcome
 from fedhet.server.clock import RoundClock
 from fedhet.server.magnitudes import Magnitudes, medians

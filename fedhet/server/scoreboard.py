@@ -8,9 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
-from fedhet.runs.measures import Place
+from fedhet.runs.measures import Place, relative, summarise
 from fedhet.runs.records import ByMetric, RoundRecord
-from fedhet.runs.statistics import relative, summarise
 
 
 class Scoreboard:

@@ -1,48 +1,39 @@
-"""Starting a Ray cluster of one machine, or joining one; its workers' code and environment."""
+"""Starting a Ray cluster of one machine that is private to this process, or joining a cluster.
+
+By itself Ray listens on all interfaces without authentication: whoever can reach one of its ports
+can have it run any function. Its logs and sockets lie in /tmp/ray, readable by all. A cluster that
+is started here has the loopback interface alone, a token, and a folder of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import logging
 import os
+import secrets
 import socket
-import sys
-import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from fedhet.base.errors import FedhetError, reason_of, words_of
-from fedhet.engines.environment import TUNABLES, for_training, inherited
-from fedhet.engines.ray.private import forget, private, remove_folder
+from fedhet.engines.environment import code_of, for_training, for_workers, inherited, own_paths
 from fedhet.settings.text import AUTO, host_and_port
 
 REACHABLE_WITHIN = 10.0
 """Seconds for a connection to the cluster's address; Ray itself would try for minutes."""
-CARRIED = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "FLWR_TELEMETRY_ENABLED",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
-    TUNABLES,
-)
-"""Environment variables that the workers inherit from this process, besides those of fedhet."""
-OURS = "FEDHET_"
-"""The prefix of fedhet's environment variables."""
-INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Names of the folders in which packages are installed."""
-
-
 BACKGROUND = ThreadPoolExecutor(1)
 """Its thread lives as long as this process: Ray's processes end with the one that started them."""
 _starting: list[Future[None]] = []
 """The start of a cluster for which nobody has waited yet."""
 _ending: list[Future[None]] = []
 """The end of a cluster that was still starting when nobody needed it any more."""
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+"""The folder of the cluster that runs; it is removed when this process ends, at the latest."""
 
 
 @contextlib.contextmanager
@@ -76,7 +67,8 @@ def abandon() -> None:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    remove_folder()
+    if _folders:
+        _folders.pop().cleanup()
 
 
 def _end_unless_awaited() -> None:
@@ -96,7 +88,7 @@ def _start() -> None:
     ray = _ray()
     try:
         own = {"PYTHONPATH": os.pathsep.join(own_paths()), **for_training()}
-        with private() as folder, inherited(own):
+        with _private() as folder, inherited(own):
             # Without an address Ray joins a cluster of this machine, or that of RAY_ADDRESS.
             ray.init(
                 address="local",
@@ -113,6 +105,37 @@ def _start() -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def _private() -> Iterator[str]:
+    """Yield a folder for a cluster that is started inside the block, on loopback and with a token.
+
+    All of Ray's processes inherit the token from the environment: it is on no command line. This
+    process keeps it until it leaves the cluster.
+    """
+    from ray._private import ray_constants
+
+    # Below /tmp, as Ray's own: the path of a socket may have a hundred characters.
+    place = os.environ.get("RAY_TMPDIR", "/tmp" if os.path.isdir("/tmp") else None)  # noqa: S108
+    _folders.append(tempfile.TemporaryDirectory("", "fedhet-ray-", place, True))
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    reachable = ray_constants.ENABLE_RAY_CLUSTER
+    # So Ray takes the loopback interface; its own option for an address does not.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with inherited({**token, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            _read_environment()
+            yield os.path.join(_folders[-1].name, "ray")  # Ray opens its folder to all
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = reachable
+
+
+def _read_environment() -> None:
+    """Let Ray read again whether it is to use a token and which; else it does so once."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
 def connect(address: str, modules: Iterable[str]) -> None:
     """Join the cluster, and send it fedhet and `modules`: its workers import them as they are here.
 
@@ -120,13 +143,19 @@ def connect(address: str, modules: Iterable[str]) -> None:
     """
     ray = _ray()
     if address != AUTO:
-        _reach(address)
+        try:
+            socket.create_connection(host_and_port(address), REACHABLE_WITHIN).close()
+        except OSError as error:
+            raise FedhetError(
+                f"no Ray cluster answers at {address} ({reason_of(error)}): `ray start --head` "
+                "starts one, and prints its address"
+            ) from error
     try:
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": environment(), "py_modules": code_of(["fedhet", *modules])},
+            runtime_env={"env_vars": for_workers(), "py_modules": code_of(["fedhet", *modules])},
         )
     except Exception as error:  # Ray raises errors of several kinds, and of several lines
         ray.shutdown()
@@ -150,67 +179,11 @@ def _ray() -> Any:
     return ray
 
 
-def _reach(address: str) -> None:
-    try:
-        socket.create_connection(host_and_port(address), REACHABLE_WITHIN).close()
-    except OSError as error:
-        raise FedhetError(
-            f"no Ray cluster answers at {address} ({reason_of(error)}): `ray start --head` starts "
-            "one, and prints its address"
-        ) from error
-
-
 def leave() -> None:
-    """Leave the cluster, which keeps running unless this process has started it."""
+    """Leave the cluster; one that this process has started ends, with its folder and token."""
     import ray
 
     ray.shutdown()
-    forget()
-
-
-def environment() -> dict[str, str]:
-    """Return the environment variables that the workers of all machines get.
-
-    A machine's own PYTHONPATH comes after the folders of the user's modules here, from which a
-    module that is sent may import others.
-    """
-    carried = {
-        name: value
-        for name, value in os.environ.items()
-        if name in CARRIED or name.startswith(OURS)
-    }
-    return {
-        **for_training(),
-        **carried,
-        "PYTHONPATH": os.pathsep.join([*own_paths(), "${PYTHONPATH}"]),
-    }
-
-
-def code_of(modules: Iterable[str]) -> list[str]:
-    """Return the folder or the file of each module's top-level package, Python's own left out."""
-    library, found = Path(sysconfig.get_path("stdlib")).resolve(), []
-    for name in dict.fromkeys(module.partition(".")[0] for module in modules):
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            continue
-        place = Path(next(iter(spec.submodule_search_locations or [spec.origin or "built-in"])))
-        installed = not INSTALLED.isdisjoint(place.parts)
-        is_pythons = place.resolve().is_relative_to(library) and not installed
-        if (place.suffix == ".py" or place.is_dir()) and not is_pythons:
-            found.append(str(place))
-    return found
-
-
-def own_paths() -> list[str]:
-    """Return the folders from which modules are imported that are not installed.
-
-    What is installed may lie elsewhere on another machine.
-    """
-    library = Path(sysconfig.get_path("stdlib")).resolve()
-    found = [Path(path or ".").resolve() for path in sys.path]
-    own = [
-        str(path)
-        for path in found
-        if path.is_dir() and INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(library)
-    ]
-    return list(dict.fromkeys(own))
+    if _folders:
+        _folders.pop().cleanup()
+        _read_environment()

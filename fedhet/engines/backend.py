@@ -1,10 +1,15 @@
-"""What trains a run's clients: this process, Ray's workers here, or those of a cluster."""
+"""What trains a run's clients: this process, Ray's workers here, or those of a cluster.
+
+`with_backend` chooses, `engine_of` starts what was chosen, and `InlineProxy` is a client in this
+process; those on Ray are in `fedhet.engines.ray`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,26 +17,29 @@ from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.server import ServerAppComponents
+from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import ClientManager
 
 from fedhet.base.errors import one_line
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.engines.gpu_memory import with_gpu_share
-from fedhet.engines.inline import run_inline
+from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small, with_gpu_share
 from fedhet.learning.devices import compute_for, find_device
 from fedhet.models import Refitted, assign, build_any
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
+from fedhet.server.direct_proxy import DirectProxy
+from fedhet.server.own_code import ClientCodeError, CodeFault, is_of_code
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 
 if TYPE_CHECKING:
-    from fedhet.engines.ray.local_cluster import LocalCluster
+    from fedhet.engines.ray.cluster import LocalCluster
 
 
 RAY_SECONDS = 15.0
@@ -162,15 +170,16 @@ def cluster_for(
     Raises SettingsError.
     """
     engine = config.run.engine
-    if engine.backend == "ray":
-        _refuse_numbered_gpu(config)
+    if engine.backend == "ray" and engine.device.startswith("cuda:"):  # which Ray cannot give
+        rule = "cuda on Ray, which assigns the GPUs of CUDA_VISIBLE_DEVICES to its workers"
+        raise refused("engine.device", engine.device, rule)
     if engine.backend != "ray" or engine.ray_address:
         yield None
         return
-    from fedhet.engines.ray.local_cluster import local_cluster
+    from fedhet.engines.ray.cluster import LocalCluster
 
     config = with_gpu_share(config, data)
-    with local_cluster(config, data, directory, _notice(watchers)) as ray:
+    with contextlib.closing(LocalCluster(config, data, directory, _notice(watchers))) as ray:
         yield ray
 
 
@@ -192,7 +201,7 @@ def engine_of(
         starting = f"starting with {plural(workers.count, 'worker')}"
         yield Engine(own.run, workers.count, starting, workers.clients)
     else:
-        from fedhet.engines.ray.joined_cluster import joined_workers
+        from fedhet.engines.ray.cluster import joined_workers
 
         address = config.run.engine.ray_address
         show_waiting(watchers, f"joining the Ray cluster {address}, asking its machines")
@@ -211,14 +220,70 @@ def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
     return notice
 
 
-def _refuse_numbered_gpu(config: Config) -> None:
-    """Raise SettingsError if `engine.device` is a GPU with a number, which Ray cannot give."""
-    if (device := config.run.engine.device).startswith("cuda:"):
-        rule = "cuda on Ray, which assigns the GPUs of CUDA_VISIBLE_DEVICES to its workers"
-        raise refused("engine.device", device, rule)
-
-
 def show_waiting(watchers: Iterable[Watcher], what: str) -> None:
     """Show what the run waits for."""
     for watcher in watchers:
         watcher.waiting(what)
+
+
+def run_inline(
+    config: Config,
+    data: RunData,
+    state_dir: Path,
+    parts: ServerAppComponents,
+    notice: Callable[[str], None],
+) -> None:
+    """Run the federation; its clients keep their states in `state_dir`.
+
+    `notice` is called for each client for which others had to make room on the GPU.
+    """
+    server, rounds = parts.server, parts.config
+    assert isinstance(server, Server)
+    assert isinstance(rounds, ServerConfig)
+    server.set_max_workers(1)
+    for partition in range(config.run.clients):
+        node_config = {"partition-id": partition, "num-partitions": config.run.clients}
+        node = read_node(node_config, config.run, str(state_dir), data)
+        server.client_manager().register(InlineProxy(config, node, notice))
+    server.fit(rounds.num_rounds, rounds.round_timeout)
+
+
+class InlineProxy(DirectProxy):
+    """A client in this process."""
+
+    # Flower's server calls clients from several threads, but torch's generators and the data caches
+    # are shared by the process: call one client at a time.
+    _one_at_a_time = threading.Lock()
+
+    def __init__(
+        self, config: Config, node: Node, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        super().__init__(node.name)
+        self._config, self._node, self._notice = config, node, notice
+
+    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
+        """Call the client's method `name`, without a time limit. Raises ClientCodeError."""
+        try:
+            with self._one_at_a_time:
+                return self._called(name, instruction)
+        except Exception as error:
+            if not is_of_code(error):
+                raise
+            raise ClientCodeError(CodeFault.of(error)) from error
+
+    def _called(self, name: str, instruction: Any) -> Any:
+        """Call the client; if the GPU's memory does not suffice, once more without the others."""
+
+        def called() -> Any:
+            client = open_client(self._config, self._node).to_client()
+            return getattr(client, name)(instruction)
+
+        try:
+            return called()
+        except torch.OutOfMemoryError:
+            self._notice(f"{self.cid} {ASKED_ALONE}")
+        make_room()
+        try:
+            return called()
+        except torch.OutOfMemoryError as error:
+            raise too_small(error) from error

@@ -1,4 +1,4 @@
-"""The workers of a run on Ray: which are idle, and how lost ones are replaced.
+"""The workers of a run on Ray: the actor that trains clients, and the pool of all actors.
 
 Flower's own pool of Ray's actors puts a dead actor back, on which every later task fails, and its
 simulation looks through all messages for each client, ten times a second. Here a lost worker is
@@ -11,14 +11,24 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedhet.base.errors import FedhetError
-from fedhet.engines.gpu_memory import ASKED_ALONE
-from fedhet.engines.ray.machines import Machine
+from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import read_node
+from fedhet.config.resolve import Config
+from fedhet.data.store import RunData
+from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
+from fedhet.learning.devices import find_device
+from fedhet.server.own_code import CodeFault, is_of_code
+from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
 LOOK_EVERY = 0.5
@@ -27,6 +37,86 @@ ROOM_WITHIN = 30.0
 """Seconds that idle workers have to give back a GPU's memory."""
 TRIES = 2
 """How many workers a client is asked by if they are lost, before it fails."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client's error. It travels in words: not every exception can be unpickled again."""
+
+    reason: str
+    trace: str
+    of_code: CodeFault | None = None
+    """The fault of the client's code, if that is the cause."""
+    of_memory: bool = False
+    """Whether the GPU's memory did not suffice."""
+
+
+class Worker:
+    """Runs any client of a run, one at a time; Ray makes an actor of it.
+
+    `decoded` is the folder from which it maps the run's data, if there is one on its machine; it
+    may be written after the worker has started.
+    """
+
+    def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
+        self._config, self._state_dir = config, state_dir
+        self._data = RunData.of(config.run, shared=decoded)
+        self._use_gpu(config.run.engine.gpus_per_client)
+
+    def call(self, partition: int, name: str, instruction: Any, *, alone: bool = False) -> Any:
+        """Call the method `name` of a client; return its result, or `Failed`.
+
+        `alone`: no other worker computes meanwhile, and this one may take the whole GPU.
+        """
+        node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
+        if alone:
+            make_room()
+            self._use_gpu(1.0)
+        try:
+            node = read_node(node_config, self._config.run, self._state_dir, self._data)
+            client = open_client(self._config, node).to_client()
+            return getattr(client, name)(instruction)
+        except torch.OutOfMemoryError as error:
+            return Failed(str(too_small(error)), traceback.format_exc(), of_memory=True)
+        except Exception as error:
+            fault = CodeFault.of(error) if is_of_code(error) else None
+            return Failed(str(error), traceback.format_exc(), fault)
+        finally:
+            if alone:
+                make_room()
+                self._use_gpu(self._config.run.engine.gpus_per_client)
+
+    def make_room(self) -> None:
+        """Give back the GPU's memory that this worker does not need at the moment."""
+        make_room()
+
+    def is_ready(self) -> bool:
+        """Return True: the process has started, and has imported what it needs."""
+        return True
+
+    def _use_gpu(self, share: float) -> None:
+        """Bound this worker's part of its GPU's memory, if it has one."""
+        if find_device(self._config.run.engine.device).type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(share or 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of the cluster, or more exactly one of Ray's nodes."""
+
+    node: str
+    """Ray's id of it."""
+    address: str
+    cpus: float
+    gpus: float
+
+    def workers(self, engine: EngineSettings, *, on_gpu: bool) -> int:
+        """Return how many workers have room here."""
+        by_processor = int(self.cpus / engine.cpus_per_client)
+        if not on_gpu:
+            return by_processor
+        # A worker cannot use parts of two GPUs.
+        return min(by_processor, int(self.gpus) * int(1 / (engine.gpus_per_client or 1)))
 
 
 class LostError(Exception):
@@ -43,8 +133,6 @@ class Placed:
 
 Task = Callable[[Any], Any]
 """Starts a task on an actor, and returns Ray's reference to its result."""
-Taken = Callable[[float | None], contextlib.AbstractContextManager[Placed]]
-"""Takes a worker, until a point in time, for as long as its block runs."""
 
 
 class WorkerPool:
@@ -87,26 +175,18 @@ class WorkerPool:
             self._admit()
             return not (self._idle or self._busy or self._starting)
 
-    def run(self, who: str, task: Task, timeout: float | None) -> Any:
+    def run(self, who: str, task: Task, timeout: float | None, *, alone: bool = False) -> Any:
         """Return the result of a task on any worker; on another one if that is lost.
 
-        Raises LostError if that one is lost too, or none is left, and TimeoutError after `timeout`
-        seconds, with the time to wait for a worker.
+        `alone`: no other task runs on any worker meanwhile, and the other workers give back the
+        memory of their GPUs before. Raises LostError if the second worker is lost too, or none is
+        left, and TimeoutError after `timeout` seconds, with the time to wait for a worker.
         """
-        return self._run(who, task, timeout, self._worker)
-
-    def run_alone(self, who: str, task: Task, timeout: float | None) -> Any:
-        """Return the result of a task as `run` does, while no other one runs on any worker.
-
-        The other workers give back the memory of their GPUs before.
-        """
-        self.notice(f"{who} {ASKED_ALONE}")
-        return self._run(who, task, timeout, self._worker_alone)
-
-    def _run(self, who: str, task: Task, timeout: float | None, worker: Taken) -> Any:
+        if alone:
+            self.notice(f"{who} {ASKED_ALONE}")
         end = None if timeout is None else time.monotonic() + timeout
         for tried in range(1, TRIES + 1):
-            with worker(end) as placed:
+            with self._worker(end, alone=alone) as placed:
                 try:
                     return _result(task(placed.actor), end)
                 except LostError as error:
@@ -134,36 +214,28 @@ class WorkerPool:
             self._starting.clear()
 
     @contextlib.contextmanager
-    def _worker(self, end: float | None) -> Iterator[Placed]:
-        placed = self._take(end)
-        try:
-            yield placed
-        finally:
-            self._give_back(placed)
+    def _worker(self, end: float | None, *, alone: bool) -> Iterator[Placed]:
+        """Take a worker for the block. `alone`: all others are idle, and stay so."""
+        import ray
 
-    @contextlib.contextmanager
-    def _worker_alone(self, end: float | None) -> Iterator[Placed]:
-        with self._one_alone:
+        if alone:
+            self._one_alone.acquire()
             self._is_reserved = True
+        try:
+            placed = self._take(end, alone=alone)
             try:
-                placed = self._take(end, alone=True)
-                try:
-                    self._make_room()
-                    yield placed
-                finally:
-                    self._give_back(placed)
+                # Idle workers give back their memory; one that is lost has none.
+                if alone and (refs := [each.actor.make_room.remote() for each in self._idle]):
+                    ray.wait(refs, num_returns=len(refs), timeout=ROOM_WITHIN)
+                yield placed
             finally:
+                self._give_back(placed)
+        finally:
+            if alone:
                 with self._changed:
                     self._is_reserved = False
                     self._changed.notify_all()
-
-    def _make_room(self) -> None:
-        """Let idle workers give back their memory; one that is lost has none."""
-        import ray
-
-        refs = [placed.actor.make_room.remote() for placed in self._idle]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=ROOM_WITHIN)
+                self._one_alone.release()
 
     def _take(self, end: float | None, *, alone: bool = False) -> Placed:
         with self._changed:
