@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.timing import seconds, show
-from fedhet.cli.jobs import RUNS_A_PROCESS
+from fedhet.cli.training import RUNS_A_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
 from fedhet.experiments.declaration import read_table

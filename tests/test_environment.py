@@ -15,9 +15,8 @@ from rich.console import Console
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import fault_of, side_by_side
 from fedhet.cli.options import loading
+from fedhet.cli.training import ending_at_once, fault_of, side_by_side
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
@@ -80,7 +79,7 @@ def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr("fedhet.cli.jobs.train", broken)
+    monkeypatch.setattr("fedhet.cli.training.train", broken)
     assert fault_of(None, None, report=False) == "RuntimeError: CUDA out of memory"
     assert "Traceback" in capsys.readouterr().err
 
@@ -213,8 +212,8 @@ def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypat
 def test_a_signal_ends_a_run_with_a_line(monkeypatch, capsys, number):
     ended: list[int] = []
     over = threading.Event()
-    monkeypatch.setattr("fedhet.cli.interrupt.os._exit", lambda s: (ended.append(s), over.set()))
-    monkeypatch.setattr("fedhet.cli.interrupt.errors", Console(file=(written := io.StringIO())))
+    monkeypatch.setattr("fedhet.cli.training.os._exit", lambda s: (ended.append(s), over.set()))
+    monkeypatch.setattr("fedhet.cli.training.errors", Console(file=(written := io.StringIO())))
     of_tests = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
     try:
         with ending_at_once(lambda: "`fedhet run --resume x` resumes it"):

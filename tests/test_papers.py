@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
-from fedhet.cli import jobs as command
+from fedhet.cli import training as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.experiments import declaration

@@ -7,7 +7,7 @@ import pytest
 from fedhet import models
 from fedhet.base.errors import SettingsError
 from fedhet.cli.options import gather
-from fedhet.cli.sweep import read_sweep
+from fedhet.cli.run import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset
 

@@ -919,7 +919,7 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
     )
     dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
     with pytest.raises(SettingsError, match=message):
-        check_trainable(config.run, config.method, config.own, dataset)
+        check_trainable(config, dataset)
 
 
 def test_a_run_says_what_it_costs_before_it_starts():

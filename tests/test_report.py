@@ -19,7 +19,7 @@ from rich.console import Console
 from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
 
 from fedhet.base.errors import SettingsError, StateError
-from fedhet.cli.listing import listings
+from fedhet.cli.options import listings
 from fedhet.report import (
     compare,
     comparison_table,

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
-from fedhet.cli.jobs import jobs_that_fit
-from fedhet.cli.sweep import check_names, folder_name, point_name, read_grid, read_sweep
+from fedhet.cli.run import check_names, folder_name, point_name, read_grid, read_sweep
+from fedhet.cli.training import jobs_that_fit
 from fedhet.report.sweep import _panel
 
 

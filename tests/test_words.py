@@ -12,8 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fedhet.base.errors import ModelError, SettingsError
-from fedhet.cli import app, completion
-from fedhet.cli.training import _how_to_go_on, _label
+from fedhet.cli import app
+from fedhet.cli.options import complete_method, complete_preset, complete_setting
+from fedhet.cli.training import _how_to_go_on
 from fedhet.config.sources import all_settings, preset_names
 from fedhet.methods.registry import find_method
 from fedhet.models.user_model import import_user_model
@@ -176,23 +177,23 @@ def test_settings_come_in_sections_without_ends_that_nobody_reaches():
 
 
 def test_what_is_completed():
-    assert [name for name, _ in completion.methods("fedmd")] == ["fedmd"]
-    assert dict(completion.presets("de")) == {"demo": preset_names()["demo"]}
-    assert [name for name, _ in completion.presets("demo,ii")] == ["demo,iid"]
-    assert ("training.local-epochs=" in dict(completion.settings("training.")),) == (True,)
-    assert [name for name, _ in completion.settings("local-ep")] == ["local-epochs="]
+    assert [name for name, _ in complete_method("fedmd")] == ["fedmd"]
+    assert dict(complete_preset("de")) == {"demo": preset_names()["demo"]}
+    assert [name for name, _ in complete_preset("demo,ii")] == ["demo,iid"]
+    assert ("training.local-epochs=" in dict(complete_setting("training.")),) == (True,)
+    assert [name for name, _ in complete_setting("local-ep")] == ["local-epochs="]
     # Several settings end in alpha: only their full names are allowed.
-    assert "alpha=" not in dict(completion.settings("al"))
-    assert {"data.alpha="} == {n for n, _ in completion.settings("data.al")}
-    assert [n for n, _ in completion.settings("partition=s")] == [
+    assert "alpha=" not in dict(complete_setting("al"))
+    assert {"data.alpha="} == {n for n, _ in complete_setting("data.al")}
+    assert [n for n, _ in complete_setting("partition=s")] == [
         "partition=shards",
         "partition=superclasses",
     ]
-    assert [n for n, _ in completion.settings("data.download=")] == [
+    assert [n for n, _ in complete_setting("data.download=")] == [
         "data.download=true",
         "data.download=false",
     ]
-    assert completion.settings("lr=") == []
+    assert complete_setting("lr=") == []
 
 
 def test_a_shell_gets_it_without_heavy_imports():
@@ -218,10 +219,7 @@ def test_a_shell_gets_it_without_heavy_imports():
 # --- a run's lines ----------------------------------------------------------------------------
 
 
-def test_a_sweeps_lines_name_the_value(capsys):
-    assert _label({"training.lr": 0.1}, 0, several=False) == "training.lr=0.1"
-    label = _label({"training.lr": 0.1, "felo.share-weights": False}, 2, several=True)
-    assert label == "training.lr=0.1, felo.share-weights=false, seed 2"
+def test_a_line_of_one_run_of_several_names_it(capsys):
     line_display(Console(width=200), "training.lr=0.1").notice("odd")
     line_display(Console(width=200)).notice("odd")
     assert capsys.readouterr().out.splitlines() == ["training.lr=0.1: note: odd", "note: odd"]

@@ -8,45 +8,71 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 if any(option[:1] == "e" for option in sys.warnoptions):
     # Typer, Flower and PyTorch issue warnings of their own: show them instead of failing.
     warnings.simplefilter("default")
     os.environ["PYTHONWARNINGS"] = "default"
 
+import click
 import typer
+from typer.core import TyperCommand
+from typer.models import ArgumentInfo
 
 from fedhet.base.errors import FedhetError, reason_of
 from fedhet.base.version import __version__
-from fedhet.cli.commands import Command
-from fedhet.cli.deploy import certs_command, deploy_local_command, register_command, submit_command
-from fedhet.cli.doctor import doctor_command
+from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
-from fedhet.cli.interrupt import end_at_once
-from fedhet.cli.options import console, errors
-from fedhet.cli.privacy import privacy_command
-from fedhet.cli.results import compare_command, report_command
-from fedhet.cli.run import run_command, sweep_command
-from fedhet.cli.schema import schema_command
-from fedhet.cli.show import (
-    datasets_command,
-    methods_command,
-    models_command,
-    partition_command,
-    presets_command,
-    settings_command,
-)
-from fedhet.cli.use import export_command, predict_command
-from fedhet.cli.watch import sites_command, status_command, watch_command
-from fedhet.engines.ray.connection import is_starting
+from fedhet.cli.options import FLAGS, console, errors
+from fedhet.config.sources import all_settings
+from fedhet.engines.ray.connection import abandon, is_starting
 from fedhet.runs.units import make_output_lenient
+from fedhet.settings.schema import meant
+
+
+class Command(TyperCommand):
+    """A command whose arguments have help, and which says how a setting is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # click from 8.4 on clears the help that typer 0.20 has given to an argument.
+        signature = inspect.signature(self.callback, eval_str=True) if self.callback else None
+        annotations = signature.parameters if signature else {}
+        for parameter in self.params:
+            if isinstance(parameter, click.Argument) and not getattr(parameter, "help", None):
+                given = get_args(annotations[str(parameter.name)].annotation)
+                found = (info.help for info in given if isinstance(info, ArgumentInfo))
+                parameter.help = next(found, None)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; say of an option that is the name of a setting how it is given."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            way = _way_to_set(error.option_name)
+            if not way or not any(option.name == "set_" for option in self.params):
+                raise
+            raise click.NoSuchOption(
+                error.option_name, f"No such option '{error.option_name}'; write {way}", ctx=ctx
+            ) from None
+
+
+def _way_to_set(option: str) -> str:
+    """Return how to give the setting that an unknown option names or means, or ""."""
+    known, word = all_settings(), option.strip("-").replace("_", "-")
+    named = (name for name in known if word in (name, name.rpartition(".")[2]))
+    full = meant(word, known) or next(named, "")
+    flag = next((flag for flag, name in FLAGS.items() if name == full), "")
+    return f"--{flag} VALUE" if flag else f"--set {full}=VALUE" if full else ""
+
 
 app = typer.Typer(
     help="Federated learning for clients whose models differ.",
@@ -55,31 +81,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", cls=Command)(run_command)
-app.command("sweep", cls=Command)(sweep_command)
+app.command("run", cls=Command)(run.run_command)
+app.command("sweep", cls=Command)(run.sweep_command)
 # Nothing depends on the experiments: without their directory, only their command is missing.
 if (experiments := find_spec("fedhet.experiments")) and experiments.has_location:
     app.command("table", cls=Command)(import_module("fedhet.experiments.command").table_command)
-app.command("compare", cls=Command)(compare_command)
-app.command("report", cls=Command)(report_command)
-app.command("status", cls=Command)(status_command)
-app.command("watch", cls=Command)(watch_command)
-app.command("privacy", cls=Command)(privacy_command)
-app.command("predict", cls=Command)(predict_command)
-app.command("export", cls=Command)(export_command)
-app.command("certs", cls=Command)(certs_command)
-app.command("doctor", cls=Command)(doctor_command)
-app.command("register", cls=Command)(register_command)
-app.command("sites", cls=Command)(sites_command)
-app.command("submit", cls=Command)(submit_command)
-app.command("deploy-local", cls=Command)(deploy_local_command)
-app.command("methods", cls=Command)(methods_command)
-app.command("models", cls=Command)(models_command)
-app.command("datasets", cls=Command)(datasets_command)
-app.command("presets", cls=Command)(presets_command)
-app.command("settings", cls=Command)(settings_command)
-app.command("partition", cls=Command)(partition_command)
-app.command("schema", cls=Command)(schema_command)
+app.command("compare", cls=Command)(results.compare_command)
+app.command("report", cls=Command)(results.report_command)
+app.command("status", cls=Command)(deploy.status_command)
+app.command("watch", cls=Command)(deploy.watch_command)
+app.command("privacy", cls=Command)(results.privacy_command)
+app.command("predict", cls=Command)(results.predict_command)
+app.command("export", cls=Command)(results.export_command)
+app.command("certs", cls=Command)(deploy.certs_command)
+app.command("doctor", cls=Command)(deploy.doctor_command)
+app.command("register", cls=Command)(deploy.register_command)
+app.command("sites", cls=Command)(deploy.sites_command)
+app.command("submit", cls=Command)(deploy.submit_command)
+app.command("deploy-local", cls=Command)(deploy.deploy_local_command)
+app.command("methods", cls=Command)(show.methods_command)
+app.command("models", cls=Command)(show.models_command)
+app.command("datasets", cls=Command)(show.datasets_command)
+app.command("presets", cls=Command)(show.presets_command)
+app.command("settings", cls=Command)(show.settings_command)
+app.command("partition", cls=Command)(show.partition_command)
+app.command("schema", cls=Command)(show.schema_command)
 app.command("example-data", cls=Command)(example_command)
 
 
@@ -145,3 +171,9 @@ def _words(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {reason_of(error)}"
     return reason_of(error)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End the process without waiting for a Ray that is starting."""
+    abandon()
+    os._exit(status)

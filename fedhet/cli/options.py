@@ -1,23 +1,29 @@
-"""Shared by the commands: the console, and the options that give settings."""
+"""What the commands share: the console, tables, completion, and the options that give settings.
+
+A command names each of its options in its signature, by an alias of this module, and passes those
+that give settings to `gather`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError, typed
-from fedhet.cli import completion
-from fedhet.config.sources import Layers, parse_pairs
+from fedhet.config.sources import Layers, all_settings, parse_pairs, preset_names
+from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
@@ -32,143 +38,17 @@ os.environ["MPLBACKEND"] = "agg"  # figures are files; Matplotlib fails on an un
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
-
-
-def _of_setting(name: str, metavar: str) -> Any:
-    """Return the option for a setting with its own flag: its description, default and choices."""
-    info = RunSettings.fields()[name]
-    shown: dict[str, Any] = {
-        "help": info.description,
-        "show_default": as_text(info.default) or NONE,
-    }
-    if info.annotation is bool:
-        return Annotated[bool | None, typer.Option(**shown)]
-    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    return Annotated[str | None, typer.Option(metavar="|".join(choices) or metavar, **shown)]
-
-
-FLAGS = {
-    "dataset": ("data.dataset", "NAME[:PLACE]"),
-    "clients": ("clients", "INT"),
-    "models": ("models.pool", "NAME[,NAME]"),
-    "rounds": ("rounds", "INT"),
-    "seed": ("seed", "INT"),
-    "backend": ("engine.backend", "NAME"),
-    "strict": ("engine.strict", "BOOL"),
-    "out": ("out", "DIR"),
-}
-"""Settings with a flag of their own: the setting, and the name of its value in the help."""
 NONE = "none"
 """The default of an option that gives nothing unless it is used, as the help shows it."""
-TRUST = typer.Option(
-    metavar="MODULE[,MODULE]",
-    show_default=NONE,
-    help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
-)
-SOURCES: dict[str, Any] = {
-    "method": Annotated[
-        str | None,
-        typer.Argument(
-            help="The method; `fedhet methods` lists them.", autocompletion=completion.methods
-        ),
-    ],
-    "preset": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,NAME]",
-            show_default=NONE,
-            autocompletion=completion.presets,
-            help="Named settings; later names override earlier ones. `fedhet presets` lists them.",
-        ),
-    ],
-    "config": Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            show_default=NONE,
-            help="A TOML file of settings, such as a run's config.toml.",
-        ),
-    ],
-    "set_": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "-s",
-            metavar="KEY=VALUE",
-            show_default=NONE,
-            help="Any setting; `fedhet settings` lists them. Repeatable.",
-            autocompletion=completion.settings,
-        ),
-    ],
-    "resume": Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=NONE,
-            help="Resume the run in DIR after its last complete round.",
-        ),
-    ],
-    "trust": Annotated[str | None, TRUST],
-    **{flag: _of_setting(*where) for flag, where in FLAGS.items()},
-}
-"""The options from which a command's settings are read."""
+GAP = 2
+"""Columns of the terminal between two columns of a table."""
+MAX_HEADER = 20
+"""Columns of the terminal from which a header of `listings` is folded."""
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options `names` of SOURCES; it receives their settings as `values`."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def called(**given: Any) -> None:
-            chosen = {name: given.pop(name) for name in names}
-            command(values=gather(**chosen), **given)
-
-        kind = inspect.Parameter.KEYWORD_ONLY
-        shared = [
-            inspect.Parameter(name, kind, default=None, annotation=SOURCES[name]) for name in names
-        ]
-        if "resume" not in names:  # the method must then be given
-            shared = [p.replace(default=p.empty) if p.name == "method" else p for p in shared]
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [*shared, *(p.replace(kind=kind) for p in own if p.name != "values")]
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {p.name: p.annotation for p in parameters}
-        return called
-
-    return decorate
-
-
-def gather(
-    method: str | None = None,
-    preset: str | None = None,
-    config: Path | None = None,
-    set_: list[str] | None = None,
-    resume: Path | None = None,
-    trust: str | None = None,
-    **flags: str | bool | None,
-) -> dict[str, object]:
-    """Return the settings of a preset, a file, `--set` and flags; later ones override earlier.
-
-    With `resume`, the settings of the run in that directory come first. Raises SettingsError.
-    """
-    given = [
-        f"{FLAGS[name][0]}={as_text(value)}" for name, value in flags.items() if value is not None
-    ]
-    pairs = [*(set_ or []), *given]
-    return Layers(preset, config, resume, trust or "").under(
-        lambda name: parse_pairs(pairs, name), method
-    )
-
-
-def read_seeds(text: str) -> list[int]:
-    """Return the seeds of "0,1,2". Raises SettingsError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise SettingsError(
-            f"'--seeds {text}' is not allowed: it takes a list such as 0,1,2, without repetition"
-        )
-    return [int(part) for part in parts]
+def say(line: str) -> None:
+    """Print a line without formatting."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -188,11 +68,176 @@ def loading(what: str = "PyTorch and Flower") -> Iterator[None]:
         ) from error
 
 
-def say(line: str) -> None:
-    """Print a line without formatting."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+def listing(*headers: str, rows: Iterable[Iterable[str]] = (), words: int | None = None) -> Table:
+    """Return a table without lines; columns after the first `words` are right-aligned."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
+    for place, header in enumerate(headers):
+        left = words is None or place < words
+        table.add_column(Text(header), overflow="fold", justify="left" if left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
-def say_where(page: Path) -> None:
-    """Print the path of the report."""
-    say(f"report: {page}")
+def listings(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int
+) -> Iterator[Table]:
+    """Yield a listing in as many tables as needed for `width` columns of the terminal.
+
+    Each table has the first `words` columns, and at least one of the other columns.
+    """
+    sizes = [min(cell_len(header), MAX_HEADER) + GAP for header in headers]
+    for row in rows:
+        sizes = [max(size, cell_len(text) + GAP) for size, text in zip(sizes, row, strict=True)]
+    blocks = [list(range(words))]
+    for place in range(words, len(headers)):
+        is_full = sum(sizes[each] for each in [*blocks[-1], place]) > width
+        if is_full and len(blocks[-1]) > words:
+            blocks.append(list(range(words)))
+        blocks[-1].append(place)
+    for block in blocks:
+        parts = [[row[place] for place in block] for row in rows]
+        yield listing(*(headers[place] for place in block), rows=parts)
+
+
+# --- shell completion: each completion, with its description
+
+
+def complete_method(incomplete: str) -> list[tuple[str, str]]:
+    """Return the methods whose names start with `incomplete`."""
+    known = all_methods()[0].values()
+    return [(each.name, each.spec.title) for each in known if each.name.startswith(incomplete)]
+
+
+def complete_preset(incomplete: str) -> list[tuple[str, str]]:
+    """Return the presets whose names start with the last in a comma-separated text."""
+    before, comma, last = incomplete.rpartition(",")
+    return [
+        (f"{before}{comma}{name}", line)
+        for name, line in preset_names().items()
+        if name.startswith(last)
+    ]
+
+
+def complete_setting(incomplete: str) -> list[tuple[str, str]]:
+    """Return the settings as `KEY=` or, after the sign, the values of a setting that has few."""
+    name, sign, value = incomplete.partition("=")
+    known = all_settings()
+    if not sign:
+        leaves = Counter(full.rpartition(".")[2] for full in known)
+        named = {leaf: full for full in known if leaves[leaf := full.rpartition(".")[2]] == 1}
+        named |= {full: full for full in known}
+        return [
+            (f"{short}=", known[full].description or "")
+            for short, full in named.items()
+            if short.startswith(name)
+        ]
+    ending = [full for full in known if full == name or full.endswith(f".{name}")]
+    kind = known[ending[0]].annotation if len(ending) == 1 else None
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    choices = ("true", "false") if kind is bool else choices
+    return [(f"{name}={each}", "") for each in choices if str(each).startswith(value)]
+
+
+# --- options that give settings
+
+FLAGS = {
+    "dataset": "data.dataset",
+    "clients": "clients",
+    "models": "models.pool",
+    "rounds": "rounds",
+    "seed": "seed",
+    "backend": "engine.backend",
+    "strict": "engine.strict",
+    "out": "out",
+}
+"""The settings that have an option of their own, by its name."""
+
+
+def _flag(name: str, metavar: str | None = None) -> Any:
+    """Return the option of FLAGS for a setting: its description, default and choices."""
+    info = RunSettings.fields()[FLAGS[name]]
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    return typer.Option(
+        help=info.description,
+        show_default=as_text(info.default) or NONE,
+        metavar="|".join(choices) or metavar,
+    )
+
+
+Method = Annotated[
+    str | None,
+    typer.Argument(help="The method; `fedhet methods` lists them.", autocompletion=complete_method),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[,NAME]",
+        show_default=NONE,
+        autocompletion=complete_preset,
+        help="Named settings; later names override earlier ones. `fedhet presets` lists them.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        show_default=NONE,
+        help="A TOML file of settings, such as a run's config.toml.",
+    ),
+]
+Dataset = Annotated[str | None, _flag("dataset", "NAME[:PLACE]")]
+Clients = Annotated[str | None, _flag("clients", "INT")]
+Models = Annotated[str | None, _flag("models", "NAME[,NAME]")]
+Rounds = Annotated[str | None, _flag("rounds", "INT")]
+Seed = Annotated[str | None, _flag("seed", "INT")]
+Backend = Annotated[str | None, _flag("backend")]
+Strict = Annotated[bool | None, _flag("strict")]
+Out = Annotated[str | None, _flag("out", "DIR")]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        show_default=NONE,
+        help="Any setting; `fedhet settings` lists them. Repeatable.",
+        autocompletion=complete_setting,
+    ),
+]
+TRUST = typer.Option(
+    metavar="MODULE[,MODULE]",
+    show_default=NONE,
+    help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
+)
+
+
+def gather(
+    method: str | None = None,
+    preset: str | None = None,
+    config: Path | None = None,
+    set_: list[str] | None = None,
+    resume: Path | None = None,
+    trust: str | None = None,
+    **flags: str | bool | None,
+) -> dict[str, object]:
+    """Return the settings of a preset, a file, `--set` and FLAGS; later ones override earlier.
+
+    With `resume`, the settings of the run in that directory come first. Raises SettingsError.
+    """
+    given = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
+    pairs = [*(set_ or []), *given]
+    return Layers(preset, config, resume, trust or "").under(
+        lambda name: parse_pairs(pairs, name), method
+    )
+
+
+def read_seeds(text: str) -> list[int]:
+    """Return the seeds of "0,1,2". Raises SettingsError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise SettingsError(
+            f"'--seeds {text}' is not allowed: it takes a list such as 0,1,2, without repetition"
+        )
+    return [int(part) for part in parts]

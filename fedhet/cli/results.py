@@ -1,16 +1,25 @@
-"""Commands that show the results of runs: `compare` and `report`."""
+"""Commands about finished runs: `compare`, `report`, `predict`, `export` and `privacy`."""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.cli.options import NONE, loading, say
+from fedhet.cli.options import NONE, TRUST, console, listing, loading, say
 from fedhet.runs.records import KINDS, PROTOCOLS
+from fedhet.runs.units import printable, score
+
+if TYPE_CHECKING:
+    from fedhet import report
 
 Paper = Annotated[
     bool,
@@ -96,7 +105,6 @@ def compare_command(
     """
     with loading("pandas and Matplotlib"):
         from fedhet import report
-        from fedhet.cli.shown import show_comparison
         from fedhet.report.significance import read_test
 
     found = report.compare(
@@ -123,7 +131,6 @@ def report_command(
     """Write a run's figures and report.html again; also of a run that was cut short."""
     with loading("pandas and Matplotlib"):
         from fedhet import report
-        from fedhet.cli.shown import show_run
 
     run = report.write(directory)
     show_run(run)
@@ -134,3 +141,230 @@ def report_command(
 def _say_where(figures: Sequence[Path]) -> None:
     if figures:
         say(f"for a paper: {figures[0].parent}")
+
+
+def show_comparison(comparison: report.Comparison, out: Path) -> None:
+    """Write a comparison into `out` and print its tables."""
+    from fedhet import report
+
+    report.write_comparison(comparison, out)
+    console.print(report.comparison_table(comparison))
+    if (differences := report.paired_table(comparison)) is not None:
+        console.print(differences)
+    say(f"report: {out / 'compare.html'}")
+
+
+def show_run(run: report.Run) -> None:
+    """Print the table of a run and the path of its page."""
+    from fedhet import report
+
+    console.print(report.final_table(run))
+    if (metrics := report.metric_table(run)) is not None:
+        console.print(metrics)
+    say(f"report: {run.path / 'report.html'}")
+
+
+# --- use of the models
+
+MOST_COLUMNS = 12
+"""With more classes than this, the table shows only the most probable ones."""
+TOP = 3
+
+Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A run's directory, or a site's own state folder."),
+]
+Client = Annotated[str, typer.Argument(help="The client, as the run's table names it.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="The models after the best round (keep-best), not the last.")
+]
+Trust = Annotated[str, TRUST]
+Kind = Annotated[
+    str, typer.Option(metavar="private|proxy", help="Kind of model; proxy with some methods.")
+]
+
+
+def predict_command(
+    directory: Directory,
+    client: Client,
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Images or texts, folders of them, one table, or one .npz file with an array x."
+        ),
+    ],
+    kind: Kind = "private",
+    best: Best = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    resize: Annotated[
+        bool, typer.Option("--resize", help="Resize images to the size the model takes.")
+    ] = False,
+    most: Annotated[
+        int,
+        typer.Option(
+            "--max-bytes", min=1, help="Bytes of samples at most, in place of data.max-bytes."
+        ),
+    ] = 2**29,
+    trust: Trust = "",
+) -> None:
+    """Predict samples with a client's model: their classes and probabilities."""
+    with loading("PyTorch"):
+        from fedhet.inference import open_client, read_inputs
+
+    trained = open_client(directory, client, best=best, trust=trust)
+    names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
+    found = trained.predict(x, kind)
+    if csv:
+        frame = found.to_frame([printable(name) for name in names])
+        frame["class"] = frame["class"].map(printable)
+        frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
+        return
+    several = len(found.classes) > MOST_COLUMNS
+    shown = [f"the {TOP} most probable"] if several else found.classes
+    rows = []
+    for sample, label, row in zip(names, found.labels, found.probabilities, strict=True):
+        cells = [score(value) for value in row]
+        if several:
+            top = row.argsort()[::-1][:TOP]
+            cells = [", ".join(f"{printable(found.classes[k])} {cells[k]}" for k in top)]
+        rows.append([printable(sample), printable(found.classes[label]), *cells])
+    headers = ["sample", "class", *map(printable, shown)]
+    console.print(listing(*headers, rows=rows, words=None if several else 2))
+
+
+def export_command(
+    directory: Directory,
+    client: Client,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="safetensors|pt2|onnx",
+            help="safetensors: weights alone; pt2: torch.export's program; onnx.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")],
+    kind: Kind = "private",
+    best: Best = False,
+    trust: Trust = "",
+) -> None:
+    """Export a client's model, with a model card of its inputs and accuracy."""
+    with loading("PyTorch"):
+        from fedhet.inference import export, open_client
+
+    trained = open_client(directory, client, best=best, trust=trust)
+    card = export(trained, form, out, kind)
+    say(f"model: {out}")
+    say(f"card: {card}")
+
+
+# --- privacy budgets
+
+
+def privacy_command(
+    ledger: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LEDGER",
+            help="A client's ledger, such as STATE/_privacy/site-a.jsonl, or a folder of ledgers.",
+        ),
+    ],
+    delta: Annotated[
+        float, typer.Option("--delta", help="The delta at which epsilon is given.")
+    ] = 1e-5,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="COPY",
+            show_default=NONE,
+            help="First add the entries of another copy of LEDGER, such as a backup's.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Show the privacy budget that runs have consumed: by data, by run, and in total.
+
+    Runs without privacy are listed too: they void the guarantee of all runs in the ledger.
+    """
+    if not 0 < delta < 1:
+        raise SettingsError(f"--delta is {delta:g}: it takes a number between 0 and 1")
+    if merge is not None:
+        from fedhet.privacy.ledger import FOLDER, Ledger, read_ledger
+
+        if ledger.parent.name != FOLDER or ledger.suffix != ".jsonl":
+            raise SettingsError(
+                f"{ledger}: expected a file STATE/{FOLDER}/NAME.jsonl to merge into"
+            )
+        entries, own = read_ledger(merge), ledger.stem
+        if others := sorted({each.client for each in entries} - {own}):
+            raise SettingsError(f"{merge}: expected the ledger of '{own}', got '{others[0]}'")
+        added = Ledger(ledger.parent.parent, own).merge(entries)
+        said = f"{added} of {len(entries)} entries of {merge} were missing in {ledger}"
+        typer.echo(f"{said}, and were added", err=True)
+    ledgers = [ledger]
+    if ledger.is_dir():
+        ledgers = sorted(ledger.rglob("_privacy/*.jsonl")) or sorted(ledger.glob("*.jsonl"))
+    if not ledgers:
+        raise SettingsError(
+            f"{ledger}: no ledger found. The first private run creates one, and so does the first "
+            "run at a site"
+        )
+    rows = [row for path in ledgers for row in _spent(path, delta)]
+    if as_json:
+        finite = [
+            {**r, "epsilon": r["epsilon"] if math.isfinite(r["epsilon"]) else None} for r in rows
+        ]
+        say(json.dumps(finite))
+        return
+    shown = [
+        (r["client"], r["data"][:12], r["run"], r["method"], str(r["rounds"]), r["from"], r["to"],
+         "no privacy" if math.isinf(r["epsilon"]) and not r["infinite"] else f"{r['epsilon']:.4g}")
+        for r in rows
+    ]  # fmt: skip
+    heads = "client", "data", "run", "method", "rounds", "from", "to", f"epsilon at {delta:g}"
+    console.print(listing(*heads, rows=shown, words=4))
+    unbounded = {r["client"]: r["infinite"] for r in rows if r["infinite"]}
+    for client, count in unbounded.items():
+        say(
+            f"{client}: {count} entries have infinite epsilon: they are of a version whose noise "
+            "can be removed, or have too little noise. docs/privacy.md says how to continue."
+        )
+    for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
+        say(f"{client}: no privacy guarantee, because the ledger has runs without privacy")
+
+
+def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
+    """Return a row for each run on the same data, and the total of all.
+
+    `epsilon` is infinite for runs without privacy, and `guarantee` is then False for all runs.
+    """
+    from fedhet.privacy.accounting import epsilon_of
+    from fedhet.privacy.ledger import Entry, read_ledger
+
+    entries = read_ledger(path)
+    guarantee = all(each.is_private for each in entries)
+    by_run: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for each in entries:
+        by_run[each.data, each.run].append(each)
+
+    def row(found: list[Entry], data: str, run: str, method: str) -> dict[str, Any]:
+        is_private = all(each.is_private for each in found)
+        epsilon = epsilon_of([e.release for e in found], delta) if is_private else math.inf
+        return {
+            "client": path.stem,
+            "data": data,
+            "run": run,
+            "method": method,
+            "rounds": len({(each.run, each.round) for each in found}),
+            "from": min(each.at for each in found),
+            "to": max(each.at for each in found),
+            "epsilon": epsilon,
+            "infinite": sum(
+                math.isinf(epsilon_of([e.release], delta)) for e in found if e.is_private
+            ),
+            "delta": delta,
+            "guarantee": guarantee,
+        }
+
+    rows = [row(found, *key, found[0].method) for key, found in by_run.items()]
+    return [*rows, row(entries, "all", "all", "")] if len(rows) > 1 else rows

@@ -1,9 +1,14 @@
-"""Commands that train on this machine: `run` and `sweep`."""
+"""Commands that train on this machine: `run` and `sweep`.
+
+They check all settings before they import PyTorch; `fedhet.cli.training` does the rest.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from decimal import Decimal, InvalidOperation
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +16,55 @@ from typing import Annotated
 import typer
 
 from fedhet.base.errors import SettingsError
-from fedhet.cli import completion
-from fedhet.cli.options import NONE, loading, read_seeds, say, with_settings
-from fedhet.cli.sweep import check_names, read_grid, refuse_of_each_run
-from fedhet.config.sources import Given, of_method, validated
+from fedhet.cli.options import (
+    NONE,
+    TRUST,
+    Backend,
+    Clients,
+    ConfigFile,
+    Dataset,
+    Method,
+    Models,
+    Out,
+    Pairs,
+    Preset,
+    Rounds,
+    Strict,
+    complete_method,
+    gather,
+    loading,
+    read_seeds,
+    say,
+)
+from fedhet.config.sources import Given, full_name, of_method, validated
 from fedhet.engines.ray.connection import starting
+from fedhet.methods.registry import find_method
+from fedhet.settings.run import RunSettings
+from fedhet.settings.text import as_text, read_text
 
-GIVEN = ("preset", "config", "dataset", "clients", "models", "rounds")
 
-
-@with_settings("method", *GIVEN, "set_", "backend", "strict", "out", "resume", "trust")
 def run_command(
-    values: dict[str, object],
+    *,
+    method: Method = None,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    models: Models = None,
+    rounds: Rounds = None,
+    set_: Pairs = None,
+    backend: Backend = None,
+    strict: Strict = None,
+    out: Out = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=NONE,
+            help="Resume the run in DIR after its last complete round.",
+        ),
+    ] = None,
+    trust: Annotated[str | None, TRUST] = None,
     seed: Annotated[
         int | None,
         typer.Option(metavar="INT", show_default="0", help="The seed of every random draw."),
@@ -41,11 +83,15 @@ def run_command(
             metavar="METHOD",
             show_default=NONE,
             help="A baseline to train as well and to show beside the run, such as local.",
-            autocompletion=completion.methods,
+            autocompletion=complete_method,
         ),
     ] = None,
 ) -> None:
     """Train a federation on this machine; end with a table and a report."""
+    values = gather(
+        method, preset, config, set_, resume, trust, dataset=dataset, clients=clients,
+        models=models, rounds=rounds, backend=backend, strict=strict, out=out,
+    )  # fmt: skip
     if "method" not in values:
         raise SettingsError("METHOD is missing: `fedhet methods` lists the methods")
     if seeds is not None and seed is not None:
@@ -56,19 +102,21 @@ def run_command(
         values["seed"] = seed
     several = None if seeds is None else read_seeds(seeds)
     given = validated(values)
-    engine = given.run.engine
+    runs = [given] if several is None else [validated({**values, "seed": s}) for s in several]
     if against is not None:
-        _check_baseline(values, against)
+        if against == values["method"]:
+            raise SettingsError(f"--against {against} is the run's own method: name another one")
+        validated(of_method(values, against))
     _say_first(given, "" if several is None else f", {len(several)} seeds")
-    on_own_ray = engine.backend == "ray" and not engine.ray_address
+    on_own_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
     with starting() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
             from fedhet.cli import training
 
         if several is None:
-            training.train_one(values, against)
+            training.train_one(given, against)
         else:
-            training.train_seeds(values, several, against)
+            training.train_seeds(runs, against)
 
 
 def _say_first(given: Given, more: str) -> None:
@@ -80,16 +128,17 @@ def _say_first(given: Given, more: str) -> None:
     say(f"starting {what}, backend {run.engine.backend}")
 
 
-def _check_baseline(values: dict[str, object], against: str) -> None:
-    """Raise SettingsError unless `against` is another method, which takes the run's settings."""
-    if against == values["method"]:
-        raise SettingsError(f"--against {against} is the run's own method: name another one")
-    validated(of_method(values, against))
-
-
-@with_settings("method", *GIVEN, "set_", "backend")
 def sweep_command(
-    values: dict[str, object],
+    *,
+    method: Method,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    models: Models = None,
+    rounds: Rounds = None,
+    set_: Pairs = None,
+    backend: Backend = None,
     over: Annotated[
         list[str],
         typer.Argument(
@@ -122,15 +171,113 @@ def sweep_command(
     ] = 1,
 ) -> None:
     """Run all combinations of several values of settings; end with a table and a page."""
+    values = gather(
+        method, preset, config, set_, dataset=dataset, clients=clients, models=models,
+        rounds=rounds, backend=backend,
+    )  # fmt: skip
     refuse_of_each_run(values.keys() & {"out", "resume"})
     swept = read_grid(over, str(values["method"]))
-    for point in product(*swept.values()):
-        validated({**values, **dict(zip(swept, point, strict=True))})
+    given = validated(values)
+    several = read_seeds(seeds) if seeds is not None else [given.run.seed]
+    runs = {
+        point: [
+            validated({**values, **dict(zip(swept, point, strict=True)), "seed": seed})
+            for seed in several
+        ]
+        for point in product(*swept.values())
+    }
     check_names(swept)
-    several = read_seeds(seeds) if seeds is not None else [validated(values).run.seed]
-    runs = len(several) * math.prod(map(len, swept.values()))
-    _say_first(validated(values), f", {runs} runs")
+    _say_first(given, f", {len(runs) * len(several)} runs")
     with loading():
         from fedhet.cli import training
 
-    training.train_sweep(values, swept, several, figures, out, jobs)
+    training.train_sweep(tuple(swept), runs, figures, out, jobs)
+
+
+# --- the values that a sweep gives to settings
+
+MOST_VALUES = 1000
+OF_EACH_RUN = {
+    "seed": "give its seeds by --seeds",
+    "out": "give its directory by --out",
+    "resume": "finished runs are kept, and interrupted ones continue",
+}
+"""The settings that a command of many runs gives to each of them itself."""
+
+
+def refuse_of_each_run(names: Iterable[str]) -> None:
+    """Raise SettingsError for a setting that a command of many runs gives to each itself."""
+    for name in names:
+        if name in OF_EACH_RUN:
+            raise SettingsError(f"the setting '{name}' is each run's own: {OF_EACH_RUN[name]}")
+
+
+def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
+    """Return the setting and values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends included.
+
+    Raises SettingsError for another form, an unknown setting, or a repeated value.
+    """
+    name, sign, spelled = text.partition("=")
+    known = RunSettings.fields() | find_method(method).settings()
+    if not sign or not spelled:
+        raise SettingsError(f"expected KEY=START:STOP:STEP or KEY=a,b,c, got '{text}'")
+    name = full_name(name.strip(), known)
+    if name not in known:
+        raise SettingsError(f"setting '{name}' is not one of {method}, the run's method")
+    refuse_of_each_run([name])
+    parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
+    read = [read_text(name, known[name], part.strip()) for part in parts]
+    # A list of one stands for its value, which the setting accepts too.
+    values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in read]
+    if len(set(map(str, values))) != len(values):
+        raise SettingsError(f"sweep '{text}' gives a value twice")
+    return name, values
+
+
+def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
+    """Return the settings of a sweep with their values, of which it runs all combinations.
+
+    Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
+    points than a sweep may have.
+    """
+    grid: dict[str, list[object]] = {}
+    for text in texts:
+        name, values = read_sweep(text, method)
+        if name in grid:
+            raise SettingsError(f"sweep '{text}' gives '{name}' a second time")
+        grid[name] = values
+    if (points := math.prod(map(len, grid.values()))) > MOST_VALUES:
+        raise SettingsError(f"a sweep has at most {MOST_VALUES} points; this one has {points}")
+    return grid
+
+
+def check_names(grid: Mapping[str, Sequence[object]]) -> None:
+    """Raise SettingsError if two points of a sweep have the same name as a folder."""
+    points = list(product(*grid.values()))
+    if len(set(map(point_name, points))) < len(points):
+        raise SettingsError("two values of the sweep would have the same folder")
+
+
+def point_name(point: Sequence[object]) -> str:
+    """Return a combination of values as a valid folder name."""
+    return "_".join(map(folder_name, point))
+
+
+def folder_name(value: object) -> str:
+    """Return a value as a valid folder name."""
+    text = as_text(value) if isinstance(value, tuple) else str(value)
+    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
+    return kept.lstrip("._-")[:60] or "empty"
+
+
+def _steps(text: str, ends: list[str]) -> list[str]:
+    """Return START, START + STEP, ... up to STOP, in decimal arithmetic: 0.3 is exactly 0.3."""
+    try:
+        start, stop, step = (Decimal(end.strip()) for end in ends)
+        if not all(each.is_finite() for each in (start, stop, step)):
+            raise ValueError(text)
+    except (ValueError, InvalidOperation):
+        raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
+    if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
+        raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MOST_VALUES} values")
+    return [str(start + n * step) for n in range(int((stop - start) / step) + 1)]

@@ -1,9 +1,10 @@
-"""Commands that list methods, models, datasets, presets, settings and partitions."""
+"""Commands that list what there is, and that show a partition or the schema of a table."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import tomli_w
@@ -12,9 +13,22 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
-from fedhet.cli import completion
-from fedhet.cli.listing import listing, listings
-from fedhet.cli.options import console, loading, with_settings
+from fedhet.cli.options import (
+    NONE,
+    Clients,
+    ConfigFile,
+    Dataset,
+    Pairs,
+    Preset,
+    complete_method,
+    complete_preset,
+    console,
+    gather,
+    listing,
+    listings,
+    loading,
+    say,
+)
 from fedhet.config.reference import (
     FIELD_COLUMNS,
     SETTING_COLUMNS,
@@ -33,7 +47,7 @@ from fedhet.settings.schema import Schema, nest, table_of, unknown
 def methods_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="One method, in full.", autocompletion=completion.methods),
+        typer.Argument(help="One method, in full.", autocompletion=complete_method),
     ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
@@ -87,7 +101,7 @@ def datasets_command() -> None:
 def presets_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="One preset, in full.", autocompletion=completion.presets),
+        typer.Argument(help="One preset, in full.", autocompletion=complete_preset),
     ] = None,
 ) -> None:
     """List the presets, or the settings of one."""
@@ -151,15 +165,20 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
     return listing(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
 
 
-@with_settings("preset", "config", "dataset", "clients", "set_")
-def partition_command(values: dict[str, object]) -> None:
+def partition_command(
+    preset: Preset = None,
+    config: ConfigFile = None,
+    dataset: Dataset = None,
+    clients: Clients = None,
+    set_: Pairs = None,
+) -> None:
     """Show how the data is partitioned: samples of each class at each client."""
-    validated(values)
+    given = validated(gather(None, preset, config, set_, dataset=dataset, clients=clients))
     with loading("PyTorch"):
-        from fedhet.config.resolve import resolve
+        from fedhet.config.resolve import completed
         from fedhet.data.store import RunData
 
-    data = RunData.of(resolve(values).run)
+    data = RunData.of(completed(given).run)
     data.validate()
     rows = [
         [client, str(sum(row)), *(str(n) if n else "·" for n in row)]
@@ -168,3 +187,64 @@ def partition_command(values: dict[str, object]) -> None:
     headers = ("client", "samples", *data.dataset.classes)
     for table in listings(headers, rows, 2, console.width):
         console.print(table)
+
+
+def schema_command(
+    table: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A CSV, TSV, JSON lines, or Parquet file.")
+    ],
+    target: Annotated[str, typer.Option(help="The column of the class.")],
+    columns: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME…",
+            help="The columns that are features, comma-separated.",
+            show_default="all but the target",
+        ),
+    ] = "",
+    categories: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME…",
+            help="Columns whose values are words as they are written, such as codes.",
+            show_default=NONE,
+        ),
+    ] = "",
+    missing: Annotated[
+        str,
+        typer.Option(
+            metavar="MARK,MARK…",
+            help="Further marks of missing values, such as -999.",
+            show_default=NONE,
+        ),
+    ] = "",
+    decimal: Annotated[
+        str, typer.Option(help="The decimal sign of numbers: auto, point, or comma.")
+    ] = "auto",
+    date_order: Annotated[
+        str, typer.Option(help="The order of dates that are not ISO 8601: auto, dmy, or mdy.")
+    ] = "auto",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
+        "schema.toml"
+    ),
+) -> None:
+    """Write what a table's columns become: the sites of a deployment need the same file."""
+    from fedhet.base.disk import write_text
+    from fedhet.data.spec import DataSpec
+    from fedhet.data.tables import found_schema, read_table
+    from fedhet.settings.schema import build
+
+    given = {"columns": columns, "categories": categories, "missing": missing}
+    named = {
+        key: tuple(name.strip() for name in value.split(",") if name.strip())
+        for key, value in given.items()
+    }
+    settings = {"target": target, "decimal": decimal, "date-order": date_order, **named}
+    spec = build(DataSpec, settings, prefix="data.")
+    schema = found_schema(read_table(table, spec), spec, say)
+    write_text(out, schema.to_toml())
+    say(
+        f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
+        f"{', '.join(schema.classes)}"
+    )
+    say(f"schema: {out}")

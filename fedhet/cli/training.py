@@ -1,84 +1,54 @@
-"""What the commands `run` and `sweep` do: train on this machine, and show the results.
+"""Training by the commands: one run or several, side by side, ended at once by a signal.
 
 What draws the results is imported after the training, which need not wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
 from fedhet.base.errors import FedhetError, StateError
-from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import counted, fault_of, jobs_that_fit, side_by_side
-from fedhet.cli.options import console, say
-from fedhet.cli.sweep import point_name
-from fedhet.config.resolve import Config, resolve
-from fedhet.engines.simulate import baseline_of, settled_for, simulate
+from fedhet.cli.options import console, errors, say
+from fedhet.cli.results import show_comparison, show_run
+from fedhet.cli.run import point_name
+from fedhet.config.resolve import Config, completed
+from fedhet.config.sources import Given
+from fedhet.engines.environment import for_training, inherited
+from fedhet.engines.simulate import baseline_of, settled_for, simulate, train
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
-from fedhet.runs.units import plural
+from fedhet.runs.log import Watcher
+from fedhet.runs.units import plural, time_left
 from fedhet.server.app import run_directory
 from fedhet.settings.text import as_text
 
 if TYPE_CHECKING:
     from fedhet import report
 
-
-def train_one(values: Mapping[str, object], against: str | None = None) -> None:
-    """Make one run, and a run of the method `against` beside it; show it."""
-    config = resolve(values)
-    directory = run_directory(config)
-    beside = _beside(config, directory, against)
-    run = _run(config, directory, begun=_process_begun())
-    from fedhet import report
-    from fedhet.cli.shown import show_run
-
-    for baseline in _to_be_made(beside):
-        _run(baseline.config, baseline.directory, baseline.label)
-    show_run(report.write(directory) if beside else run)
-
-
-def train_seeds(
-    values: Mapping[str, object], seeds: Sequence[int], against: str | None = None
-) -> None:
-    """Make a run for each seed, each with one of the method `against` beside it; compare them."""
-    parent = run_directory(resolve({**values, "seed": seeds[0]}))
-    if (parent / "config.toml").exists():
-        raise StateError(f"{parent} already contains a run: give another directory with --out")
-    runs = [
-        _one_of_several(f"seed {seed}", parent / f"seed-{seed}", {**values, "seed": seed})
-        for seed in seeds
-    ]
-    every = [each for run in runs for each in (run, *_beside(run.config, run.directory, against))]
-    begun: float | None = _process_begun()
-    for run in _to_be_made(every):
-        _run(run.config, run.directory, begun=begun)
-        begun = None  # the next begins when this one has ended
-    from fedhet import report
-    from fedhet.cli.shown import show_comparison
-
-    for run in runs if against else ():
-        report.write(run.directory)
-    show_comparison(report.compare([run.directory for run in every]), parent)
-
-
-def _beside(config: Config, directory: Path, against: str | None) -> list[OneOfSeveral]:
-    """Return the baseline of a run: the same experiment with the method `against`, if there is one.
-
-    Raises SettingsError if that method cannot be run so.
-    """
-    if against is None:
-        return []
-    label = f"baseline {against}, seed {config.run.seed}"
-    found = baseline_of(config, directory, against)
-    return [OneOfSeveral(label, Path(found.run.out), found)]
+T = TypeVar("T")
+RUNS_A_PROCESS = 20
+"""Its imports take as long as a small run; then it makes room for a new one, with empty caches."""
+ENDING = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGHUP: "ended by SIGHUP",
+}
+"""The signals that end a command, each with the words for it."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +60,108 @@ class OneOfSeveral:
     config: Config
 
 
-def _one_of_several(label: str, directory: Path, values: Mapping[str, object]) -> OneOfSeveral:
+def train_one(given: Given, against: str | None = None) -> None:
+    """Make one run, and a run of the method `against` beside it; show it."""
+    config = completed(given)
+    directory = run_directory(config)
+    beside = _beside(config, directory, against)
+    run = _run(config, directory, begun=_process_begun())
+    from fedhet import report
+
+    for baseline in _to_be_made(beside):
+        _run(baseline.config, baseline.directory, baseline.label)
+    show_run(report.write(directory) if beside else run)
+
+
+def train_seeds(several: Sequence[Given], against: str | None = None) -> None:
+    """Make runs of several seeds, each with a run of `against` beside it; compare them."""
+    parent = run_directory(completed(several[0]))
+    if (parent / "config.toml").exists():
+        raise StateError(f"{parent} already contains a run: give another directory with --out")
+    seeds = [given.run.seed for given in several]
+    runs = [
+        _one_of_several(f"seed {seed}", parent / f"seed-{seed}", given)
+        for seed, given in zip(seeds, several, strict=True)
+    ]
+    every = [each for run in runs for each in (run, *_beside(run.config, run.directory, against))]
+    begun: float | None = _process_begun()
+    for run in _to_be_made(every):
+        _run(run.config, run.directory, begun=begun)
+        begun = None  # the next begins when this one has ended
+    from fedhet import report
+
+    for run in runs if against else ():
+        report.write(run.directory)
+    show_comparison(report.compare([run.directory for run in every]), parent)
+
+
+def train_sweep(
+    swept: tuple[str, ...],
+    points: Mapping[tuple[object, ...], Sequence[Given]],
+    figures: str,
+    out: Path,
+    jobs: int,
+) -> None:
+    """Make the runs of each point, which has a value for each of `swept`; show them together.
+
+    `jobs` runs train at once; 0: as many as the processors allow.
+    """
+    made: dict[tuple[object, ...], list[OneOfSeveral]] = {}
+    for point, several in points.items():
+        values = ", ".join(f"{k}={as_text(v)}" for k, v in zip(swept, point, strict=True))
+        made[point] = [
+            _one_of_several(
+                f"{values}, seed {given.run.seed}" if len(several) > 1 else values,
+                out / point_name(point) / f"seed-{given.run.seed}",
+                given,
+            )
+            for given in several
+        ]
+    runs = [run for some in made.values() for run in some]  # all are checked by now
+    todo = _to_be_made(runs)
+    at_once = jobs or jobs_that_fit(runs[0].config)
+    if min(at_once, len(todo)) <= 1:
+        one_by_one = (_run(run.config, run.directory, run.label) for run in todo)
+        for number, (left, _) in enumerate(counted(one_by_one, len(todo)), 1):
+            say(f"{number} of {len(todo)}{left}")
+    else:
+        faults = []
+        with ending_at_once(lambda: "the finished runs are complete"):
+            ended = counted(side_by_side(todo, at_once, _made), len(todo))
+            for number, (left, (run, fault)) in enumerate(ended, 1):
+                say(f"{number} of {len(todo)}  {run.label}{': ' if fault else ''}{fault}{left}")
+                faults += [f"{run.label}: {fault}"] if fault else []
+        if faults:
+            raise FedhetError(f"{plural(len(faults), 'run')} failed: {'; '.join(faults)}")
+    from fedhet import report
+
+    directories = {point: [run.directory for run in some] for point, some in made.items()}
+    found = report.sweep(swept, directories)
+    page = report.write_sweep(found, out, figures)
+    console.print(report.sweep_table(found, figures))
+    say(f"page: {page}")
+
+
+def _made(run: OneOfSeveral) -> str:
+    return fault_of(run.config, run.directory)
+
+
+def _beside(config: Config, directory: Path, against: str | None) -> list[OneOfSeveral]:
+    """Return the baseline of a run: the same experiment with the method `against`, if there is one.
+
+    Raises SettingsError if that method cannot be run so.
+    """
+    if against is None:
+        return []
+    found = baseline_of(config, directory, against)
+    label = f"baseline {against}, seed {config.run.seed}"
+    return [OneOfSeveral(label, Path(found.run.out), found)]
+
+
+def _one_of_several(label: str, directory: Path, given: Given) -> OneOfSeveral:
     """Return a run, which resumes what is in its directory. Raises SettingsError."""
     place = directory.resolve()
-    return OneOfSeveral(label, place, resolve({**values, "out": str(place), "resume": True}))
+    return OneOfSeveral(label, place, completed(given).replacing(out=str(place), resume=True))
 
 
 def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
@@ -107,73 +175,6 @@ def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
     for run in complete:
         say(f"{run.label}: complete, not run again")
     return [run for run in runs if run not in complete]
-
-
-def train_sweep(
-    values: Mapping[str, object],
-    swept: Mapping[str, Sequence[object]],
-    seeds: Sequence[int],
-    figures: str,
-    out: Path,
-    jobs: int,
-) -> None:
-    """Make a run for each point of the grid `swept` and each seed, and show them together.
-
-    `jobs` runs train at once; 0: as many as the processors allow.
-    """
-    points = {
-        point: [
-            _one_of_several(
-                _label(chosen, seed, several=len(seeds) > 1),
-                out / point_name(point) / f"seed-{seed}",
-                {**values, **chosen, "seed": seed},
-            )
-            for seed in seeds
-        ]
-        for point in product(*swept.values())
-        for chosen in [dict(zip(swept, point, strict=True))]
-    }
-    runs = [run for some in points.values() for run in some]  # all are checked by now
-    todo = _to_be_made(runs)
-    at_once = jobs or jobs_that_fit(runs[0].config)
-    if min(at_once, len(todo)) <= 1:
-        one_by_one = (_run(run.config, run.directory, run.label) for run in todo)
-        for number, (left, _) in enumerate(counted(one_by_one, len(todo)), 1):
-            say(f"{number} of {len(todo)}{left}")
-    else:
-        _make_side_by_side(todo, at_once)
-    from fedhet import report
-
-    directories = {point: [run.directory for run in some] for point, some in points.items()}
-    found = report.sweep(tuple(swept), directories)
-    page = report.write_sweep(found, out, figures)
-    console.print(report.sweep_table(found, figures))
-    say(f"page: {page}")
-
-
-def _make_side_by_side(runs: Sequence[OneOfSeveral], jobs: int) -> None:
-    """Make runs in processes of their own, with a line for each that ends.
-
-    Raises FedhetError, after all of them, if some did not.
-    """
-    faults = []
-    with ending_at_once(lambda: "the finished runs are complete"):
-        made = counted(side_by_side(runs, jobs, _made), len(runs))
-        for number, (left, (run, fault)) in enumerate(made, 1):
-            say(f"{number} of {len(runs)}  {run.label}{': ' if fault else ''}{fault}{left}")
-            faults += [f"{run.label}: {fault}"] if fault else []
-    if faults:
-        raise FedhetError(f"{plural(len(faults), 'run')} failed: {'; '.join(faults)}")
-
-
-def _made(run: OneOfSeveral) -> str:
-    return fault_of(run.config, run.directory)
-
-
-def _label(chosen: Mapping[str, object], seed: int, *, several: bool) -> str:
-    """Return the run's values of the swept settings, with its seed where there are several."""
-    point = ", ".join(f"{name}={as_text(value)}" for name, value in chosen.items())
-    return f"{point}, seed {seed}" if several else point
 
 
 def _process_begun() -> float:
@@ -197,3 +198,104 @@ def _how_to_go_on(directory: Path) -> str:
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
         return f"no round was finished; {resume} starts again from the first"
     return "nothing was trained yet"
+
+
+# --- several runs at once
+
+
+def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iterator[tuple[T, str]]:
+    """Yield each item with what `make` returns for it, in the order in which they end.
+
+    `make` is called in processes that are started again: torch's threads do not survive a fork. If
+    one of them is ended from outside, those that are not done have this as their outcome.
+    """
+    new = get_context("spawn")
+    with (
+        inherited(for_training()),
+        ProcessPoolExecutor(jobs, new, max_tasks_per_child=RUNS_A_PROCESS) as pool,
+    ):
+        started = {pool.submit(make, item): item for item in todo}
+        for future in as_completed(started):
+            try:
+                outcome = future.result()
+            except BrokenProcessPool:
+                outcome = (
+                    "a process has ended, perhaps for want of memory: start again, with fewer "
+                    "--jobs"
+                )
+            yield started[future], outcome
+
+
+def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
+    """Yield each item as it is done, with how long the others will take at the same pace."""
+    begun = time.monotonic()
+    for number, item in enumerate(items, 1):
+        left = (time.monotonic() - begun) / number * (total - number)
+        yield f"  ({time_left(left)})" if number < total else "", item
+
+
+def fault_of(
+    config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
+) -> str:
+    """Make a run, with its `report` or without; return why it failed, or "".
+
+    An error of another kind is shown in full, and the runs after this one are made all the same.
+    """
+    try:
+        (simulate if report else train)(config, directory, watchers)
+    except FedhetError as error:
+        return str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def jobs_that_fit(config: Config) -> int:
+    """Return the number of runs that the CPUs allow at once: one on Ray, which uses all CPUs."""
+    if config.run.engine.backend == "ray":
+        return 1
+    return max(1, (os.cpu_count() or 1) // config.run.engine.threads)
+
+
+# --- the end by a signal
+
+
+@contextlib.contextmanager
+def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
+    """End the process at once on Ctrl-C, SIGTERM or SIGHUP, with a line that ends in `hint()`.
+
+    Clusters and containers send SIGTERM, and a closed terminal sends SIGHUP; both stay ignored if
+    they already were, as under nohup. Flower's threads would wait for their clients. A separate
+    thread reads the signals: Python runs handlers only in the main thread, which may be blocked
+    where no signal wakes it.
+    """
+    heard, sender = socket.socketpair()
+    sender.setblocking(False)
+    ignored = {each for each in ENDING if signal.getsignal(each) is signal.SIG_IGN}
+    caught = ENDING.keys() - (ignored - {signal.SIGINT})
+    before = {each: signal.signal(each, lambda *_: None) for each in caught}
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_on_signal, args=(heard, hint), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for each, handler in before.items():
+            signal.signal(each, handler or signal.SIG_DFL)
+        sender.close()
+
+
+def _end_on_signal(heard: socket.socket, hint: Callable[[], str]) -> None:
+    """Read signal numbers as they arrive; end the process on one in `ENDING`."""
+    with heard:
+        while received := heard.recv(1):
+            number = received[0]
+            if number not in ENDING:
+                continue
+            try:
+                console.show_cursor(True)
+                words = ENDING[signal.Signals(number)]
+                errors.print(f"\nfedhet: {words}; {hint()}", markup=False, soft_wrap=True)
+            finally:  # the terminal may be gone
+                os._exit(128 + number)

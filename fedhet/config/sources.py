@@ -316,6 +316,8 @@ class Given:
     method: Method
     run: RunSettings
     own: MethodSettings
+    chosen: frozenset[str]
+    """The names of the given settings, whose values stay even if they are the defaults."""
 
 
 def validated(values: Mapping[str, object]) -> Given:
@@ -343,7 +345,8 @@ def validated(values: Mapping[str, object]) -> Given:
     if foreign:
         _refuse_unless_default(foreign, method)
     run = build(RunSettings, shared)
-    return Given(method, run, build(method.spec.settings, own, f"{method.table}."))
+    own_settings = build(method.spec.settings, own, f"{method.table}.")
+    return Given(method, run, own_settings, frozenset(values))
 
 
 def _refuse_unless_default(values: Mapping[str, object], method: Method) -> None:

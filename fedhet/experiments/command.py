@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from fedhet.base.errors import SettingsError
-from fedhet.cli.listing import listing
-from fedhet.cli.options import NONE, console, loading, read_seeds
-from fedhet.cli.sweep import refuse_of_each_run
+from fedhet.cli.options import NONE, console, listing, loading, read_seeds
+from fedhet.cli.run import refuse_of_each_run
 from fedhet.config.sources import parse_pairs
 
 LIST = resources.files("fedhet.experiments") / "list.json"

@@ -20,10 +20,8 @@ from rich.progress import (
 from rich.table import Table
 
 from fedhet.base.errors import FedhetError, SettingsError, StateError
-from fedhet.cli.interrupt import ending_at_once
-from fedhet.cli.jobs import counted, fault_of, side_by_side
-from fedhet.cli.listing import listing
-from fedhet.cli.options import console, say
+from fedhet.cli.options import console, listing, say
+from fedhet.cli.training import counted, ending_at_once, fault_of, side_by_side
 from fedhet.config.resolve import Config, resolve
 from fedhet.experiments import claims, field, paper
 from fedhet.experiments.declaration import (
