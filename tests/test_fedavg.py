@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from fedhet.base.errors import FedhetError
 from fedhet.data.store import RunData
 from fedhet.models import build
-from fedhet.models.parts import arrays_of, names_of, shapes_of
+from fedhet.models.het import arrays_of, names_of
+from fedhet.models.registry import shapes_of
 
 METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
 WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")

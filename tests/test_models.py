@@ -16,7 +16,7 @@ from fedhet import models
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.models import HetModel
-from fedhet.models.signals import means_of_pieces
+from fedhet.models.sequences import means_of_pieces
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 NAMES = [name for name in models.names() if models.registry.MODELS[name].takes is None]

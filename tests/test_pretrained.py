@@ -9,8 +9,8 @@ from federation import run, small
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.client_runtime.permissions import permitted
 from fedhet.models import build, shapes
-from fedhet.models import pretrained as pretrained_models
-from fedhet.models.pretrained import NETWORKS, is_pretrained
+from fedhet.models import libraries as pretrained_models
+from fedhet.models.libraries import NETWORKS, is_pretrained
 
 BASE = "shufflenet-v2-x0.5"
 
@@ -20,7 +20,7 @@ def weights(tmp_path, monkeypatch):
     """Weights as torch's cache holds them, of a network that was drawn here."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    for cached in (pretrained_models._weights, pretrained_models._kept):
+    for cached in (pretrained_models._weights, pretrained_models._kept_network):
         cached.cache_clear()
     torch.manual_seed(5)
     network = torchvision.models.get_model(NETWORKS[BASE], weights=None)
@@ -33,7 +33,7 @@ def weights(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     torch.save(network.state_dict(), path)
     yield path, network.eval()
-    for cached in (pretrained_models._weights, pretrained_models._kept):
+    for cached in (pretrained_models._weights, pretrained_models._kept_network):
         cached.cache_clear()
 
 

@@ -101,7 +101,7 @@ def test_an_error_for_the_server_holds_no_path_of_the_site(tmp_path):
 
 def test_a_model_over_the_limit_is_refused_before_it_is_allocated():
     from fedhet.models import build
-    from fedhet.models.allocation import allocating
+    from fedhet.models.registry import allocating
 
     def wide():
         return build("mlp", (1, 8, 8), 10, seed=0, feature_dim=10**9)

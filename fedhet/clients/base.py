@@ -43,8 +43,8 @@ from fedhet.learning.training import (
     with_penalty,
 )
 from fedhet.models import HetModel, Refitted, build, build_any
-from fedhet.models.allocation import allocating
 from fedhet.models.evaluation import Evaluations, judge_all
+from fedhet.models.registry import allocating
 from fedhet.runs.measures import timed, write_measures
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes

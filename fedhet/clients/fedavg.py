@@ -15,7 +15,7 @@ from fedhet.clients.base import HetClient
 from fedhet.learning.objective import Objective
 from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, on_host, to_arrays
-from fedhet.models.parts import names_of
+from fedhet.models.het import names_of
 from fedhet.wire.knowledge import Knowledge
 
 

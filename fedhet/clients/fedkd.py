@@ -24,7 +24,7 @@ from fedhet.client_runtime.epoch_means import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedkd import FedKdSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
-from fedhet.models.weights import on_host
+from fedhet.models.het import on_host
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge

@@ -142,7 +142,7 @@ def _hashing(vocabulary: int) -> Encode:
 def _encoding(name: str) -> Encode:
     """Return the function of a tokenizer, whose own padding token, if any, becomes PADDING.
 
-    The two swap their numbers; `fedhet.models.encoder` swaps them back.
+    The two swap their numbers; `fedhet.models.libraries` swaps them back.
     """
     tokenizer, padding = _tokenizer(name), padding_of(name)
     swapped = {padding: PADDING, PADDING: padding}

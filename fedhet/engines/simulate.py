@@ -31,7 +31,7 @@ from fedhet.data.store import RunData
 from fedhet.engines.backend import cluster_for, engine_of, show_waiting, with_backend
 from fedhet.learning.devices import settled
 from fedhet.models import is_user_model
-from fedhet.models.pretrained import check_weights, is_pretrained
+from fedhet.models.libraries import check_weights, is_pretrained
 from fedhet.runs.directory import BASELINE
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import forget_peak

@@ -22,7 +22,7 @@ from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.inference.folders import best_round_of, find_store
 from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Refitted
-from fedhet.models.allocation import Allocation
+from fedhet.models.registry import Allocation
 from fedhet.runs.records import MOST_ROUNDS
 from fedhet.runs.storage import ClientStore
 from fedhet.wire.identity import client_name

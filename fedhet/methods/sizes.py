@@ -26,7 +26,7 @@ def model_shapes(
     `shape` is that of one sample, and `kind` its kind; "": the one that the model takes.
     `feature_dim` is the width of the features before the head; None: the model's own.
     """
-    from fedhet.models.parts import shapes_of
+    from fedhet.models.registry import shapes_of
 
     return shapes_of(part, model, shape, classes, feature_dim, kind)
 

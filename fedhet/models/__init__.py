@@ -1,7 +1,7 @@
 """Models by name: an extractor and a classifier for any input shape and number of classes."""
 
 from fedhet.models.classical import ClassicalInfo, Classifier, Refitted
-from fedhet.models.het import HetModel, Within
+from fedhet.models.het import HetModel, Within, load_weights, on_host, to_arrays
 from fedhet.models.info import ModelInfo, base_and_width, narrow_name
 from fedhet.models.registry import (
     DRAWN,
@@ -19,7 +19,6 @@ from fedhet.models.registry import (
     without_batch_norms,
 )
 from fedhet.models.user_model import is_user_model
-from fedhet.models.weights import load_weights, on_host, to_arrays
 
 __all__ = [
     "DRAWN", "WITHOUT_GRADIENTS", "ClassicalInfo", "Classifier", "HetModel", "ModelInfo",

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedhet.base.arrays import Array
 from fedhet.base.metrics import ACCURACY, Predictions, measure
 from fedhet.data.spec import Split
 from fedhet.learning.devices import Compute
@@ -46,16 +45,10 @@ def judge(
         logits = torch.cat(kept).double().cpu()
         if logits.amax(1).isfinite().all() and not logits.isnan().any():
             truth, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
-            made = Predictions(truth, predicted, _likelihoods(model, split, logits, compute))
+            if isinstance(model, Refitted):
+                likely = model.probabilities(compute.images(split.x)).double().cpu().clip(0.0, 1.0)
+            else:
+                likely = logits.softmax(1)
+            made = Predictions(truth, predicted, likely.numpy())
             return replace(score, metrics=measure(metrics, made))
     return score
-
-
-def _likelihoods(model: nn.Module, split: Split, logits: Tensor, compute: Compute) -> Array:
-    """Return each class's probability [N, C], float64."""
-    if isinstance(model, Refitted):
-        likely = model.probabilities(compute.images(split.x)).double().cpu().clip(0.0, 1.0)
-    else:
-        likely = logits.softmax(1)
-    found: Array = likely.numpy()
-    return found

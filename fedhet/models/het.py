@@ -1,17 +1,24 @@
 """The common interface of torch models: an extractor (up to the head) and a classifier.
 
 Methods that exchange features (Felo, Velo) need the two parts separate and with one feature width;
-the adapter gives every architecture that width.
+the adapter gives every architecture that width. Weights travel and are stored as named arrays, of
+the whole model or of a part of it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedhet.algorithms.choices import Part
+from fedhet.base.arrays import Array, Arrays
+from fedhet.base.transfer import HOST, all_to_device
 from fedhet.kinds import IMAGE, Kind
 
 
@@ -81,3 +88,59 @@ class Within(nn.Module):
         """Return the logits [N, C], minus infinity for classes outside the label space."""
         logits: Tensor = self.network(x)
         return logits.masked_fill(self.outside, float("-inf"))
+
+
+def names_of(model: HetModel, part: Part) -> frozenset[str]:
+    """Return the names in the state dict of `model` that belong to the part.
+
+    A batch norm's are its weights and its running statistics (FedBN, Li et al. 2021).
+    """
+    everything = frozenset(model.state_dict())
+    if part == "all":
+        return everything
+    if part == "trained":
+        return frozenset(name for name, _ in model.named_parameters())
+    if part == "all-but-norms":
+        return everything - _names_within(model, _BatchNorm)
+    start = "classifier." if part == "head" else "extractor."
+    return frozenset(name for name in everything if name.startswith(start))
+
+
+def arrays_of(model: HetModel, part: Part) -> dict[str, Array]:
+    """Return the part's tensors as arrays, in the order of the state dict."""
+    names = names_of(model, part)
+    return {name: array for name, array in to_arrays(model).items() if name in names}
+
+
+def _names_within(model: nn.Module, layer: type[nn.Module]) -> frozenset[str]:
+    """Return the names in the state dict that belong to layers of one type."""
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, layer)
+        for name in module.state_dict()
+    )
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def to_arrays(model: nn.Module) -> dict[str, Array]:
+    """Return a model's state dict as numpy arrays by name."""
+    return on_host(model.state_dict())
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Return tensors as numpy arrays by name: those of an accelerator are copied in one piece."""
+    return {name: tensor.numpy() for name, tensor in all_to_device(tensors, HOST).items()}
+
+
+def load_weights(model: Model, weights: Arrays) -> Model:
+    """Load `weights`, by state-dict names, into `model` on any device, and return it."""
+    state = {
+        name: torch.from_numpy(np.require(value, requirements="W"))  # copied only if read-only
+        for name, value in weights.items()
+    }
+    device = next((each.device for each in model.state_dict().values()), HOST)
+    model.load_state_dict(all_to_device(state, device))
+    return model

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhet.algorithms.choices import Part
+from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import KINDS, Shape
-from fedhet.models import mobilenet, resnet, signals, small, texts, transformer, vision
+from fedhet.models import sequences, small, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
-from fedhet.models.encoder import assemble_encoder, check_encoder
-from fedhet.models.het import HetModel, join, output_shape
+from fedhet.models.het import HetModel, join, names_of, output_shape
 from fedhet.models.info import (
     GROUPED,
     DrawnInfo,
@@ -27,8 +30,16 @@ from fedhet.models.info import (
     narrow_name,
     narrowed,
 )
-from fedhet.models.pretrained import check_weights, is_pretrained, pretrained_info
-from fedhet.models.timm import assemble_timm, check_timm, is_timm
+from fedhet.models.libraries import (
+    assemble_encoder,
+    assemble_timm,
+    check_encoder,
+    check_timm,
+    check_weights,
+    is_pretrained,
+    is_timm,
+    pretrained_info,
+)
 from fedhet.models.user_model import (
     assemble_user_model,
     call_user_model,
@@ -42,8 +53,8 @@ from fedhet.models.user_model import (
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
     {
         info.name: info
-        for family in (small, resnet, mobilenet, vision, transformer, signals, texts)
-        for info in family.MODELS
+        for family in (small.MODELS, vision.MODELS, small.TABLES, sequences.MODELS)
+        for info in family
     }
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
@@ -273,6 +284,30 @@ def _native_width(name: str, shape: Shape) -> int:
         return output_shape(info.extractor(shape), shape, info.takes)[1]
 
 
+def shapes_of(
+    part: Part,
+    name: str,
+    shape: Shape,
+    classes: int,
+    feature_dim: int | None = None,
+    kind: str = "",
+) -> Shapes:
+    """Return the shape and dtype of the part's tensors, of a model by name."""
+    whole = shapes(name, shape, classes, feature_dim, kind)
+    if part == "all":
+        return whole
+    names = _names_by_model(part, name, tuple(shape), classes, feature_dim, kind)
+    return {key: found for key, found in whole.items() if key in names}
+
+
+@lru_cache(maxsize=256)
+def _names_by_model(
+    part: Part, name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str
+) -> frozenset[str]:
+    built = build(name, shape, classes, seed=0, feature_dim=feature_dim, kind=kind)
+    return names_of(built, part)
+
+
 def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
     """Return each client's model name.
 
@@ -293,3 +328,37 @@ def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") ->
         DRAWN[name].draw(seed, client) if name in DRAWN else name
         for client, name in enumerate(assigned)
     ]
+
+
+_aten = torch.ops.aten
+_MAKES = {_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn}
+_BYTES = 4
+T = TypeVar("T")
+
+
+class Allocation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to make tensors of more than `most` bytes in all inside the block: ModelError."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most, self._left = most, most
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carry out an operation of PyTorch, unless it would make too much."""
+        if func.overloadpacket in _MAKES and args and isinstance(args[0], list | tuple):
+            self._left -= _BYTES * prod(args[0])
+            if self._left < 0:
+                raise ModelError(f"the model would take more than {self._most:,} bytes")
+        return func(*args, **(kwargs or {}))
+
+
+def allocating(most: int, make: Callable[[], T]) -> T:
+    """Return what `make` returns; raises ModelError before it takes more than `most` bytes."""
+    with Allocation(most):
+        return make()

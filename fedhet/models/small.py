@@ -1,4 +1,4 @@
-"""Small networks of our own: CNNs, multilayer perceptrons, LeNet-5 and ResNet-9 with dropout."""
+"""Small networks for images and tables: CNNs, perceptrons, LeNet-5, ResNet-9, a transformer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import combinations_with_replacement
 from math import prod
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from fedhet.base.seeding import numpy_rng
-from fedhet.kinds import Shape
-from fedhet.models.dropout import Dropout
-from fedhet.models.info import DrawnInfo, ModelInfo, share_of
+from fedhet.kinds import TABLE, Shape
+from fedhet.models.info import DrawnInfo, Dropout, ModelInfo, encoder_layers, share_of
 
 
 def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:
@@ -219,5 +219,47 @@ DRAWN = (
         "CoFED, Section 5.1",
         random_cofed,
         GENERATED_COFED,
+    ),
+)
+
+
+COLUMN_WIDTH = 32
+"""The width of a column's vector."""
+
+
+class FtTransformer(nn.Module):
+    """A vector for each column, scaled by its number, and attention among them.
+
+    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021: the features are the
+    last state of an additional vector that stands for the row.
+    """
+
+    def __init__(self, shape: Shape, layers: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape[0], COLUMN_WIDTH))
+        self.bias = nn.Parameter(torch.empty(shape[0], COLUMN_WIDTH))
+        self.row = nn.Parameter(torch.empty(1, COLUMN_WIDTH))
+        bound = COLUMN_WIDTH**-0.5
+        for parameter in (self.weight, self.bias, self.row):
+            nn.init.uniform_(parameter, -bound, bound)
+        self.layers = encoder_layers(COLUMN_WIDTH, layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, F] to [N, 32]."""
+        columns = x.unsqueeze(2) * self.weight + self.bias
+        row = self.row.expand(len(x), 1, COLUMN_WIDTH).to(columns.dtype)
+        features: Tensor = self.layers(torch.cat([row, columns], 1))[:, 0]
+        return features
+
+
+TABLES = (
+    ModelInfo(
+        "ft-transformer",
+        "table",
+        "a vector a column, 2 layers of 4 heads, width 32",
+        "Gorishniy et al. 2021; small",
+        None,
+        FtTransformer,
+        takes=TABLE,
     ),
 )

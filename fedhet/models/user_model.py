@@ -21,7 +21,7 @@ from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.classical import Classifier
 from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.timm import is_timm
+from fedhet.models.libraries import is_timm
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.knowledge import DTYPES, MAX_RANK
 
@@ -57,7 +57,16 @@ def assemble_user_model(
     made = call_user_model(name, shape, classes)
     if is_classifier(made):
         raise ModelError(no_gradients(name))
-    extractor, classifier = _halves(name, made)
+    match made:
+        case HetModel():
+            extractor, classifier = made.extractor, made.classifier
+        case [nn.Module() as extractor, nn.Module() as classifier]:
+            pass
+        case _:
+            raise ModelError(
+                f"model '{name}' returned {_type_of(made)}, not a HetModel or two modules"
+                " (extractor, classifier)"
+            )
     whole = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
     check_tensors(name, whole, is_built=False)  # of the wrong type, they would not run
     width = _checked_width(name, extractor, classifier, shape, classes, kind)
@@ -200,19 +209,6 @@ def _layout(state: Mapping[str, Tensor]) -> dict[str, str]:
         key: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         for key, value in state.items()
     }
-
-
-def _halves(name: str, made: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the extractor and the classifier from the result of the user's function."""
-    match made:
-        case HetModel():
-            return made.extractor, made.classifier
-        case [nn.Module() as extractor, nn.Module() as classifier]:
-            return extractor, classifier
-    raise ModelError(
-        f"model '{name}' returned {_type_of(made)}, not a HetModel or two modules"
-        " (extractor, classifier)"
-    )
 
 
 def _checked_width(

@@ -25,7 +25,7 @@ from fedhet.learning.training import (
     train_epochs,
 )
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.models.weights import on_host
+from fedhet.models.het import on_host
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER

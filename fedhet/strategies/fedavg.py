@@ -12,7 +12,7 @@ from fedhet.algorithms.averaging import average_weights
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
 from fedhet.models import HetModel, build
-from fedhet.models.parts import arrays_of
+from fedhet.models.het import arrays_of
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge

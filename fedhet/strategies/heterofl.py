@@ -17,7 +17,7 @@ from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
 from fedhet.models import build, is_registered, narrow_name
-from fedhet.models.parts import arrays_of
+from fedhet.models.het import arrays_of
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.identity import ClientInfo
