@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fedhet.kinds import PADDING, SIGNAL, TEXT, Shape
-from fedhet.models.info import Dropout, ModelInfo, share_of
-from fedhet.models.small import encoder_layers
+from fedhet.models.info import Dropout, ModelInfo, encoder_layers, share_of
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
