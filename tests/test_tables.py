@@ -19,10 +19,12 @@ from federation import run, small, without_figures
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
+from fedhet.data.cells import read_table
+from fedhet.data.schema import TableSchema, read_schema
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import TableSchema, found_schema, read_schema, read_table
+from fedhet.data.tables import encode, found_schema, labelled
 from fedhet.inference import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
@@ -230,7 +232,7 @@ def test_a_sites_number_that_is_none(tmp_path, value):
     schema = found_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     path = write(tmp_path / "b.csv", [*ROWS, [value, *ROWS[0][1:]]])
     with pytest.raises(DataError, match=r"b.csv: line 6, column 'age': '.*' (is not|must be)"):
-        schema.labelled(read_table(path, spec()))
+        labelled(schema, read_table(path, spec()))
 
 
 def site(folder, rows, schema, head=HEAD):
@@ -319,7 +321,7 @@ def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
     new = write(tmp_path / "new.csv", [row[:4] for row in many(5, 7)], HEAD[:4])
     names, x = read_inputs([new], record)
     assert names == [f"line {n}" for n in range(2, 7)]
-    assert x.equal(record.table.encode(read_table(new, spec())))
+    assert x.equal(encode(record.table, read_table(new, spec())))
     status, out, _ = call("predict", tmp_path / "run", "client-0", new, "--csv")
     assert status == 0
     assert out.startswith("sample,class,probability,no,yes\nline 2,")
@@ -416,7 +418,7 @@ def test_numbers_of_other_countries_and_tools(tmp_path, texts, numbers):
     other = write(tmp_path / "other.csv", [[text, "n"] for text in texts], ["v", "died"])
     schema = load(spec(tmp_path / "all.csv")).schema  # a site reads the same numbers by the schema
     np.testing.assert_allclose(
-        schema.encode(read_table(other, spec())), expected(numbers * 4)[:3], atol=1e-5
+        encode(schema, read_table(other, spec())), expected(numbers * 4)[:3], atol=1e-5
     )
 
 
@@ -678,8 +680,8 @@ def test_a_sites_spelling_is_the_schemas_word_and_it_is_said(tmp_path, caplog):
         return [row[0], row[1].capitalize(), row[2].upper(), f"{row[3]}.0"]
 
     folder, schema, rows = public_and_site(tmp_path, shout)
-    found = schema.labelled(read_table(folder / "train.csv", spec()))
-    assert found.x.equal(schema.encode(read_table(tmp_path / "public.csv", spec())))
+    found = labelled(schema, read_table(folder / "train.csv", spec()))
+    assert found.x.equal(encode(schema, read_table(tmp_path / "public.csv", spec())))
     assert found.y.tolist() == [int(row[3]) for row in rows]
     assert "column 'smoker': read 'No' as 'no'" in caplog.text or "'Yes' as 'yes'" in caplog.text
     assert "column 'diabetes': read" in caplog.text

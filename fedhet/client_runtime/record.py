@@ -26,9 +26,9 @@ from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, absolute, resolve
+from fedhet.data.schema import TableSchema
 from fedhet.data.spec import Split, Stored
 from fedhet.data.store import RunData
-from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS
 from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of

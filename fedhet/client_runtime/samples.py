@@ -13,9 +13,9 @@ from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
 from fedhet.data.partition import labelled_parts
+from fedhet.data.schema import TableSchema
 from fedhet.data.spec import ClientData, Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
-from fedhet.data.tables import TableSchema
 from fedhet.learning.devices import Compute
 from fedhet.models import Within
 from fedhet.wire.identity import ClientInfo, order_of

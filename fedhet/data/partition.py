@@ -42,13 +42,27 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     classes-per-client is barely as large as the number of classes. `superclasses` is drawn by
     `assign`. Raises DataError for conditions that no draw meets.
     """
-    if dataset.parts is not None:
-        return _given(spec, dataset.parts)
-    if dataset.groups is not None:
-        return _by_group(spec, dataset.groups)
-    labels = dataset.train.y.numpy()
-    _check_possible(spec, len(labels), len(np.unique(labels)))
-    return _best_draw(spec, labels)
+    if (parts := dataset.parts) is not None:  # clients given as files: one contiguous range each
+        if spec.clients != len(parts):
+            raise DataError(
+                f"clients = {spec.clients}: must be {len(parts)}, as {spec.dataset} holds "
+                f"{len(parts)} clients"
+            )
+        ends = np.cumsum([sum(part) for part in parts])
+        return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
+    if (groups := dataset.groups) is None:
+        return _drawn(spec, dataset.train.y.numpy())
+    # The persons or sites with the most samples, in the order of names.
+    counts = np.bincount(groups)
+    largest = np.argsort(-counts, kind="stable")
+    enough = int((counts >= spec.min_samples).sum())
+    if spec.clients > enough:
+        whose = f"data.by = {spec.by!r}" if spec.by else spec.dataset
+        raise DataError(
+            f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
+            f"that {whose} names have data.min-samples = {spec.min_samples} or more"
+        )
+    return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 
 
 def is_natural(dataset: Dataset) -> bool:
@@ -72,13 +86,28 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
     return np.sort(places[test:]), np.sort(places[:test])
 
 
-def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
+def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     """Return the first draw that gives every client enough and, under `classes`, every class.
 
-    If no draw covers every class that the clients could hold, the one with the most classes.
+    If no draw covers every class that the clients could hold, the one with the most classes. Raises
+    DataError for conditions that no draw can satisfy, or that none has satisfied.
     """
-    wanted = len(np.unique(labels))
+    rows, wanted = len(labels), len(np.unique(labels))
+    needed = {"data.min-samples": (spec.min_samples, "samples")}
+    if spec.partition == "shards":
+        needed["data.shards"] = (spec.shards, "shards")
+    for setting, (count, what) in needed.items():
+        if (total := spec.clients * count) > rows:
+            raise DataError(
+                f"clients = {spec.clients} with {setting} = {count} need {total} {what}, "
+                f"{spec.dataset} has {rows} samples; lower either"
+            )
     if spec.partition == "classes":
+        if spec.classes_per_client > wanted:
+            raise DataError(
+                f"data.classes-per-client = {spec.classes_per_client}: must be at most {wanted}, "
+                f"the number of classes of {spec.dataset}"
+            )
         wanted = min(wanted, spec.clients * spec.classes_per_client)
     best: tuple[Index, ...] = ()
     most, fault = 0, ""
@@ -97,34 +126,22 @@ def _best_draw(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
             best, most = drawn, held
         if held >= wanted:
             break
-    if not best:
-        raise DataError(_impossible(spec, len(labels), fault))
-    return best
-
-
-def _given(spec: DataSpec, parts: tuple[tuple[int, int], ...]) -> tuple[Index, ...]:
-    """Return the rows of clients given as files: one contiguous range each."""
-    if spec.clients != len(parts):
-        raise DataError(
-            f"clients = {spec.clients}: must be {len(parts)}, as {spec.dataset} holds "
-            f"{len(parts)} clients"
-        )
-    ends = np.cumsum([sum(part) for part in parts])
-    return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
-
-
-def _by_group(spec: DataSpec, groups: Index) -> tuple[Index, ...]:
-    """Return the rows of the persons or sites with the most samples, in the order of names."""
-    counts = np.bincount(groups)
-    largest = np.argsort(-counts, kind="stable")
-    enough = int((counts >= spec.min_samples).sum())
-    if spec.clients > enough:
-        whose = f"data.by = {spec.by!r}" if spec.by else spec.dataset
-        raise DataError(
-            f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
-            f"that {whose} names have data.min-samples = {spec.min_samples} or more"
-        )
-    return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
+    if best:
+        return best
+    own, change = {
+        "iid": ("", ""),
+        "dirichlet": (f"data.alpha = {spec.alpha}, ", "raise data.alpha, or "),
+        "shards": (f"data.shards = {spec.shards}, ", "lower data.shards, or "),
+        "classes": (
+            f"data.classes-per-client = {spec.classes_per_client}, ",
+            "raise data.classes-per-client, or ",
+        ),
+    }[spec.partition]
+    raise DataError(
+        f"data.partition = {spec.partition!r} ({own}data.min-samples = {spec.min_samples}, "
+        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
+        f"{change}lower data.min-samples or clients"
+    )
 
 
 def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:
@@ -203,39 +220,6 @@ def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> li
             for part, some in zip(owners, np.array_split(rows, len(owners)), strict=True):
                 part.append(some)
     return [np.concatenate(part) for part in parts]
-
-
-def _check_possible(spec: DataSpec, rows: int, classes: int) -> None:
-    """Raise DataError for conditions that no draw can satisfy."""
-    needed = {"data.min-samples": (spec.min_samples, "samples")}
-    if spec.partition == "shards":
-        needed["data.shards"] = (spec.shards, "shards")
-    for setting, (count, what) in needed.items():
-        if (total := spec.clients * count) > rows:
-            raise DataError(
-                f"clients = {spec.clients} with {setting} = {count} need {total} {what}, "
-                f"{spec.dataset} has {rows} samples; lower either"
-            )
-    if spec.partition == "classes" and spec.classes_per_client > classes:
-        raise DataError(
-            f"data.classes-per-client = {spec.classes_per_client}: must be at most {classes}, the "
-            f"number of classes of {spec.dataset}"
-        )
-
-
-def _impossible(spec: DataSpec, rows: int, fault: str) -> str:
-    setting, value, verb = {
-        "iid": ("", 0, ""),
-        "dirichlet": ("data.alpha", spec.alpha, "raise"),
-        "shards": ("data.shards", spec.shards, "lower"),
-        "classes": ("data.classes-per-client", spec.classes_per_client, "raise"),
-    }[spec.partition]
-    own, change = (f"{setting} = {value}, ", f"{verb} {setting}, or ") if setting else ("", "")
-    return (
-        f"data.partition = {spec.partition!r} ({own}data.min-samples = {spec.min_samples}, "
-        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
-        f"{change}lower data.min-samples or clients"
-    )
 
 
 # Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.

@@ -11,6 +11,7 @@ import torch
 
 from fedhet.base.disk import expanded, read_tables
 from fedhet.base.errors import DataError, StateError, reason_of
+from fedhet.data.cells import find_table, read_table
 from fedhet.data.class_folders import (
     TRAIN,
     UNLABELLED,
@@ -22,6 +23,7 @@ from fedhet.data.class_folders import (
 from fedhet.data.images import IMAGES
 from fedhet.data.npz import MAX_CLASSES, read_npz, same_form
 from fedhet.data.partition import hold_out
+from fedhet.data.schema import TableSchema, read_schema
 from fedhet.data.sources import sample_kind
 from fedhet.data.spec import (
     FIXED_SEED,
@@ -33,7 +35,7 @@ from fedhet.data.spec import (
     no_test,
     stored_as,
 )
-from fedhet.data.tables import TableSchema, find_table, read_schema, read_table
+from fedhet.data.tables import labelled
 from fedhet.data.texts import TEXTS, find_rows, shape_of_texts, site_rows
 from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
@@ -302,8 +304,8 @@ def _table(
     train, test = find_table(root, "train"), find_table(root, "test")
     if train is None:
         raise DataError(f"{root}: a table is train.csv, .tsv or .parquet")
-    rows = schema.labelled(read_table(train, spec))
-    return rows, schema.labelled(read_table(test, spec)) if test else None, schema.classes
+    rows = labelled(schema, read_table(train, spec))
+    return rows, labelled(schema, read_table(test, spec)) if test else None, schema.classes
 
 
 def _with_test(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
+from fedhet.data.schema import TableSchema
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings, drawn_unseen
@@ -24,8 +25,6 @@ from fedhet.settings.schema import Count, CountOrNone
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from fedhet.data.tables import TableSchema
 
 Index = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +37,7 @@ from fedhet.data.partition import (
     split_labels,
     stacked,
 )
+from fedhet.data.schema import TableSchema
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import (
     FIXED_SEED,
@@ -49,7 +50,6 @@ from fedhet.data.spec import (
     no_test,
     stratified,
 )
-from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
@@ -137,7 +137,10 @@ class RunData:
         dataset, space = self.dataset, self.label_space(index)
         train, test = self._samples(index)
         name = client_name(index, self.spec.clients)
-        common = _within_space(dataset.test, space, len(dataset.classes))
+        common = dataset.test
+        if common is not None and len(space) < len(dataset.classes):
+            rows = torch.isin(common.y, torch.tensor(space)).nonzero().flatten()
+            common = common.take(rows) if len(rows) else None
         if not len(test) and common is None:
             raise no_test(name, self.spec)
         return ClientData(
@@ -166,12 +169,20 @@ class RunData:
         used, it has `classes` classes (None: labels are not used), and SettingsError if its labels
         are used and it has none.
         """
-        if classes is not None:
-            refuse_unlabelled_public(self.spec)
-        found = self.once(
-            "public", lambda: public_dataset(self.spec, lambda: self.dataset, lambda: self._source)
-        )
-        check_public(found, kind, shape, classes)
+        if classes is not None and self.spec.public_dataset == GENERATED:
+            raise SettingsError(
+                f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
+                "labels, which this method learns from; use another dataset, or "
+                "'data.public-fraction'"
+            )
+        found = self.once("public", self._read_public)
+        where = f"data.public-dataset {found.name!r}"
+        if (found.kind, found.shape) != (kind, shape):
+            held, own = KINDS[found.kind].describe(found.shape), KINDS[kind].describe(shape)
+            raise DataError(f"{where}: samples have {held}, the clients' {own}")
+        if classes not in (None, len(found.classes)):
+            has = f"has {len(found.classes)} classes, the clients' data {classes}"
+            raise DataError(f"{where}: {has}")
         return found.train
 
     def validate(self) -> None:
@@ -187,15 +198,30 @@ class RunData:
 
     def share(self, folder: Path) -> None:
         """Write the data into a folder, for other processes to map. Raises StateError."""
-        with writing(folder) as written:
-            for place, source in enumerate((self.spec, public_source(self.spec))):
-                if source is not None and _is_copied(source):
-                    dataset = self._source if place else self.dataset
-                    write_dataset(dataset, written / f"{place}.safetensors")
-            write_rows(self.partition(), written)
-            count = sum(map(len, self.partition()))
-            every = (rows for k in range(self.spec.clients) for rows in self.split_rows(k))
-            write_samples(self.dataset.train.x, count, every, written)
+        try:
+            with Folder(folder, folder.parent).writing() as written:
+                for place, source in enumerate((self.spec, public_source(self.spec))):
+                    if source is not None and _is_copied(source):
+                        dataset = self._source if place else self.dataset
+                        write_dataset(dataset, written / f"{place}.safetensors")
+                parts = self.partition()
+                ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+                rows = {"rows": torch.from_numpy(np.concatenate(parts)), "ends": ends}
+                save_file(rows, written / _PARTITION)
+                x = self.dataset.train.x
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(x[:0].numpy().dtype),
+                    "fortran_order": False,
+                    "shape": (sum(map(len, parts)), *x.shape[1:]),
+                }
+                with (written / _SAMPLES).open("wb") as file:  # those of one client after another
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for index in range(self.spec.clients):
+                        for part in self.split_rows(index):
+                            file.write(x[torch.from_numpy(part)].numpy().tobytes())
+        except OSError as error:
+            fault = f"cannot write the decoded data into {folder}: {reason_of(error)}"
+            raise StateError(fault) from None
 
     @property
     def _source(self) -> Dataset:
@@ -209,6 +235,36 @@ class RunData:
             return load(spec, least_classes=least_classes)
         return read_dataset(self._shared / f"{name}.safetensors")
 
+    def _read_public(self) -> Dataset:
+        """Return a dataset whose `train` is the public set.
+
+        Raises SettingsError if the settings name no public data, or none is left.
+        """
+        spec, own = self.spec, self.dataset if self.spec.public_dataset in ("", GENERATED) else None
+        if own is not None and spec.public_dataset:
+            return generated(spec, own)
+        if own is not None:
+            if own.public is None:
+                rule = "give 'data.public-dataset' or 'data.public-fraction'"
+                raise SettingsError(f"the run has no public data: {rule}")
+            return replace(own, train=own.public, test=None, public=None)
+        found, rng = self._source, numpy_rng(spec.seed, "public-samples")
+        if spec.public_dataset != UNUSED:
+            # No effect if the reader has already applied the limit.
+            return replace(found, train=found.train.subset(spec.public_samples, rng), test=None)
+        labels = found.train.y.numpy() if found.subclasses is None else found.subclasses
+        # The same draw as that of the rows that are used.
+        used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
+        rows = np.setdiff1d(np.arange(len(labels)), used)
+        if not spec.max_samples or not len(rows):
+            raise SettingsError(
+                f"data.public-dataset = {UNUSED!r}: 'data.max-samples' = {spec.max_samples} leaves "
+                f"out none of the {len(labels)} training samples of {spec.dataset}; it must be "
+                "lower, and above 0"
+            )
+        left = found.train.take(rows).subset(spec.public_samples, rng)
+        return replace(found, train=left, test=None, subclasses=None)
+
     @property
     def _has_label_spaces(self) -> bool:
         return self.spec.partition == "superclasses" and not is_natural(self.dataset)
@@ -219,7 +275,10 @@ class RunData:
 
     def _drawn(self) -> tuple[Index, ...]:
         if self._shared is not None:
-            return read_rows(self._shared)
+            path = self._shared / _PARTITION
+            with _mapping("clients' rows", path):
+                found = load_file(path)
+            return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
         if self._has_label_spaces:
             return self._assignment.rows
         return partition(self.dataset, self.spec)
@@ -229,7 +288,9 @@ class RunData:
         train, (own, tests), folder = self.dataset.train, self.split_rows(index), self._shared
         if folder is None:
             return train.take(own), train.take(tests)
-        x = self.once("samples", lambda: map_samples(folder))
+        with _mapping("clients' samples", path := folder / _SAMPLES):
+            # "c": a change would stay in this process, and torch takes no read-only arrays.
+            x = self.once("samples", lambda: torch.from_numpy(np.load(path, mmap_mode="c")))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
         middle = start + len(own)
@@ -255,14 +316,6 @@ def _is_copied(spec: DataSpec) -> bool:
     return not find_source(spec.dataset)[0].is_mapped
 
 
-def _within_space(test: Split | None, space: tuple[int, ...], classes: int) -> Split | None:
-    """Return the rows in the label space; the set itself if that is all classes."""
-    if test is None or len(space) == classes:
-        return test
-    rows = torch.isin(test.y, torch.tensor(space)).nonzero().flatten()
-    return test.take(rows) if len(rows) else None
-
-
 @global_random_kept()
 def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
     """Read and decode the dataset that `spec` names.
@@ -281,29 +334,23 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
         dataset = dataset.keeping(dataset.train.rows(spec.max_samples, rng))
     if spec.superclasses:
         dataset = merged(dataset, spec.superclasses)
-    dataset = _keep_public(dataset, spec)
+    if spec.public_fraction:
+        if dataset.parts is not None:
+            raise SettingsError(
+                f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
+                f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
+            )
+        labels = dataset.train.y.numpy()
+        count = max(1, round(spec.public_fraction * len(labels)))
+        public = stratified(labels, count, numpy_rng(spec.seed, "public"))
+        owned = np.setdiff1d(np.arange(len(labels)), public)
+        dataset = replace(dataset.keeping(owned), public=dataset.train.take(public))
     if dataset.test is not None:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
         dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
     if (count := len(dataset.classes)) < least_classes:
         raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
     return dataset
-
-
-def _keep_public(dataset: Dataset, spec: DataSpec) -> Dataset:
-    """Move the public share out of the training set, stratified by class."""
-    if not spec.public_fraction:
-        return dataset
-    if dataset.parts is not None:
-        raise SettingsError(
-            f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
-            f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
-        )
-    labels = dataset.train.y.numpy()
-    count = max(1, round(spec.public_fraction * len(labels)))
-    public = stratified(labels, count, numpy_rng(spec.seed, "public"))
-    owned = np.setdiff1d(np.arange(len(labels)), public)
-    return replace(dataset.keeping(owned), public=dataset.train.take(public))
 
 
 GENERATED = "generated"
@@ -314,36 +361,18 @@ MADE_HERE = (GENERATED, UNUSED)
 """Values of `public-dataset` that name no other dataset."""
 
 
-def refuse_unlabelled_public(spec: DataSpec) -> None:
-    """Raise SettingsError if the public samples have no labels."""
-    if spec.public_dataset == GENERATED:
-        raise SettingsError(
-            f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
-            "labels, which this method learns from; use another dataset, or 'data.public-fraction'"
-        )
-
-
-def check_public(public: Dataset, kind: str, shape: Shape, classes: int | None) -> None:
-    """Raise DataError unless public samples are of the kind, and have `shape` and `classes`."""
-    if (public.kind, public.shape) != (kind, shape):
-        held = KINDS[public.kind].describe(public.shape)
-        raise DataError(
-            f"data.public-dataset {public.name!r}: samples have {held}, the clients' "
-            f"{KINDS[kind].describe(shape)}"
-        )
-    if classes not in (None, len(public.classes)):
-        raise DataError(
-            f"data.public-dataset {public.name!r}: has {len(public.classes)} classes, "
-            f"the clients' data {classes}"
-        )
-
-
 def refuse_overlap(public: Split, own: Split, owner: str) -> None:
     """Raise DataError if the public set contains any sample of `own`, however stored."""
     if public.x.dtype != own.x.dtype:
         public, own = public.scaled(), own.scaled()
-    seen = {_digest(public, row) for row in range(len(public))}
-    shared = sum(_digest(own, row) in seen for row in range(len(own)))
+
+    def digests(split: Split) -> Iterator[bytes]:
+        for row in split.x:
+            content = row.cpu().contiguous().numpy().tobytes()
+            yield hashlib.blake2b(content, digest_size=16).digest()
+
+    seen = set(digests(public))
+    shared = sum(digest in seen for digest in digests(own))
     if shared:
         raise DataError(
             f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
@@ -352,36 +381,7 @@ def refuse_overlap(public: Split, own: Split, owner: str) -> None:
         )
 
 
-def _digest(split: Split, row: int) -> bytes:
-    return hashlib.blake2b(
-        split.x[row].cpu().contiguous().numpy().tobytes(), digest_size=16
-    ).digest()
-
-
-def public_dataset(
-    spec: DataSpec, own: Callable[[], Dataset], source: Callable[[], Dataset]
-) -> Dataset:
-    """Return a dataset whose `train` is the public set.
-
-    `own` returns the run's dataset, `source` that of `public_source`. Raises SettingsError if the
-    settings name no public data, or none is left.
-    """
-    if spec.public_dataset == GENERATED:
-        return _generated(spec, own())
-    if spec.public_dataset == UNUSED:
-        return _unused(spec, source())
-    if spec.public_dataset:
-        # No effect if the reader has already applied the limit.
-        rng = numpy_rng(spec.seed, "public-samples")
-        found = source()
-        return replace(found, train=found.train.subset(spec.public_samples, rng), test=None)
-    if (kept := own().public) is None:
-        rule = "give 'data.public-dataset' or 'data.public-fraction'"
-        raise SettingsError(f"the run has no public data: {rule}")
-    return replace(own(), train=kept, test=None, public=None)
-
-
-def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
+def generated(spec: DataSpec, dataset: Dataset) -> Dataset:
     """Return generated samples like the dataset's; their labels have no meaning."""
     size, kind = spec.public_samples, KINDS[dataset.kind]
     if size < 1:
@@ -398,27 +398,6 @@ def _generated(spec: DataSpec, dataset: Dataset) -> Dataset:
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
     made = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
     return replace(dataset, train=made, test=None, subclasses=None)
-
-
-def _unused(spec: DataSpec, whole: Dataset) -> Dataset:
-    """Return the training rows that `max-samples` leaves out, or `public-samples` of these.
-
-    Raises SettingsError if there are none.
-    """
-    labels = whole.train.y.numpy() if whole.subclasses is None else whole.subclasses
-    # The same draw as that of the rows that are used.
-    used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
-    rows = np.setdiff1d(np.arange(len(labels)), used)
-    if not spec.max_samples or not len(rows):
-        raise SettingsError(
-            f"data.public-dataset = {UNUSED!r}: 'data.max-samples' = {spec.max_samples} leaves out "
-            f"none of the {len(labels)} training samples of {spec.dataset}; it must be lower, "
-            "and above 0"
-        )
-    left = whole.train.take(rows).subset(
-        spec.public_samples, numpy_rng(spec.seed, "public-samples")
-    )
-    return replace(whole, train=left, test=None, subclasses=None)
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:
@@ -439,36 +418,23 @@ def public_source(spec: DataSpec) -> DataSpec | None:
     )
 
 
-_PARTITION = "partition.safetensors"
-_SAMPLES = "samples.npy"
+_PARTITION, _SAMPLES = "partition.safetensors", "samples.npy"
 _PARTS = ("train", "test", "public")
 _FACTS = TypeAdapter(
     tuple[
-        str,
-        tuple[str, ...],
-        tuple[tuple[int, int], ...] | None,
-        tuple[int, ...],
-        tuple[int, ...],
-        bool,
-        TableSchema | None,
-        str,
+        str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], str,
+        tuple[int, ...], bool, TableSchema | None,
     ]
-)
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[Path]:
-    """Make the folder, and yield where to write into it.
-
-    Raises a StateError for what cannot be written inside the block.
-    """
+def _mapping(what: str, path: Path) -> Iterator[None]:
+    """Raise StateError for any fault of a shared file that is read in the block."""
     try:
-        with Folder(folder, folder.parent).writing() as place:
-            yield place
-    except OSError as error:
-        raise StateError(
-            f"cannot write the decoded data into {folder}: {reason_of(error)}"
-        ) from None
+        yield
+    except Exception as error:  # safetensors has an error type of its own
+        raise StateError(f"cannot read the {what} in {path}: {reason_of(error)}") from None
 
 
 def write_dataset(dataset: Dataset, path: Path) -> None:
@@ -482,20 +448,17 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
         if (rows := getattr(dataset, name)) is not None:
             tensors[name] = torch.from_numpy(rows).contiguous()
     facts = (
-        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.shape,
-        dataset.scaled_images, dataset.schema, dataset.kind,
+        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.kind, dataset.shape,
+        dataset.scaled_images, dataset.schema,
     )  # fmt: skip
     save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
 
 
 def read_dataset(path: Path) -> Dataset:
     """Return a dataset whose arrays are mapped from a file, not read. Raises StateError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = _FACTS.validate_json(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors has an error type of its own
-        raise StateError(f"cannot read the decoded data in {path}: {reason_of(error)}") from None
+    with _mapping("decoded data", path), safe_open(path, framework="pt") as file:
+        facts = _FACTS.validate_json(file.metadata()["facts"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     train, test, public = (
         Split(tensors[f"{part}.x"], tensors[f"{part}.y"]) if f"{part}.x" in tensors else None
         for part in _PARTS
@@ -504,50 +467,8 @@ def read_dataset(path: Path) -> Dataset:
     subclasses, groups = (
         tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
     )
-    name, classes, parts, columns, shape, scaled_images, schema, kind = facts
+    name, classes, parts, columns, kind, shape, scaled_images, schema = facts
     return Dataset(
         name, train, test, classes, parts, public, columns, subclasses, kind, shape, groups,
         scaled_images, schema,
     )  # fmt: skip
-
-
-def write_rows(parts: Sequence[Index], folder: Path) -> None:
-    """Write the rows of each client."""
-    rows = torch.from_numpy(np.concatenate(parts))
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
-    save_file({"rows": rows, "ends": ends}, folder / _PARTITION)
-
-
-def read_rows(folder: Path) -> tuple[Index, ...]:
-    """Return the rows of each client. Raises StateError."""
-    path = folder / _PARTITION
-    try:
-        found = load_file(path)
-    except Exception as error:  # safetensors has an error type of its own
-        raise StateError(f"cannot read the clients' rows in {path}: {reason_of(error)}") from None
-    return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
-
-
-def write_samples(x: Tensor, count: int, parts: Iterable[Index], folder: Path) -> None:
-    """Write the samples of x [N, ...] in the rows of `parts`, `count` in all, one after another."""
-    header = {
-        "descr": np.lib.format.dtype_to_descr(x[:0].numpy().dtype),
-        "fortran_order": False,
-        "shape": (count, *x.shape[1:]),
-    }
-    with (folder / _SAMPLES).open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for rows in parts:
-            file.write(x[torch.from_numpy(rows)].numpy().tobytes())
-
-
-def map_samples(folder: Path) -> Tensor:
-    """Map what `write_samples` has written. Raises StateError."""
-    path = folder / _SAMPLES
-    try:
-        # "c": a change would stay in this process, and torch takes no read-only arrays.
-        return torch.from_numpy(np.load(path, mmap_mode="c"))
-    except (OSError, ValueError, EOFError) as error:
-        raise StateError(
-            f"cannot read the clients' samples in {path}: {reason_of(error)}"
-        ) from None

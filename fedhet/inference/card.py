@@ -10,8 +10,8 @@ import torch
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.version import __version__
+from fedhet.data.schema import TableSchema
 from fedhet.data.spec import Stored
-from fedhet.data.tables import TableSchema
 from fedhet.data.texts import WORDS
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient

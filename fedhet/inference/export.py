@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import FedhetError, ModelError, SettingsError, one_line
-from fedhet.data.tables import TableSchema
+from fedhet.data.schema import TableSchema
 from fedhet.inference.card import card
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import TEXT

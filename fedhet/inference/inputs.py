@@ -13,11 +13,13 @@ from torch import Tensor
 
 from fedhet.base.errors import DataError
 from fedhet.client_runtime.record import ClientRecord
+from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.npz import read_arrays
+from fedhet.data.schema import TableSchema
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.data.tables import TableSchema, read_table
+from fedhet.data.tables import encode
 from fedhet.data.texts import TEXTS, tokenized
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
@@ -103,7 +105,7 @@ def _table_rows(
         raise DataError(f"{paths[1]}: give one table alone")
     _refuse_irregular(paths[0])
     cells = read_table(paths[0], bounds)
-    return [f"line {line}" for line in cells.lines], schema.encode(cells)
+    return [f"line {line}" for line in cells.lines], encode(schema, cells)
 
 
 def _spec(record: ClientRecord) -> DataSpec:

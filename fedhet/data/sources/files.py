@@ -18,12 +18,12 @@ import torch
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.data.cells import read_rows
+from fedhet.data import tables
+from fedhet.data.cells import ENDINGS, Cells, find_table, read_rows, read_table
 from fedhet.data.class_folders import read_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.npz import read_npz, read_owners, same_form
 from fedhet.data.spec import Dataset, DataSpec, Index, Source, Split, numbered, refuse_more
-from fedhet.data.tables import ENDINGS, Cells, find_table, found_schema, owners, read_table
 from fedhet.data.texts import TEXTS, find_rows, labelled, shape_of_texts
 from fedhet.data.values import class_words
 from fedhet.kinds import IMAGE, SIGNAL, TABLE, TEXT, Kind
@@ -150,7 +150,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         return _read_sites(path, spec)
     cells = read_table(first, spec)
     test = None if path.is_file() else find_table(path, "test")
-    groups = numbered(owners(cells, spec.by.strip())) if spec.by else None
+    groups = numbered(tables.owners(cells, spec.by.strip())) if spec.by else None
     return _dataset(cells, read_table(test, spec) if test else None, groups, spec)
 
 
@@ -170,11 +170,11 @@ def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
 
 def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataSpec) -> Dataset:
     notes: list[str] = []
-    schema = found_schema(train, spec, notes.append)
+    schema = tables.found_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
-        schema.labelled(train),
-        schema.labelled(test) if test else None,
+        tables.labelled(schema, train),
+        tables.labelled(schema, test) if test else None,
         schema.classes,
         kind=TABLE.name,
         columns=schema.widths,
