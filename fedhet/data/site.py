@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,21 @@ from fedhet.data.class_folders import (
 from fedhet.data.images import IMAGES
 from fedhet.data.npz import MAX_CLASSES, read_npz, same_form
 from fedhet.data.partition import hold_out
-from fedhet.data.schema import TableSchema, read_schema
+from fedhet.data.schema import read_schema
 from fedhet.data.sources import sample_kind
 from fedhet.data.spec import (
     FIXED_SEED,
     UNKNOWN,
     ClientData,
+    Dataset,
     DataSpec,
     Split,
     global_random_kept,
     no_test,
-    stored_as,
 )
 from fedhet.data.tables import labelled
 from fedhet.data.texts import TEXTS, find_rows, shape_of_texts, site_rows
-from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
+from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build, kebab, refused
@@ -115,8 +115,7 @@ class Declaration:
             kind, found = TEXT, shape_of_texts(spec)
         else:
             found = tuple(shape) if isinstance(shape, list) else ()
-            stated = KINDS.get(table.sample_kind, IMAGE)
-            kind = kind_of_arrays(found) if stated in (IMAGE, TABLE) else stated
+            kind = kind_of_arrays(found, KINDS.get(table.sample_kind))
         sizes: list[Any] = list(found)
         if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
             rule = "expected the shape of a sample, such as [3, 32, 32]"
@@ -184,44 +183,39 @@ def site_data(
             f"{root}: the run must say how many classes there are, 2 or more: "
             f"'models.num-classes' is {classes}"
         )
-    own = _read(root, classes, spec, unlabelled, declared)
-    train, test = _with_test(own.train, own.test, spec, f"{root}", f"{name} ({root})")
-    if declared is not None:
-        if (shape := own.shape or _form(train)) != declared.shape:
-            rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
-            raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
-        own = replace(own, names=declared.names, rest=own.rest or train.take(torch.arange(0)))
-    names = own.names or tuple(map(str, range(classes)))
+    own, rest, left_aside = _read(root, classes, spec, unlabelled, declared)
+    train, test = own.train, own.test
+    if test is None:
+        if not spec.test_fraction:
+            raise no_test(f"{root}", spec)
+        train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
+        train, test = train.take(train_rows), train.take(test_rows)
+    if len(train) < 2 or len(test) < 1:
+        raise DataError(
+            f"{root}: has {len(train)} training and {len(test)} test samples, at least 2 and 1 "
+            "are needed"
+        )
     # A site's label space is the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     if declared is not None:
-        space = tuple(range(classes))
+        if own.shape != declared.shape:
+            rule = f"expected the shape of the data, {list(own.shape)}, got {list(declared.shape)}"
+            raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
+        space, rest = tuple(range(classes)), rest or train.take(torch.arange(0))
     return ClientData(
-        name, train, test, None, names, space, own.kind.name, own.shape or _form(train), own.rest,
-        own.left_aside, stored_as(train.x), own.schema,
+        name, train, test, None, own.classes, space, own.kind, own.shape, rest, left_aside,
+        own.stored, own.schema,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What a site's folder holds."""
-
-    kind: Kind
-    train: Split
-    test: Split | None
-    names: tuple[str, ...]
-    rest: Split | None = None
-    """Samples without a class, if they were asked for."""
-    left_aside: int = 0
-    shape: Shape = ()
-    """() is that of the training samples."""
-    schema: TableSchema | None = None
 
 
 def _read(
     root: Path, classes: int, spec: DataSpec, unlabelled: bool, declared: Declaration | None
-) -> _Own:
-    """Read a site's folder, in whichever layout it is. Raises DataError for another."""
+) -> tuple[Dataset, Split | None, int]:
+    """Read a site's folder, in whichever layout it is. Raises DataError for another.
+
+    Returns its labelled samples, those without a class if `unlabelled`, and the number of samples
+    without a class that are not read.
+    """
     names = declared.names if declared else _classes_file(root, classes)
     rows = find_table(root, "train") or find_rows(root, "train")
     tree = next(iter(find_parts(root)[TRAIN]), None)
@@ -235,17 +229,43 @@ def _read(
             raise DataError(
                 f"{path}: is not allowed here: it lies next to the class folders, in {tree}"
             )
-    if rows is not None and (sample_kind(spec) is TABLE or (root / SCHEMA).exists()):
+    stated, where = sample_kind(spec), f"{root}"
+    if rows is not None and (stated is TABLE or (root / SCHEMA).exists()):
         schema = read_schema(root / SCHEMA)
-        return _Own(TABLE, *_table(root, schema, classes, spec), schema=schema)
+        if len(schema.classes) != classes:
+            raise DataError(
+                f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
+            )
+        if (table := find_table(root, "train")) is None:
+            raise DataError(f"{root}: a table is train.csv, .tsv or .parquet")
+        found = find_table(root, "test")
+        train = labelled(schema, read_table(table, spec))
+        test = labelled(schema, read_table(found, spec)) if found else None
+        own = Dataset(where, train, test, schema.classes, kind=TABLE.name, schema=schema)
+        return own, None, 0
     if rows is not None:
-        return _Own(TEXT, *site_rows(rows, names, classes, spec), shape=shape_of_texts(spec))
-    if tree is None:
-        train, test = _site_arrays(root, classes, spec)
-        stated = sample_kind(spec)
-        kind = kind_of_arrays(_form(train)) if stated in (IMAGE, TABLE) else stated
-        return _Own(kind, train, test, names)
-    return _site_tree(root, names, classes, spec, unlabelled, declared)
+        shape = shape_of_texts(spec)
+        own = Dataset(where, *site_rows(rows, names, classes, spec), kind=TEXT.name, shape=shape)
+        return own, None, 0
+    if tree is not None:
+        return _site_tree(root, names, classes, spec, unlabelled, declared)
+    train, test = _within(root / "train.npz", classes, spec, stated), None
+    if (path := root / "test.npz").exists():
+        test = _within(path, classes, spec, stated)
+        same_form(train, test, "train.npz", path)
+    kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
+    return Dataset(where, train, test, names or tuple(map(str, range(classes))), kind=kind), None, 0
+
+
+def _within(path: Path, classes: int, spec: DataSpec, kind: Kind) -> Split:
+    """Read a file, with labels among the run's classes."""
+    split = read_npz(path, spec, kind)
+    if len(split) and int(split.y.max()) >= classes:
+        raise DataError(
+            f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "
+            f"(the run has {classes} classes)"
+        )
+    return split
 
 
 def _site_tree(
@@ -255,7 +275,7 @@ def _site_tree(
     spec: DataSpec,
     unlabelled: bool,
     declared: Declaration | None,
-) -> _Own:
+) -> tuple[Dataset, Split | None, int]:
     """Read the files of a site, by class. Samples without a class are read if `unlabelled`."""
     # A text next to an image describes it: only a tree without images holds texts.
     texts = sample_kind(spec) is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
@@ -274,7 +294,7 @@ def _site_tree(
     tree.unused.report(root, files)
     like = declared.shape if declared and not texts else None
     train = read_part(tree.train, tree.classes, spec, files, like)
-    form = _form(train)
+    form = tuple(train.x.shape[1:])
     test = read_part(tree.test, tree.classes, spec, files, form) if tree.test is not None else None
     rest, left_aside, paths = None, 0, tree.unlabelled
     if paths is not None and not unlabelled:
@@ -286,46 +306,8 @@ def _site_tree(
                 f"{files.noun}. Remove it, and labels of others are hidden."
             )
         rest = Split(files.read(paths, spec, form), torch.full((len(paths),), UNKNOWN))
-    shape = shape_of_texts(spec) if texts else ()
-    return _Own(TEXT if texts else IMAGE, train, test, tree.classes, rest, left_aside, shape)
-
-
-def _table(
-    root: Path, schema: TableSchema, classes: int, spec: DataSpec
-) -> tuple[Split, Split | None, tuple[str, ...]]:
-    """Return a site's training rows, its test rows if there are any, and the schema's classes.
-
-    Raises DataError for a file that does not fit the schema, which names the column.
-    """
-    if len(schema.classes) != classes:
-        raise DataError(
-            f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
-        )
-    train, test = find_table(root, "train"), find_table(root, "test")
-    if train is None:
-        raise DataError(f"{root}: a table is train.csv, .tsv or .parquet")
-    rows = labelled(schema, read_table(train, spec))
-    return rows, labelled(schema, read_table(test, spec)) if test else None, schema.classes
-
-
-def _with_test(
-    train: Split, test: Split | None, spec: DataSpec, root: str, owner: str
-) -> tuple[Split, Split]:
-    """Return the training and the test samples; without a test part, some are held out.
-
-    Raises DataError for too few of either.
-    """
-    if test is None:
-        if not spec.test_fraction:
-            raise no_test(root, spec)
-        train_rows, test_rows = hold_out(len(train), spec, owner)
-        train, test = train.take(train_rows), train.take(test_rows)
-    if len(train) < 2 or len(test) < 1:
-        raise DataError(
-            f"{root}: has {len(train)} training and {len(test)} test samples, at least 2 and 1 "
-            "are needed"
-        )
-    return train, test
+    own = Dataset(f"{root}", train, test, tree.classes, kind=files.kind, shape=files.shape(spec))
+    return own, rest, left_aside
 
 
 def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
@@ -351,28 +333,3 @@ def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
         if not name.isprintable():
             raise DataError(f"{path}: the name {name!r} is not printable")
     return names
-
-
-def _form(split: Split) -> Shape:
-    return tuple(split.x.shape[1:])
-
-
-def _site_arrays(root: Path, classes: int, spec: DataSpec) -> tuple[Split, Split | None]:
-    train = _within(root / "train.npz", classes, spec)
-    path = root / "test.npz"
-    if not path.exists():
-        return train, None
-    test = _within(path, classes, spec)
-    same_form(train, test, "train.npz", path)
-    return train, test
-
-
-def _within(path: Path, classes: int, spec: DataSpec) -> Split:
-    """Read a file, with labels among the run's classes."""
-    split = read_npz(path, spec, sample_kind(spec))
-    if len(split) and int(split.y.max()) >= classes:
-        raise DataError(
-            f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "
-            f"(the run has {classes} classes)"
-        )
-    return split

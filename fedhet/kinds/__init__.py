@@ -140,9 +140,14 @@ AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmenta
 """The kind that each value of `training.augment` changes."""
 
 
-def kind_of_arrays(shape: Shape) -> Kind:
-    """Return the kind of samples from arrays for which none is stated: rows [F], or else images."""
-    return TABLE if len(shape) == 1 else IMAGE
+def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
+    """Return the kind of samples from arrays, where images and rows of tables are read alike.
+
+    If neither is stated but another kind, it is that; else [F] is a row, and all else an image.
+    """
+    if stated in (None, IMAGE, TABLE):
+        return TABLE if len(shape) == 1 else IMAGE
+    return stated
 
 
 def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
