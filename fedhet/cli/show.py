@@ -230,8 +230,8 @@ def schema_command(
 ) -> None:
     """Write what a table's columns become: the sites of a deployment need the same file."""
     from fedhet.base.disk import write_text
-    from fedhet.data.spec import DataSpec
     from fedhet.data.cells import read_table
+    from fedhet.data.spec import DataSpec
     from fedhet.data.tables import found_schema
     from fedhet.settings.schema import build
 
