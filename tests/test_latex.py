@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from fedhet.cli import app
 from fedhet.report import compare
-from fedhet.report.latex import comparison_latex, escaped, tabular
-from fedhet.report.tables import Cell, Cells
+from fedhet.report.tables import Cell, Cells, comparison_latex, escaped, tabular
 
 TOPS = {"local": 0.5, "felo": 0.9, "fedhe": 0.7}
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic import HOSTILE, lines_of, make, rewrite
 
-from fedhet.report import compare, write_report
+from fedhet.report import compare, write_comparison, write_report
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -212,7 +212,7 @@ def test_nothing_overflows_and_the_schemes_differ(
         names = ("a" * 60, "b")
         make(tmp_path / f"long-{seed}", seed=seed, names=names, rounds=3, method="felo")
         make(tmp_path / f"other-{seed}", seed=seed, rounds=3, method="local")
-    compare([tmp_path], out=tmp_path / "out")
+    write_comparison(compare([tmp_path]), tmp_path / "out")
     with_baseline = make(tmp_path / "with", rounds=3, method="felo")
     make(with_baseline / "baseline", rounds=3, method="local")
     beside = write_report(with_baseline)
@@ -244,7 +244,7 @@ def test_a_wide_window_shows_all_columns_of_a_comparison(browser: Any, tmp_path:
     for method in ("felo", "local"):
         both = ("common", "personal")
         make(tmp_path / method, method=method, kinds=("private", "local", "global"), protocols=both)
-    compare([tmp_path], out=tmp_path / "out")
+    write_comparison(compare([tmp_path]), tmp_path / "out")
     page = Opened(browser, tmp_path / "out" / "compare.html", width=1440)
     table = page.tab.locator(".table", has=page.tab.locator(".dense"))
     assert table.count() == 1
@@ -256,7 +256,7 @@ def test_a_comparison_is_pointed_at_and_switched(browser: Any, tmp_path: Path) -
     runs = [
         make(tmp_path / m, method=m, rounds=4, top=t) for m, t in (("felo", 0.8), ("local", 0.5))
     ]
-    compare(runs, out=tmp_path / "out")
+    write_comparison(compare(runs), tmp_path / "out")
     page = Opened(browser, tmp_path / "out" / "compare.html")
     title = "Accuracy: private model, common test set"
     place = page.marks(title, 0)[1]

@@ -21,6 +21,7 @@ from fedhet.report import (
     final_table,
     load_run,
     paired_table,
+    write_comparison,
     write_report,
 )
 
@@ -89,7 +90,8 @@ def test_an_unfinished_runs_tail_is_of_the_rounds_so_far(tmp_path: Path) -> None
 
 def test_a_comparison_has_the_tail_of_every_protocol_and_kind(tmp_path: Path) -> None:
     runs = make_seeds(tmp_path / "felo", [0, 1, 2], rounds=11, protocols=BOTH)
-    found = compare([tmp_path], out=tmp_path / "out")
+    found = compare([tmp_path])
+    write_comparison(found, tmp_path / "out")
     data = json.loads((tmp_path / "out" / "compare.json").read_text())["groups"][0]["accuracy"]
     for protocol in BOTH:
         tails = [tail_by_hand(run, protocol) for run in runs]
@@ -115,7 +117,8 @@ def test_differences_are_paired_over_shared_seeds(tmp_path: Path) -> None:
     top = {"felo": 0.8, "local": 0.6, "velo": 0.61}
     for number, (method, some) in enumerate(seeds.items()):
         make_seeds(tmp_path / method, some, method=method, top=top[method], rounds=7, noise=number)
-    found = compare([tmp_path], out=tmp_path / "out")
+    found = compare([tmp_path])
+    write_comparison(found, tmp_path / "out")
     assert {(p.group.label, p.baseline.label) for p in found.pairs} == {
         ("felo", "local"), ("velo", "local"),
     }  # fmt: skip
@@ -267,7 +270,8 @@ def test_where_nothing_can_be_paired_the_reason_is_said(tmp_path: Path) -> None:
         "cofed": "another data set",
         "fedgems": "not evaluated",
     }
-    found = compare(paths[:3], out=tmp_path / "out")
+    found = compare(paths[:3])
+    write_comparison(found, tmp_path / "out")
     assert paired_table(found) is None
     note = "no paired differences over seeds: no shared seed or only 1 shared seed"
     assert note in found.notes

@@ -483,7 +483,9 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     page = Page(write_report(path))
     assert "round 6, the last so far" in page.text
     assert "std over clients —" in page.text
-    assert len(compare([path], out=tmp_path / "out").groups) == 1
+    found = compare([path])
+    write_comparison(found, tmp_path / "out")
+    assert len(found.groups) == 1
 
 
 def test_figures_in_the_page_follow_its_colours(tmp_path: Path) -> None:
@@ -581,12 +583,12 @@ def test_bytes_to_a_target(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, rounds=12) for n in range(3)]
     for target, fraction in ((0.5, 0.5), (50, 0.5), (0.62, 0.62)):
         found = compare(runs, target=target)
-        spread = found.groups[0].cost_to("bytes", found.headline, found.target)
+        spread = found.to_target(found.groups[0], "bytes")
         assert found.target == fraction
         assert spread.n == 3
         assert spread.mean == pytest.approx(np.mean([cost(run, fraction) for run in runs]))
     never = compare(runs, target=99.5)
-    assert never.groups[0].cost_to("bytes", never.headline, never.target).n == 0
+    assert never.to_target(never.groups[0], "bytes").n == 0
     row = next(line for line in shown(comparison_table(never)).splitlines() if "felo" in line)
     assert row.split()[-3] == "—"
 
@@ -607,8 +609,8 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     assert found.headline == ("common", "server")
     assert [group.method for group in found.groups] == ["fedgems", "felo"]
     cost = sum(line["bytes_up"] + line["bytes_down"] for line in lines[:4])
-    assert found.groups[0].cost_to("bytes", found.headline, found.target).mean == cost
-    assert found.groups[1].cost_to("bytes", found.headline, found.target).n == 0
+    assert found.to_target(found.groups[0], "bytes").mean == cost
+    assert found.to_target(found.groups[1], "bytes").n == 0
     assert any(
         "Not evaluated under common server, and therefore last: felo" in note
         for note in found.notes
@@ -623,7 +625,7 @@ def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
     found = compare(runs)
     lowest = min(lines_of(run)[-1]["accuracy"]["common"]["private"]["mean"] for run in runs)
     assert 0.9 * lowest - 0.001 < found.target <= 0.9 * lowest
-    assert found.groups[0].cost_to("bytes", found.headline, found.target).n == 4
+    assert found.to_target(found.groups[0], "bytes").n == 4
     assert any(f"bytes to {100 * found.target:.4g} %" in note for note in found.notes)
 
 
@@ -642,7 +644,8 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     make(tmp_path / "f", method="gone", seed=2)
     (tmp_path / "f" / "metrics.jsonl").unlink()
     make(tmp_path / "z")
-    found = compare([tmp_path], out=tmp_path / "out")
+    found = compare([tmp_path])
+    write_comparison(found, tmp_path / "out")
     notes = "\n".join(found.notes)
     for words in (
         "different data sets cannot be compared: digits, mnist.",
@@ -705,7 +708,7 @@ def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:
         line["method"] = {}
     (runs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in local))
     out = tmp_path / "out"
-    compare(runs, out=out, figures=f"{names[0]}, {names[1]}")
+    write_comparison(compare(runs, figures=f"{names[0]}, {names[1]}"), out)
     assert {f"compare-{name}.png" for name in names[:2]} <= {path.name for path in out.iterdir()}
     assert names[1] in Page(out / "compare.html").text
     groups = {
@@ -730,7 +733,8 @@ def test_many_groups_are_drawn(tmp_path: Path) -> None:
             settings={"data.alpha": 0.1 * number},
             partition=False,
         )
-    found = compare([tmp_path], out=tmp_path / "out")
+    found = compare([tmp_path])
+    write_comparison(found, tmp_path / "out")
     assert len(found.groups) == 14
     assert (tmp_path / "out" / "compare.html").stat().st_size > 10_000
 

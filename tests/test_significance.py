@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 from fedhet.base.errors import SettingsError
-from fedhet.report.significance import holm, p_value, read_test
+from fedhet.report.comparison import holm, p_value, read_test
 
 
 def student(t, freedom):

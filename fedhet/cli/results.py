@@ -105,7 +105,7 @@ def compare_command(
     """
     with loading("pandas and Matplotlib"):
         from fedhet import report
-        from fedhet.report.significance import read_test
+        from fedhet.report.comparison import read_test
 
     found = report.compare(
         directories,

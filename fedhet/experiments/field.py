@@ -20,10 +20,9 @@ from fedhet.experiments.declaration import FIELD
 from fedhet.experiments.plan import FieldPlan, Place, about
 from fedhet.methods.registry import find_method
 from fedhet.report.groups import Spread
-from fedhet.report.latex import HEAD, tabular
 from fedhet.report.page import render
 from fedhet.report.run import Run, load_run
-from fedhet.report.tables import MARK, Cell, Cells, markdown, plain
+from fedhet.report.tables import LATEX_HEAD, MARK, Cell, Cells, markdown, plain, tabular
 from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
@@ -266,6 +265,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
     runs = plural(results.finished, "finished run")
     page = render(
         "field.html",
+        "fedhet.experiments",
         title=plan.table.title,
         facts=(f"size {plan.size}", runs, plural(len(plan.methods), "method")),
         about=about(plan, results.finished),
@@ -284,7 +284,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
 
 def write_latex(results: FieldResults, out: Path) -> Path:
     """Write field-SIZE.tex into a folder: accuracies by cell, ranks, and costs; return its path."""
-    parts = [HEAD]
+    parts = [LATEX_HEAD]
     for measure in PROTOCOLS:
         found = matrix(results, measure)
         parts.append(tabular(found, dict.fromkeys(found.headers[1:], 1)))

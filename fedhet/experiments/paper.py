@@ -19,11 +19,10 @@ from pydantic import BaseModel, Field
 from fedhet.base.disk import Folder, write_text
 from fedhet.experiments.declaration import Claim, Size
 from fedhet.experiments.plan import Place, Plan, PlannedCell, about
-from fedhet.report.latex import HEAD, tabular
+from fedhet.report.comparison import Difference
 from fedhet.report.page import render
-from fedhet.report.paired import Difference
 from fedhet.report.run import Run, load_run
-from fedhet.report.tables import Cell, Cells, markdown, plain
+from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
 from fedhet.runs.directory import read_origin, read_summary
 from fedhet.runs.records import NAN
 
@@ -283,6 +282,7 @@ def write_results(results: Results, out: Path) -> Path:
                 table.writerow(row)
     page = render(
         "table.html",
+        "fedhet.experiments",
         title=plan.table.title,
         source=plan.table.source,
         about=about(plan, results.finished),
@@ -306,7 +306,7 @@ def write_latex(results: Results, out: Path) -> Path:
     columns = [column.name for column in plan.table.columns_in(plan.size)]
     scored = {name: sign for name in columns if (sign := _sign(results, name))}
     clear = [row for row, verdict in enumerate(results.verdicts) if verdict.difference.clear]
-    parts = [HEAD, tabular(cells(results), scored)]
+    parts = [LATEX_HEAD, tabular(cells(results), scored)]
     if results.verdicts:
         parts.append(tabular(claims(results), {"difference": 0}, clear))
     name = f"{plan.name}-{plan.size}.tex"

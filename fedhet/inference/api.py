@@ -126,9 +126,10 @@ def compare(
     there. For the others see `fedhet.report.compare`, whose errors it raises.
     """
     places = [each.directory if isinstance(each, Result) else each for each in runs]
-    return ComparedRuns(
-        report.compare(places, out, target, kind, protocol=protocol, against=against, metric=metric)
-    )
+    found = report.compare(places, target, kind, protocol=protocol, against=against, metric=metric)
+    if out is not None:
+        report.write_comparison(found, out)
+    return ComparedRuns(found)
 
 
 def _path(given: str | Path | None) -> Path | None:

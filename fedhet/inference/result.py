@@ -15,8 +15,7 @@ from fedhet.base.metrics import ACCURACY
 from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.inference import export as write_model
 from fedhet.inference.objects import check_held
-from fedhet.report import frames
-from fedhet.report.compare import to_dict
+from fedhet.report.comparison_report import to_dict
 from fedhet.report.page import render
 from fedhet.report.tables import comparison_cells, paired_cells
 from fedhet.runs.records import NAN, Summary
@@ -63,15 +62,16 @@ class Result:
     @cached_property
     def history(self) -> pd.DataFrame:
         """A row per round: means of scores and losses over the clients, bytes and seconds."""
-        records = self._run.records
         columns = {
             ".".join((metric, *column)): view.curve(*column)["mean"]
             for metric, view in self._views()
-            for column in dict.fromkeys(each[:2] for r in records for each in r.each(metric))
+            for column in dict.fromkeys(
+                each[:2] for r in self._run.records for each in r.each(metric)
+            )
         }
         costs = self._run.costs[["bytes_up", "bytes_down", "seconds"]]
         found = pd.DataFrame(columns, index=costs.index)
-        return found.assign(loss=frames.mean_loss(records)).join(costs)
+        return found.assign(loss=self._run.mean_loss).join(costs)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row per round, client, protocol and kind of model, with its accuracy.
@@ -109,7 +109,7 @@ class Result:
             "samples": [run.samples.get(name) for name in run.clients],
             "answered": answered,
         }
-        losses = frames.losses(run.records).ffill()
+        losses = run.losses.ffill()
         last = losses.iloc[-1].to_dict() if len(losses) else {}
         scores = {
             ".".join((metric, *column)): [

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from fedhet.report.compare import (
-    compare,
+from fedhet.report.comparison import Comparison, compare
+from fedhet.report.comparison_report import (
     write_comparison,
     write_figures_for_paper,
     write_for_paper,
 )
-from fedhet.report.comparison import Comparison
 from fedhet.report.figures import write_figures, write_run_for_paper
 from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run

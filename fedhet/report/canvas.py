@@ -99,14 +99,8 @@ def record(
     """Record a series' values, by their index as x, under `name` (by default the series')."""
     if isinstance(ax.figure, Canvas):
         x = [float(place) for place in values.index]
-        curve = Curve(
-            ax.figure.series_number(series),
-            name or series,
-            x,
-            values.astype(float).tolist(),
-            [*names],
-        )
-        panel(ax).curves.append(curve)
+        number, y = ax.figure.series_number(series), values.astype(float).tolist()
+        panel(ax).curves.append(Curve(number, name or series, x, y, [*names]))
 
 
 @dataclass(frozen=True)
@@ -146,21 +140,19 @@ def entries(figure: Canvas, colour: Callable[[str], str]) -> list[Entry]:
     found: dict[str, Entry] = {}
     for ax in figure.axes:
         for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(text, _entry(handle, text, colour))
+            artist: Any = handle[0] if isinstance(handle, Container) else handle
+            if isinstance(artist, Line2D):
+                looks = {"-": "solid", "--": "dashed", ":": "dotted"}
+                ink: Any = artist.get_color()
+                look = looks.get(str(artist.get_linestyle()), "dashed")
+            else:
+                face = artist.get_facecolor()
+                ink, look = face if len(face) and isinstance(face[0], float) else face[0], "dot"
+            tagged = re.fullmatch(rf"{TAG}(\d+)", artist.get_gid() or "")
+            name, _, value = text.partition(GAP)
+            series = int(tagged[1]) if tagged else None
+            found.setdefault(text, Entry(name, value, colour(to_hex(ink)), series, look))
     return list(found.values())
-
-
-def _entry(handle: Any, text: str, colour: Callable[[str], str]) -> Entry:
-    artist = handle[0] if isinstance(handle, Container) else handle
-    tagged = re.fullmatch(rf"{TAG}(\d+)", artist.get_gid() or "")
-    series = int(tagged[1]) if tagged else None
-    name, _, value = text.partition(GAP)
-    if isinstance(artist, Line2D):
-        style = {"-": "solid", "--": "dashed", ":": "dotted"}.get(str(artist.get_linestyle()), "")
-        return Entry(name, value, colour(to_hex(artist.get_color())), series, style or "dashed")
-    face: Any = artist.get_facecolor()
-    flat = face if len(face) and isinstance(face[0], float) else face[0]
-    return Entry(name, value, colour(to_hex(flat)), series, "dot")
 
 
 def description(figure: Canvas) -> str:
@@ -168,7 +160,14 @@ def description(figure: Canvas) -> str:
     panels = [(ax, found) for ax, found in figure.panels.items() if found.curves]
     count = sum(len(curve.y) for _, found in panels for curve in found.curves)
     shown = panels if count <= MOST_VALUES else []
-    content = [_panel(figure, ax, found) for ax, found in shown]
+    width, height = (POINTS * inches for inches in figure.get_size_inches())
+    content = []
+    for ax, found in shown:
+        place = ax.get_position()
+        box = place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height
+        x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
+        y = [*_rounded(ax.get_ylim()), ax.get_yscale() == "log"]
+        content.append(_content(found, box, x, y))
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
@@ -181,15 +180,6 @@ def lone_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> st
     limits = [min(xs), max(xs), False], [values.min(), values.max(), False]
     content = _content(Panel(unit="number", curves=[curve]), box, *limits)
     return json.dumps([content], separators=(",", ":"), allow_nan=False)
-
-
-def _panel(figure: Canvas, ax: Axes, found: Panel) -> dict[str, object]:
-    width, height = (POINTS * inches for inches in figure.get_size_inches())
-    place = ax.get_position()
-    box = place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height
-    x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
-    y = [*_rounded(ax.get_ylim()), ax.get_yscale() == "log"]
-    return _content(found, box, x, y)
 
 
 def _content(

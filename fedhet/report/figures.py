@@ -1,4 +1,4 @@
-"""Figures of one run over its rounds: accuracy, bytes, time, loss, the method's own metrics."""
+"""Figures of one run: over its rounds, and of its clients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
 from fedhet.base.disk import Folder
-from fedhet.report import canvas, clients, frames, style
+from fedhet.report import canvas, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import HEIGHT, WIDTH, Drawing
@@ -29,6 +30,8 @@ STAGE_NAMES = {
 }  # fmt: skip
 PANELS, ACROSS = 12, 3
 """The maximum number of the method's own metrics that are drawn, and of panels in a row."""
+NAMED = 30
+"""Maximum number of clients that are drawn with their names."""
 
 
 def write_figures(run: Run) -> list[Path]:
@@ -52,18 +55,33 @@ def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
     found = [
         accuracy(run, run.protocols) if run.protocols else None,
-        Drawing("bytes", partial(_traffic, run=run), _traffic_in_words(run)),
-        Drawing("time", partial(_time, run=run), "seconds by stage"),
-        *(loss(run), privacy(run), clock(run), metrics(run.besides)),
-        *(clients.labels(run), clients.accuracies(run), clients.relative(run)),
-        clients.curves(run),
+        *(_traffic(run), _time(run), _loss(run), _privacy(run), _clock(run), metrics(run.besides)),
+        *(_labels(run), _last_accuracies(run), _relative(run), _client_curves(run)),
     ]
     return [drawing for drawing in found if drawing]
 
 
+# --- over rounds ------------------------------------------------------------------------------
+
+
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     """Draw accuracy over rounds: one panel per protocol, one curve per kind of model."""
-    draw = partial(_accuracy, run=run, protocols=protocols)
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(1, len(protocols), squeeze=False)
+        for ax, protocol in zip(grid[0], protocols, strict=True):
+            for kind in run.kinds(protocol):
+                _curve(ax, run.curve(protocol, kind), kind)
+            _baseline(ax, run, protocol)
+            note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
+            style.over_rounds(ax, run.costs.index, note=note)
+            low, high = ax.get_ylim()
+            pad = max(0.0, 0.1 - (high - low)) / 2
+            ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
+            style.ticks(ax)
+            whose = "each client's" if protocol == "personal" else "the"
+            style.head(ax, f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}")
+
     last = [
         f"{' '.join(column)} {run.last(*column).mean:.3f}"
         for column in run.columns
@@ -71,97 +89,6 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     ]
     alt = f"accuracy over {plural(len(run.records), 'round')}, at the end: {', '.join(last)}"
     return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
-
-
-def privacy(run: Run) -> Drawing | None:
-    """Draw the headline accuracy by what it has cost the clients' samples; None if nothing."""
-    if not run.epsilon or not run.columns:
-        return None
-    alt = f"accuracy by epsilon, at the end {run.spent:.3g}"
-    return Drawing("privacy", partial(_privacy, run=run), alt)
-
-
-def _privacy(figure: Figure, run: Run) -> None:
-    ax = _by_cost(figure, run, "epsilon", "epsilon", unit="number")
-    ax.set_xlabel("epsilon spent, the largest of any client")
-
-
-def clock(run: Run) -> Drawing | None:
-    """Draw the headline accuracy by simulated time; None without such a clock."""
-    if not run.has_clock or not run.columns:
-        return None
-    alt = f"accuracy by simulated time, in all {human_seconds(run.records[-1].clock)}"
-    return Drawing("clock", partial(_clock, run=run), alt)
-
-
-def _clock(figure: Figure, run: Run) -> None:
-    ax = _by_cost(figure, run, "clock", "simulated time", unit="seconds")
-    style.ticks(ax, style.in_hours, "x")
-    late = float(np.mean([len(record.late) for record in run.records]))
-    ax.set_xlabel(f"simulated hours  ({late:.3g} clients late when a round closes, on average)")
-
-
-def _by_cost(figure: Figure, run: Run, cost: str, name: str, unit: str) -> Axes:
-    """Draw the headline accuracy of each kind of model over a cumulative cost, in its unit."""
-    ax = figure.subplots()
-    for kind in run.kinds(run.headline):
-        means = run.curve(run.headline, kind)["mean"]
-        spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
-        colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
-        style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
-    ax.set_xlim(left=0)
-    ax.legend()
-    style.ticks(ax)
-    canvas.panel(ax, mode="point", x_unit=unit)
-    style.head(ax, f"Accuracy by {name}: {TEST_SETS.get(run.headline, run.headline)}")
-    return ax
-
-
-def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
-    """Draw metrics over rounds, one panel each, under the headline protocol; see `Run.besides`."""
-    draw = partial(_metric, views=dict(views))
-    return _grid("metrics", list(dict(views)), draw, "metrics besides accuracy over rounds")
-
-
-def _metric(ax: Axes, title: str, views: Mapping[str, Run]) -> None:
-    view = views[title]
-    for kind in view.kinds(view.headline):
-        _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
-    style.over_rounds(ax, view.costs.index)
-    style.ticks(ax)
-    where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
-    style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
-
-
-def _grid(
-    name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
-) -> Drawing | None:
-    """Return a figure of small panels, each filled by `draw`; None without panels."""
-    across = min(len(panels), ACROSS)
-    if not across:
-        return None
-    rows = math.ceil(len(panels) / across)
-
-    def fill(figure: Figure) -> None:
-        grid = figure.subplots(rows, across, squeeze=False).flatten()
-        for ax, panel in zip_longest(grid, panels):
-            ax.axis("off") if panel is None else draw(ax, panel)
-
-    size = {"width": WIDTH * 0.75 * across, "height": HEIGHT * 0.75 * rows}
-    return Drawing(name, fill, alt, **size)
-
-
-def _accuracy(figure: Figure, run: Run, protocols: Sequence[str]) -> None:
-    grid = figure.subplots(1, len(protocols), squeeze=False)
-    for ax, protocol in zip(grid[0], protocols, strict=True):
-        for kind in run.kinds(protocol):
-            _curve(ax, run.curve(protocol, kind), kind)
-        _baseline(ax, run, protocol)
-        note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
-        style.over_rounds(ax, run.costs.index, note=note)
-        _accuracy_limits(ax)
-        whose = "each client's" if protocol == "personal" else "the"
-        style.head(ax, f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}")
 
 
 def _baseline(ax: Axes, run: Run, protocol: str) -> None:
@@ -193,58 +120,66 @@ def _curve(ax: Axes, curve: pd.DataFrame, kind: str, highest: float = 1.0) -> No
         style.shade(ax, low, high, colour, series=kind, alpha=0.13)
 
 
-def _accuracy_limits(ax: Axes) -> None:
-    low, high = ax.get_ylim()
-    pad = max(0.0, 0.1 - (high - low)) / 2
-    ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
-    style.ticks(ax)
-
-
-def _traffic_in_words(run: Run) -> str:
-    up, down = (human_bytes(run.costs[f"bytes_{way}"].sum()) for way in ("up", "down"))
-    return f"bytes sent over {plural(len(run.records), 'round')}, in total {up} up and {down} down"
-
-
-def _traffic(figure: Figure, run: Run) -> None:
+def _traffic(run: Run) -> Drawing:
     """Draw the cumulative payload bytes up and down over rounds."""
-    ax = figure.subplots()
-    for number, name in enumerate(("up", "down")):
-        total = run.costs[f"bytes_{name}"].cumsum()
-        label = f"{name}{GAP}{human_bytes(float(total.iloc[-1]))}"
-        look: Any = {"label": label, "linestyle": style.DASHES[number]}
-        style.line(ax, total, style.SERIES[number], series=name, **look)
-    canvas.panel(ax, unit="bytes")
-    ax.set_ylim(bottom=0)
-    style.ticks(ax, style.in_bytes)
-    style.over_rounds(ax, run.costs.index)
-    style.head(ax, "Bytes sent, cumulated")
+    totals = {way: run.costs[f"bytes_{way}"].cumsum() for way in ("up", "down")}
+    ends = {way: human_bytes(float(total.iloc[-1])) for way, total in totals.items()}
+
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        for number, (way, total) in enumerate(totals.items()):
+            look: Any = {"label": f"{way}{GAP}{ends[way]}", "linestyle": style.DASHES[number]}
+            style.line(ax, total, style.SERIES[number], series=way, **look)
+        canvas.panel(ax, unit="bytes")
+        ax.set_ylim(bottom=0)
+        style.ticks(ax, style.in_bytes)
+        style.over_rounds(ax, run.costs.index)
+        style.head(ax, "Bytes sent, cumulated")
+
+    rounds = plural(len(run.records), "round")
+    alt = f"bytes sent over {rounds}, in total {ends['up']} up and {ends['down']} down"
+    return Drawing("bytes", draw, alt)
 
 
-def _time(figure: Figure, run: Run) -> None:
+def _time(run: Run) -> Drawing:
     """Draw the time by stage: one bar for the full run, and one bar per round.
 
     The times of clients are added up, so their sum exceeds the wall time if clients train at the
     same time. The axis label therefore states both.
     """
-    top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
-    stages = [stage for stage in STAGES if run.totals[stage] > 0]
-    _time_bar(top, run.totals[stages])
-    step = math.ceil(len(run.costs) / BARS)
-    means = run.costs.reset_index().groupby(np.arange(len(run.costs)) // step).mean()
-    means = means.set_index("round")
-    _time_stages(ax, means[stages])
-    _wall_clock(ax, means["seconds"])
-    ax.set_ylim(bottom=0)
-    style.ticks(ax, "{:g} s".format)
-    work, wall = run.totals[stages].sum(), run.totals["seconds"]
-    note = f"work of all clients and the server: {human_seconds(work)}"
-    note += f", wall time: {human_seconds(wall)}" if wall > 0 else ""
-    note += f"; a bar: mean of {step}" if step > 1 else ""
-    style.over_rounds(ax, run.costs.index, margin=0.7 * step, note=note)
-    _time_head(top, ax)
+
+    def draw(figure: Figure) -> None:
+        top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
+        stages = [stage for stage in STAGES if run.totals[stage] > 0]
+        _shares(top, run.totals[stages])
+        step = math.ceil(len(run.costs) / BARS)
+        means = run.costs.reset_index().groupby(np.arange(len(run.costs)) // step).mean()
+        means = means.set_index("round")
+        _stacked(ax, means[stages])
+        if means["seconds"].gt(0).any():
+            halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
+            look: Any = {"linewidth": 1.2, "path_effects": halo, "label": "wall clock"}
+            style.line(ax, means["seconds"], style.INK, series="wall clock", **look)
+        canvas.panel(ax, unit="seconds", dots=False)
+        ax.set_ylim(bottom=0)
+        style.ticks(ax, "{:g} s".format)
+        work, wall = run.totals[stages].sum(), run.totals["seconds"]
+        note = f"work of all clients and the server: {human_seconds(work)}"
+        note += f", wall time: {human_seconds(wall)}" if wall > 0 else ""
+        note += f"; a bar: mean of {step}" if step > 1 else ""
+        style.over_rounds(ax, run.costs.index, margin=0.7 * step, note=note)
+        handles, names = ax.get_legend_handles_labels()
+        top.legend(
+            handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), labelcolor=style.INK,
+            ncols=style.legend_columns(names, style.room(top)),
+            handletextpad=0.5, columnspacing=1.0,
+        )  # fmt: skip
+        top.set_title("Where the time went", color=style.INK, pad=26)
+
+    return Drawing("time", draw, "seconds by stage")
 
 
-def _time_stages(ax: Axes, seconds: pd.DataFrame) -> None:
+def _stacked(ax: Axes, seconds: pd.DataFrame) -> None:
     """Draw a bar for each row, with its stages stacked."""
     rounds = seconds.index
     width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
@@ -256,25 +191,7 @@ def _time_stages(ax: Axes, seconds: pd.DataFrame) -> None:
         canvas.record(ax, STAGE_NAMES[stage], seconds[stage])
 
 
-def _wall_clock(ax: Axes, seconds: pd.Series) -> None:
-    if seconds.gt(0).any():
-        halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
-        look: Any = {"linewidth": 1.2, "path_effects": halo}
-        style.line(ax, seconds, style.INK, series="wall clock", label="wall clock", **look)
-    canvas.panel(ax, unit="seconds", dots=False)
-
-
-def _time_head(top: Axes, ax: Axes) -> None:
-    handles, names = ax.get_legend_handles_labels()
-    top.legend(
-        handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), labelcolor=style.INK,
-        ncols=style.legend_columns(names, style.room(top)),
-        handletextpad=0.5, columnspacing=1.0,
-    )  # fmt: skip
-    top.set_title("Where the time went", color=style.INK, pad=26)
-
-
-def _time_bar(ax: Axes, seconds: pd.Series) -> None:
+def _shares(ax: Axes, seconds: pd.Series) -> None:
     """Draw the shares of the stages as one horizontal bar."""
     shares = seconds / seconds.sum()
     starts = shares.cumsum() - shares
@@ -289,38 +206,288 @@ def _time_bar(ax: Axes, seconds: pd.Series) -> None:
     ax.axis("off")
 
 
-def loss(run: Run) -> Drawing | None:
+def _loss(run: Run) -> Drawing | None:
     """Draw the training loss over rounds, with the range of most clients."""
-    if frames.mean_loss(run.records).empty:
+    mean = run.mean_loss
+    if mean.empty:
         return None
-    return Drawing("loss", partial(_loss, run=run), "training loss over rounds")
+
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        style.line(ax, mean, series="mean", label=f"mean{GAP}{mean.iloc[-1]:.3f}")
+        canvas.panel(ax, unit="number")
+        each = run.losses.loc[mean.index]
+        if each.count(axis="columns").max() > 2:
+            low, high = (each.quantile(share, axis="columns") for share in (0.1, 0.9))
+            series = "80 % of the clients"
+            style.shade(ax, low, high, style.SERIES[0], series=series, alpha=0.13, label=series)
+            for share, curve in (("lowest tenth", low), ("highest tenth", high)):
+                canvas.record(ax, series, curve, share)
+        style.over_rounds(ax, run.costs.index)
+        style.ticks(ax)
+        style.head(ax, "Training loss")
+
+    return Drawing("loss", draw, "training loss over rounds")
 
 
-def _loss(figure: Figure, run: Run) -> None:
+def _privacy(run: Run) -> Drawing | None:
+    """Draw the headline accuracy by what it has cost the clients' samples; None if nothing."""
+    if not run.epsilon or not run.columns:
+        return None
+
+    def draw(figure: Figure) -> None:
+        ax = _by_cost(figure, run, "epsilon", "epsilon", unit="number")
+        ax.set_xlabel("epsilon spent, the largest of any client")
+
+    return Drawing("privacy", draw, f"accuracy by epsilon, at the end {run.spent:.3g}")
+
+
+def _clock(run: Run) -> Drawing | None:
+    """Draw the headline accuracy by simulated time; None without such a clock."""
+    if not run.has_clock or not run.columns:
+        return None
+
+    def draw(figure: Figure) -> None:
+        ax = _by_cost(figure, run, "clock", "simulated time", unit="seconds")
+        style.ticks(ax, style.in_hours, "x")
+        late = float(np.mean([len(record.late) for record in run.records]))
+        ax.set_xlabel(f"simulated hours  ({late:.3g} clients late when a round closes, on average)")
+
+    alt = f"accuracy by simulated time, in all {human_seconds(run.records[-1].clock)}"
+    return Drawing("clock", draw, alt)
+
+
+def _by_cost(figure: Figure, run: Run, cost: str, name: str, unit: str) -> Axes:
+    """Draw the headline accuracy of each kind of model over a cumulative cost, in its unit."""
     ax = figure.subplots()
-    mean = frames.mean_loss(run.records)
-    style.line(ax, mean, series="mean", label=f"mean{GAP}{mean.iloc[-1]:.3f}")
-    canvas.panel(ax, unit="number")
-    each = frames.losses(run.records).loc[mean.index]
-    if each.count(axis="columns").max() > 2:
-        low, high = (each.quantile(share, axis="columns") for share in (0.1, 0.9))
-        look: Any = {"alpha": 0.13, "label": "80 % of the clients"}
-        style.shade(ax, low, high, style.SERIES[0], series="80 % of the clients", **look)
-        for share, curve in (("lowest tenth", low), ("highest tenth", high)):
-            canvas.record(ax, "80 % of the clients", curve, share)
-    style.over_rounds(ax, run.costs.index)
+    for kind in run.kinds(run.headline):
+        means = run.curve(run.headline, kind)["mean"]
+        spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
+        colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
+        style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+    ax.set_xlim(left=0)
+    ax.legend()
     style.ticks(ax)
-    style.head(ax, "Training loss")
+    canvas.panel(ax, mode="point", x_unit=unit)
+    style.head(ax, f"Accuracy by {name}: {TEST_SETS.get(run.headline, run.headline)}")
+    return ax
+
+
+def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
+    """Draw metrics over rounds, one panel each, under the headline protocol; see `Run.besides`."""
+
+    def draw(ax: Axes, title: str) -> None:
+        view = dict(views)[title]
+        for kind in view.kinds(view.headline):
+            _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
+        style.over_rounds(ax, view.costs.index)
+        style.ticks(ax)
+        where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
+        style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
+
+    return _grid("metrics", list(dict(views)), draw, "metrics besides accuracy over rounds")
 
 
 def method(run: Run) -> Drawing | None:
     """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
-    draw = partial(_own, run=run)
+
+    def draw(ax: Axes, name: str) -> None:
+        style.line(ax, run.figures[name])
+        style.over_rounds(ax, run.figures.index)
+        style.ticks(ax)
+        style.head(ax, style.short(run.title_of(name), 42))
+
     return _grid("method", list(run.figures)[:PANELS], draw, "method's figures")
 
 
-def _own(ax: Axes, name: str, run: Run) -> None:
-    style.line(ax, run.figures[name])
-    style.over_rounds(ax, run.figures.index)
+def _grid(
+    name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
+) -> Drawing | None:
+    """Return a figure of small panels, each filled by `draw`; None without panels."""
+    across = min(len(panels), ACROSS)
+    if not across:
+        return None
+    rows = math.ceil(len(panels) / across)
+
+    def fill(figure: Figure) -> None:
+        grid = figure.subplots(rows, across, squeeze=False).flatten()
+        for ax, panel in zip_longest(grid, panels):
+            ax.axis("off") if panel is None else draw(ax, panel)
+
+    size = {"width": WIDTH * 0.75 * across, "height": HEIGHT * 0.75 * rows}
+    return Drawing(name, fill, alt, **size)
+
+
+# --- clients ----------------------------------------------------------------------------------
+
+
+def _labels(run: Run) -> Drawing | None:
+    """Draw the number of samples of each class at each client."""
+    if not run.partition or not run.partition.counts or not run.partition.classes:
+        return None
+    classes = run.partition.classes
+    counts = pd.DataFrame.from_dict(run.partition.counts, orient="index")
+    counts = counts.loc[[name for name in run.clients if name in counts.index]]
+    top = max(int(counts.to_numpy().max()), 1)
+
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        norm = PowerNorm(0.6, vmin=0, vmax=top)
+        ax.imshow(counts, cmap=style.HEAT, norm=norm, aspect="auto", interpolation="nearest")
+        if len(counts) <= NAMED and len(classes) <= 12 and top < 10_000:
+            for (row, column), count in np.ndenumerate(counts):
+                if count:
+                    ink = style.ON_DARK if float(norm(int(count))) > 0.55 else style.INK
+                    look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": ink}
+                    ax.text(column, row, str(count), **look)
+        ax.grid(visible=False)
+        for row, (name, each) in enumerate(counts.iterrows()):
+            shown = [f"{label}: {count:,}" for label, count in zip(classes, each, strict=True)]
+            places = pd.Series(float(row), range(len(classes)))
+            canvas.record(ax, "labels", places, str(name), shown)
+        canvas.panel(ax, mode="point", unit="none", x_unit="none", dots=False)
+        _names(ax, "y", list(counts.index))
+        _names(ax, "x", classes)
+        ax.set_xlabel("class")
+        ax.set_ylabel("client" if len(counts) > NAMED else "")
+        style.head(ax, f"Labels: samples per class (at most {top:,})")
+
+    return Drawing("labels", draw, "labels by client", height=_tall(len(counts)))
+
+
+def _tall(rows: int) -> float:
+    """Return the height of a figure with one row per client."""
+    return min(max(2.5, 1.5 + 0.2 * rows), 5.6)
+
+
+def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
+    """Label the ticks of one axis; only some of them if there are many."""
+    room = NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
+    ticks = range(0, len(names), math.ceil(len(names) / room))
+    shown = [style.short(names[tick]) for tick in ticks]
+    chosen = ax.yaxis if axis == "y" else ax.xaxis
+    chosen.set_ticks(list(ticks), shown)
+    if axis == "x" and len(shown) * max(map(len, shown)) > 70:
+        ax.tick_params(axis="x", labelrotation=40)
+        for label in ax.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+
+
+def _last_accuracies(run: Run) -> Drawing | None:
+    """Draw the last accuracy of every client, coloured by its model."""
+    if not run.columns:
+        return None
+    protocol, kind = run.columns[0]
+    known = _by_model(run, run.last(protocol, kind).per_client)
+    if known.empty:
+        return None
+    title = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    draw = partial(_rows if len(known) <= NAMED else _models, scores=known, title=title)
+    return Drawing("clients", draw, "last accuracy by client", height=_tall(len(known)))
+
+
+def _client_curves(run: Run) -> Drawing | None:
+    """Draw a curve for each client, coloured by its model; None for one client or one round."""
+    if not run.columns:
+        return None
+    protocol, kind = run.columns[0]
+    each = run.by_client(protocol, kind).dropna(axis="columns", how="all")
+    if min(each.shape) < 2:
+        return None
+    models = {name: run.models.get(name, "model unknown") for name in each}
+    pool = sorted({*models.values()})
+
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        alpha = min(0.8, max(0.25, 8 / len(each.columns)))
+        for name in sorted(each, key=lambda name: pool.index(models[name])):
+            model = models[name]
+            colour, _ = style.mark(pool.index(model))
+            drawn = ax.plot(each.index, each[name], color=colour, linewidth=1.0, alpha=alpha)
+            canvas.tag(ax, model, drawn)
+            canvas.record(ax, model, each[name], name)
+        for number, model in enumerate(pool):
+            key = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
+            canvas.tag(ax, model, key)
+        mean = each.mean(axis="columns")
+        style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
+        canvas.panel(ax, mode="point")
+        style.over_rounds(ax, each.index)
+        style.ticks(ax)
+        where = TEST_SETS.get(protocol, protocol)
+        style.head(ax, f"Accuracy per client: {kind} model, {where}")
+
+    return Drawing("client-curves", draw, "accuracy of every client over rounds")
+
+
+def _relative(run: Run) -> Drawing | None:
+    """Draw each client's accuracy relative to its model after local training alone."""
+    if run.relative is None:
+        return None
+    protocol, ratio = run.relative
+    title = f"Accuracy relative to training alone, {TEST_SETS.get(protocol, protocol)}"
+    draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
+    return Drawing("relative", draw, "relative accuracy by client")
+
+
+def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
+    """Return the clients that have a value, lowest first, with their `model` and `value`."""
+    frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
+    models = [run.models.get(name, "model unknown") for name in frame.index]
+    return frame.assign(model=models).sort_values("value", kind="stable")
+
+
+def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
+    """Draw one row per client."""
+    ax = figure.subplots()
+    mean = float(scores["value"].mean())
+    ax.axvline(mean, color=style.MUTED, zorder=1, **style.DASHED)
+    rows = scores.assign(row=range(len(scores)))
+    for number, (model, some) in enumerate(rows.groupby("model")):
+        colour, mark = style.mark(number)
+        rules = ax.hlines(some["row"], mean, some["value"], color=colour, alpha=0.45)
+        dots = ax.scatter(
+            some["value"], some["row"], color=colour, marker=mark, s=34, zorder=3,
+            label=style.short(str(model)),
+        )  # fmt: skip
+        canvas.tag(ax, str(model), [rules, dots])
+        places = pd.Series(some["row"].to_numpy(), some["value"])
+        canvas.record(ax, str(model), places, str(model), [*map(str, some.index)])
+    canvas.panel(ax, mode="point", unit="none", x_unit="score")
+    _names(ax, "y", list(scores.index))
+    style.ticks(ax, axis="x")
+    ax.set_ylim(-0.8, len(scores) - 0.2)
+    style.grid(ax, "x")
+    ax.set_xlabel(f"accuracy (line: mean {mean:.3f})")
+    style.head(ax, title)
+
+
+def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
+    """Draw one column per model, with one mark per client."""
+    ax = figure.subplots()
+    pool = {str(model): some["value"] for model, some in scores.groupby("model")}
+    for column, (model, values) in enumerate(pool.items()):
+        colour, mark = style.mark(column)
+        places = column + _swarm(values)
+        ax.scatter(places, values, color=colour, marker=mark, s=18, alpha=0.75, linewidth=0)
+        marks = pd.Series(values.to_numpy(), places)
+        canvas.record(ax, model, marks, model, [*map(str, values.index)])
+        mean = float(values.mean())
+        ax.hlines(mean, column - 0.36, column + 0.36, color=style.INK, linewidth=1.4)
+        end = (column + 0.38, mean)
+        ax.annotate(f"{mean:.3f}", end, fontsize=8, va="center", color=style.INK)
+    canvas.panel(ax, mode="point", x_unit="none")
+    _names(ax, "x", list(pool))
+    ax.set_xlim(-0.6, len(pool) - 0.2)
+    ax.set_xlabel("model  (a mark: a client; bar: mean)")
     style.ticks(ax)
-    style.head(ax, style.short(run.title_of(name), 42))
+    style.head(ax, title)
+
+
+def _swarm(values: pd.Series, reach: float = 0.3) -> pd.Series:
+    """Return horizontal offsets that separate values of a bin: the fuller the bin, the wider."""
+    span = values.max() - values.min() or 1.0
+    bins = values.groupby((values - values.min()) // (span / 24))
+    number, size = bins.cumcount(), bins.transform("size")
+    width = reach * (size / 8).clip(upper=1)
+    return width * (2 * number / (size - 1).clip(lower=1) - 1).where(size > 1, 0.0)

@@ -71,20 +71,47 @@ def write_page(run: Run) -> Path:
     return write_text(run.path / "report.html", render_run(run))
 
 
-def render(template: str, **content: object) -> str:
-    """Return a page of this package's templates."""
-    return _environment().get_template(template).render({"live": None} | content)
+def render(template: str, package: str = "fedhet.report", **content: object) -> str:
+    """Return a page of a package's template; texts are escaped, never treated as markup.
+
+    What a template extends or imports is in this package. The name of each file ends in `.md`: a
+    Flower app bundle (FAB) carries no .html, .css or .js.
+    """
+
+    def read(name: str) -> str:
+        own = files(package) / f"{name}.md"
+        return (own if own.is_file() else files("fedhet.report") / f"{name}.md").read_text("utf-8")
+
+    environment = Environment(
+        loader=FunctionLoader(read),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    shown = (human_bytes, human_seconds, lowest, percent, plural, score, as_text, spans)
+    environment.filters |= {function.__name__: function for function in shown}
+    environment.filters["where"] = _where
+    environment.filters["key"] = lambda value: "" if math.isnan(value) else repr(float(value))
+    environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}
+    return environment.get_template(template).render({"live": None} | content)
 
 
 def render_run(run: Run, live: Live | None = None) -> str:
     """Return the page of one run; `live`: of a page that is served."""
     own = run.figures
     over_rounds = [name for name in own if own[name].nunique() > 1]
+    once = {name: own[name].dropna() for name in own if name not in over_rounds}
+    about = ""
+    if run.method in shipped_names():  # a method of one's own would be imported
+        spec = find_method(run.method).spec
+        about = f"{run.method}: {spec.title}. {spec.paper}"
     return render(
         "run.html",
         run=run,
         title=f"{run.method} on {run.dataset}",
-        about=_about(run.method),
+        about=about,
         name=run.path.resolve().name,
         hero=_hero(run),
         legend=legend(run),
@@ -92,7 +119,14 @@ def render_run(run: Run, live: Live | None = None) -> str:
         metrics=[drawn.chart() for each in run.besides if (drawn := figures.metrics([each]))],
         plots={d.name: d.chart() for d in figures.drawings(run) if d.name != "accuracy"},
         sparks=[_spark(run.title_of(name), own[name]) for name in over_rounds[:SPARKS]],
-        once=[_once(run.title_of(name), own[name]) for name in own if name not in over_rounds],
+        once=[
+            {
+                "name": run.title_of(name),
+                "value": human_number(known.iloc[-1]) if len(known) else ABSENT,
+                "rounds": spans(known.index),
+            }
+            for name, known in once.items()
+        ],
         clients=client_cells(run),
         recalls=recall_cells(run),
         away=[*filter(None, [majority_line(run)]), *away_lines(run)],
@@ -118,36 +152,6 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         shared=shared,
         differing=differing,
     )  # fmt: skip
-
-
-def _environment() -> Environment:
-    """Return the template environment; texts of a run are escaped, never treated as markup.
-
-    The name of each file ends in `.md`: a Flower app bundle (FAB) carries no .html, .css or .js.
-    """
-    folder = files("fedhet.report")
-    environment = Environment(
-        loader=FunctionLoader(lambda name: folder.joinpath(f"{name}.md").read_text("utf-8")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-    shown = (human_bytes, human_seconds, lowest, percent, plural, score, as_text, spans)
-    environment.filters |= {function.__name__: function for function in shown}
-    environment.filters["where"] = _where
-    environment.filters["key"] = lambda value: "" if math.isnan(value) else repr(float(value))
-    environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}
-    return environment
-
-
-def _about(method: str) -> str:
-    """Return the title and the paper of a method of this package; "" for another."""
-    if method not in shipped_names():  # a method of one's own would be imported
-        return ""
-    spec = find_method(method).spec
-    return f"{method}: {spec.title}. {spec.paper}"
 
 
 def _command(run: Run) -> str:
@@ -202,13 +206,6 @@ def _spark(title: str, values: pd.Series, width: float = 192, height: float = 36
         "dot": f"M{places[known.index[-1]]}h0",
         "chart": canvas.lone_curve(known, (4, 4, 4 + width, 4 + height), values.index),
     }
-
-
-def _once(title: str, values: pd.Series) -> dict[str, str]:
-    """Return a metric that never changed: its value, and the rounds that have it."""
-    known = values.dropna()
-    text = human_number(known.iloc[-1]) if len(known) else ABSENT
-    return {"name": title, "value": text, "rounds": spans(known.index)}
 
 
 def _unit(values: pd.Series) -> pd.Series:

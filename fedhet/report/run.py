@@ -21,7 +21,6 @@ from fedhet.base.errors import StateError
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import title_of
-from fedhet.report import frames
 from fedhet.runs.directory import (
     BASELINE,
     read_origin,
@@ -60,6 +59,7 @@ MEANING = {
     UNSEEN_EPOCH: "the same after one local epoch",
 }
 """What the protocols are, and the kinds of model that several methods have."""
+STATISTICS = ["mean", "std", "worst"]
 STAGES = ("train", "evaluate", "server", "overhead")
 
 
@@ -100,7 +100,9 @@ class Run:
         """The dataset's name."""
         if self.origin.own_data:
             return OWN_DATA
-        return self.summary.dataset if self.summary else _dataset(self.settings)
+        if self.summary:
+            return self.summary.dataset
+        return str(self.settings.get("data.dataset", "?"))
 
     @property
     def seed(self) -> int | None:
@@ -274,23 +276,67 @@ class Run:
 
     @cached_property
     def _over_rounds(self) -> pd.DataFrame:
-        return frames.scores(self.records, self.metric)
+        """The metric over the clients: one row per round, protocol and kind of model."""
+        rows = [
+            (record.round, protocol, kind, score.mean, score.std, score.worst)
+            for record in self.records
+            for protocol, kind, score in record.each(self.metric)
+        ]
+        frame = pd.DataFrame(rows, columns=["round", "protocol", "kind", *STATISTICS])
+        return frame.astype(dict.fromkeys(STATISTICS, float)).set_index("round")
 
     def curve(self, protocol: str, kind: str) -> pd.DataFrame:
         """Return mean, std and worst score of every round that has this protocol and kind."""
         every = self._over_rounds
         rows = (every["protocol"] == protocol) & (every["kind"] == kind)
-        return every.loc[rows, frames.STATISTICS]
+        return every.loc[rows, STATISTICS]
+
+    def by_client(self, protocol: str, kind: str) -> pd.DataFrame:
+        """Return each client's accuracy in the evaluated rounds, with one column per client."""
+        rows = {
+            record.round: score.per_client
+            for record in self.records
+            if (score := record.score(ACCURACY, protocol, kind))
+        }
+        frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
+        return frame.rename_axis(index="round")
 
     @cached_property
     def costs(self) -> pd.DataFrame:
-        """Bytes and seconds of each round; see `frames.costs`."""
-        return frames.costs(self.records)
+        """Bytes and seconds of each round; `bytes`, `epsilon` and `clock` are cumulative.
+
+        `epsilon` is the largest of the clients', NaN if no client's samples are protected. `clock`
+        is in simulated seconds, NaN without a simulated clock. `seconds` is wall-clock time, with
+        one column per stage; see `fedhet.runs.records.Seconds`.
+        """
+        rows = [
+            {"bytes_up": record.bytes_up, "bytes_down": record.bytes_down, **dict(record.seconds)}
+            for record in self.records
+        ]
+        frame = pd.DataFrame(rows, index=_rounds(self.records)).rename(columns={"total": "seconds"})
+        spent = [max(record.epsilon.values(), default=NAN) for record in self.records]
+        so_far = (frame["bytes_up"] + frame["bytes_down"]).cumsum()
+        clock = [record.clock for record in self.records]
+        return frame.assign(bytes=so_far, epsilon=spent, clock=clock)
+
+    @property
+    def losses(self) -> pd.DataFrame:
+        """The training loss of each round that has one, with one column per client."""
+        known = [record for record in self.records if record.loss]
+        rows = [record.loss.per_client for record in known if record.loss]
+        return pd.DataFrame(rows, index=_rounds(known), dtype=float)
+
+    @property
+    def mean_loss(self) -> pd.Series:
+        """The mean training loss of each round that has one."""
+        means = [record.loss.mean if record.loss else NAN for record in self.records]
+        return pd.Series(means, index=_rounds(self.records), dtype=float).dropna()
 
     @cached_property
     def figures(self) -> pd.DataFrame:
-        """The method's own metrics of each round, one column each."""
-        return frames.figures(self.records)
+        """The method's own metrics of each round, one column each, in order of occurrence."""
+        rows = [record.method for record in self.records]
+        return pd.DataFrame(rows, index=_rounds(self.records), dtype=float)
 
     @cached_property
     def totals(self) -> pd.Series:
@@ -324,7 +370,12 @@ class Run:
     @cached_property
     def failures(self) -> pd.DataFrame:
         """The rounds of every failure by client and reason, including requests without a reply."""
-        rows = [(*lost, record.round) for record in self.records for lost in _lost(record).items()]
+        rows = []
+        for record in self.records:  # late clients are no failures
+            replied = {*record.answered, *record.failed, *record.late}
+            silent = dict.fromkeys(set(record.asked) - replied, "no answer")
+            lost = {**record.failed, **silent}
+            rows += [(*client_and_reason, record.round) for client_and_reason in lost.items()]
         frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
         found = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
         return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
@@ -338,7 +389,9 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     root = Path(path)
     if not root.is_dir():
         raise StateError(f"{root}: no such run directory")
-    settings = _settings(root / "config.toml")
+    with reading(root / "config.toml"):
+        tables = read_tables(root / "config.toml")
+    settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
     records, notes = read_records(root / "metrics.jsonl")
     if not records:
         raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
@@ -348,15 +401,11 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
         summary = None
     partition = read_partition(root / "partition.json")
     origin = read_origin(root / "run.json")
-    baseline = _baseline(root / BASELINE) if with_baseline else None
+    baseline = None
+    if with_baseline:
+        with contextlib.suppress(StateError):  # until it has recorded a round
+            baseline = load_run(root / BASELINE, with_baseline=False)
     return Run(root, settings, tuple(records), summary, partition, origin, tuple(notes), baseline)
-
-
-def _baseline(path: Path) -> Run | None:
-    """Return a baseline that has recorded a round, or None."""
-    with contextlib.suppress(StateError):
-        return load_run(path, with_baseline=False)
-    return None
 
 
 def lowest(values: Mapping[str, float]) -> str:
@@ -370,16 +419,6 @@ def highest(values: Mapping[str, float]) -> str:
     return lowest({name: -value for name, value in values.items()})
 
 
-def _dataset(settings: Mapping[str, object]) -> str:
-    return str(settings.get("data.dataset", "?"))
-
-
-def _lost(record: RoundRecord) -> dict[str, str]:
-    """Return the clients that did not reply, with the reason; late ones are no failures."""
-    silent = set(record.asked) - set(record.answered) - set(record.failed) - set(record.late)
-    return {**record.failed, **dict.fromkeys(silent, "no answer")}
-
-
 def _rounds_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     """Return the rounds of each name, from the names of each round."""
     found: dict[str, list[int]] = {}
@@ -389,9 +428,5 @@ def _rounds_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     return found
 
 
-def _settings(path: Path) -> Mapping[str, object]:
-    """Return config.toml's settings by their full names: `felo.alpha` for alpha in [felo]."""
-    with reading(path):
-        tables = read_tables(path)
-    settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
-    return settings
+def _rounds(records: Sequence[RoundRecord]) -> pd.Index:
+    return pd.Index([record.round for record in records], name="round", dtype=int)

@@ -300,16 +300,12 @@ def short(name: str, width: int = 16) -> str:
 def told_apart(names: Sequence[str], width: int) -> list[str]:
     """Return the names shortened; those that would look the same begin where they first differ."""
     found = [short(name, width) for name in names]
-    return [
-        label if found.count(label) == 1 else _from_difference(name, names, found, width)
-        for name, label in zip(names, found, strict=True)
-    ]
-
-
-def _from_difference(name: str, names: Sequence[str], found: Sequence[str], width: int) -> str:
-    """Return a name from the word on in which it differs from those of the same short form."""
-    alike = {n for n, label in zip(names, found, strict=True) if label == short(name, width)}
-    columns = zip(*alike, strict=False)
-    start = sum(1 for _ in itertools.takewhile(lambda signs: len(set(signs)) == 1, columns))
-    start = max(name.rfind(sign, 0, start) for sign in " =,") + 1
-    return f"…{short(name[start:], width - 1)}" if start and len(alike) > 1 else short(name, width)
+    labels = found[:]
+    for place, (name, label) in enumerate(zip(names, found, strict=True)):
+        alike = {n for n, other in zip(names, found, strict=True) if other == label}
+        columns = zip(*alike, strict=False)
+        start = sum(1 for _ in itertools.takewhile(lambda signs: len(set(signs)) == 1, columns))
+        start = max(name.rfind(sign, 0, start) for sign in " =,") + 1  # of the word that differs
+        if start and len(alike) > 1:
+            labels[place] = f"…{short(name[start:], width - 1)}"
+    return labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.report import style
-from fedhet.report.groups import chosen_figures
+from fedhet.report.comparison import chosen_figures
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
@@ -129,21 +129,8 @@ def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
     write_text(out / "sweep.json", numbers + "\n")
     names = shown(found, figures)
     drawing(found, names).write(Folder(out))
-    return write_text(out / "sweep.html", _page(found, names))
-
-
-def _content(found: Sweep) -> dict[str, object]:
-    """Return a sweep as plain data: of one setting with its values, else with all points."""
-    quantities = found.results.groupby(level=0).agg(list).to_dict("list")
-    if len(found.names) == 1:
-        values = [point[0] for point in found.points]
-        return {"setting": found.names[0], "values": values, "quantities": quantities}
-    return {"settings": found.names, "points": found.points, "quantities": quantities}
-
-
-def _page(found: Sweep, names: Sequence[str]) -> str:
     made = [(found.label(point), run) for point, runs in found.runs.items() for run in runs]
-    return render(
+    page = render(
         "sweep.html",
         title=f"Sweep of {found.title}",
         method=made[0][1].method,
@@ -154,6 +141,16 @@ def _page(found: Sweep, names: Sequence[str]) -> str:
         table=_cells(found, list(found.results)),
         made=made,
     )
+    return write_text(out / "sweep.html", page)
+
+
+def _content(found: Sweep) -> dict[str, object]:
+    """Return a sweep as plain data: of one setting with its values, else with all points."""
+    quantities = found.results.groupby(level=0).agg(list).to_dict("list")
+    if len(found.names) == 1:
+        values = [point[0] for point in found.points]
+        return {"setting": found.names[0], "values": values, "quantities": quantities}
+    return {"settings": found.names, "points": found.points, "quantities": quantities}
 
 
 def _best(found: Sweep, quantity: str) -> dict[str, object] | None:
@@ -185,15 +182,12 @@ def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
         name: [Cell(as_text(point[place])) for point in found.points]
         for place, name in enumerate(found.names)
     }
-    columns = {found.title_of(name): _column(found.spread(name), name) for name in quantities}
+    columns = {}
+    for name in quantities:
+        spread, shown = found.spread(name), plus_minus if "accuracy, " in name else _mean_and_spread
+        pairs = zip(spread["mean"], spread["std"], strict=True)
+        columns[found.title_of(name)] = [Cell(shown(mean, std), mean) for mean, std in pairs]
     return Cells({**values, **columns}, words=len(values))
-
-
-def _column(spread: pd.DataFrame, quantity: str) -> list[Cell]:
-    """Return means over seeds, with standard deviations if there are several."""
-    shown = plus_minus if "accuracy, " in quantity else _mean_and_spread
-    pairs = zip(spread["mean"], spread["std"], strict=True)
-    return [Cell(shown(mean, std), mean) for mean, std in pairs]
 
 
 def _mean_and_spread(mean: float, std: float) -> str:
@@ -210,14 +204,13 @@ def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
 
     With several settings each combination of the others is a curve.
     """
-    draw = partial(_panels, found=found, names=names)
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(1, len(names), squeeze=False)
+        for ax, name in zip(grid[0], names, strict=True):
+            _panel(ax, found, name)
+
     return Drawing("sweep", draw, f"{found.title} swept", width=WIDTH * len(names))
-
-
-def _panels(figure: Figure, found: Sweep, names: Sequence[str]) -> None:
-    grid = figure.subplots(1, len(names), squeeze=False)
-    for ax, name in zip(grid[0], names, strict=True):
-        _panel(ax, found, name)
 
 
 def _panel(ax: Axes, found: Sweep, name: str) -> None:
@@ -230,7 +223,9 @@ def _panel(ax: Axes, found: Sweep, name: str) -> None:
         rows = [place for place, point in enumerate(found.points) if point[1:] == other]
         curve = spread.loc[rows]
         curve.index = pd.Index([places[found.points[row][0]] for row in rows], dtype=float)
-        style.band(ax, number, curve["mean"], curve["std"], _curve_label(found, other))
+        pairs = zip(found.names[1:], other, strict=True)
+        label = ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
+        style.band(ax, number, curve["mean"], curve["std"], label)
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
     if not numeric:
@@ -240,11 +235,6 @@ def _panel(ax: Axes, found: Sweep, name: str) -> None:
     style.ticks(ax, human_number)
     more = f" (first {CURVES})" if len(others) > CURVES else ""
     style.head(ax, _title(found.title_of(name)) + more)
-
-
-def _curve_label(found: Sweep, other: Point) -> str:
-    pairs = zip(found.names[1:], other, strict=True)
-    return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 
 
 def _title(name: str) -> str:

@@ -1,18 +1,16 @@
-"""The cells of tables, which the terminal, the page and Markdown share."""
+"""The cells of tables, which the terminal and the page share, and tables in Markdown and LaTeX."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedhet.base.metrics import is_shown
-from fedhet.report.comparison import Comparison
-from fedhet.report.frames import STATISTICS
-from fedhet.report.groups import Group, Spread
-from fedhet.report.paired import Difference, Pair
-from fedhet.report.run import MEANING, Run, highest, lowest
+from fedhet.report.comparison import Comparison, Difference
+from fedhet.report.groups import Spread
+from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -35,6 +33,21 @@ PAIRED = (
     "Difference for the same seed: mean ± standard error over the n seeds that "
     f"both have. {MARK}: beyond two standard errors."
 )
+
+SPECIAL = str.maketrans(
+    {
+        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+        "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+        "<": r"\textless{}", ">": r"\textgreater{}",
+        "±": r"$\pm$", MARK: r"$^\dagger$", "–": "--", "−": "$-$", "τ": r"$\tau$",
+        "ε": r"$\varepsilon$",
+    }
+)  # fmt: skip
+"""What LaTeX reads as something else, or does not have in every font."""
+DAGGER = SPECIAL[ord(MARK)]
+LATEX_HEAD = "% \\usepackage{booktabs}\n"
+MAX_COLUMNS = 6
+"""Number of columns that fit the width of a paper."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,8 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
         about["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
     words = len(about)
     if run.samples:
-        about["samples"] = [_count(run.samples.get(name)) for name in run.clients]
+        counts = [run.samples.get(name) for name in run.clients]
+        about["samples"] = [Cell(ABSENT, 0) if n is None else Cell(f"{n:,}", n) for n in counts]
     if run.epsilon:
         about["epsilon"] = [_number(run.epsilon.get(name, NAN)) for name in run.clients]
     shown = [(run, column, " ".join(column)) for column in run.columns]
@@ -157,10 +171,6 @@ def recall_cells(run: Run) -> Cells | None:
             counts = [len(each.per_client) for each in last]
             columns[f"{title}, clients"] = [Cell(str(count), count) for count in counts]
     return Cells(columns)
-
-
-def _count(number: int | None) -> Cell:
-    return Cell(ABSENT, 0) if number is None else Cell(f"{number:,}", number)
 
 
 def legend(run: Run) -> str:
@@ -237,42 +247,28 @@ def comparison_cells(comparison: Comparison) -> Cells:
     }
     for column in comparison.columns:
         columns[" ".join(column)] = [_accuracy(group.score(column)) for group in groups]
+    spent = any(group.spent().n for group in groups)
+    simulated = {}
+    if comparison.has_clock:
+        simulated["simulated time"] = [_timed(group.clock()) for group in groups]
+        simulated[f"simulated time to {comparison.said_target}"] = [
+            _timed(comparison.to_target(group, "clock"), len(group.runs)) for group in groups
+        ]
     columns |= {
         "tail": [_accuracy(group.tail(headline)) for group in groups],
         "worst client": [_accuracy(group.worst(headline)) for group in groups],
-        **_spent(groups),
+        **({"epsilon": [_number(group.spent().mean) for group in groups]} if spent else {}),
         "bytes up": [_sized(group.total("bytes_up")) for group in groups],
         "bytes down": [_sized(group.total("bytes_down")) for group in groups],
         f"bytes to {comparison.said_target}": [
-            _sized(comparison.bytes_to_target(group), len(group.runs)) for group in groups
+            _sized(comparison.to_target(group, "bytes"), len(group.runs)) for group in groups
         ],
-        **_simulated(comparison),
+        **simulated,
         "time": [_timed(group.total("seconds")) for group in groups],
         "start": [_timed(group.total("start")) for group in groups],
         "per round": [_timed(group.seconds_a_round()) for group in groups],
     }
     return Cells(columns, words=2)
-
-
-def _spent(groups: Sequence[Group]) -> dict[str, list[Cell]]:
-    """Return the largest epsilon of any client, over the runs; nothing if none is known."""
-    found = [group.spent() for group in groups]
-    if not any(spread.n for spread in found):
-        return {}
-    return {"epsilon": [Cell(score(spread.mean), spread.mean) for spread in found]}
-
-
-def _simulated(comparison: Comparison) -> dict[str, list[Cell]]:
-    """Return the simulated time of each group, and to the target; nothing without such a clock."""
-    if not comparison.has_clock:
-        return {}
-    groups = comparison.groups
-    return {
-        "simulated time": [_timed(group.clock()) for group in groups],
-        f"simulated time to {comparison.said_target}": [
-            _timed(comparison.clock_to_target(group), len(group.runs)) for group in groups
-        ],
-    }
 
 
 def _accuracy(spread: Spread) -> Cell:
@@ -297,9 +293,14 @@ def paired_cells(comparison: Comparison) -> Cells | None:
     pairs = comparison.pairs
     if all(pair.fault for pair in pairs):
         return None
+    against = [  # with the kind of model of a baseline if that is another
+        pair.baseline.label
+        + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
+        for pair in pairs
+    ]
     columns = {
         "run": [Cell(printable(pair.group.label)) for pair in pairs],
-        "against": [Cell(printable(_baseline(pair))) for pair in pairs],
+        "against": [Cell(printable(label)) for label in against],
         "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
         "last round": [_difference(pair.last, pair.fault) for pair in pairs],
         "tail": [_difference(pair.tail, ABSENT) for pair in pairs],
@@ -319,18 +320,15 @@ def paired_legend(comparison: Comparison) -> str:
     )
 
 
-def _baseline(pair: Pair) -> str:
-    """Return the baseline's label, with its kind of model if that is another."""
-    other = pair.baseline_column != pair.column
-    return f"{pair.baseline.label} ({pair.baseline_column[1]})" if other else pair.baseline.label
-
-
 def _difference(found: Difference, absent: str) -> Cell:
     """Return a difference with its standard error, marked if it is clear, or the text `absent`."""
     if found.n < 2:
         return Cell(absent, NAN)
     text = f"{found.mean:+.4f} ± {found.se:.4f}"
     return Cell(f"{text} {MARK}" if found.clear else text, found.mean)
+
+
+# --- as text ---------------------------------------------------------------------------------
 
 
 def markdown(cells: Cells) -> str:
@@ -345,3 +343,68 @@ def plain(text: str) -> str:
     """Return text escaped for Markdown."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\|*_`\[])", r"\\\1", escaped)
+
+
+def escaped(text: str) -> str:
+    """Return text as LaTeX shows it."""
+    return text.translate(SPECIAL)
+
+
+def tabular(
+    cells: Cells, better: Mapping[str, int] | None = None, marked: Collection[int] = ()
+) -> str:
+    """Return a table in LaTeX.
+
+    `better`: for the columns, by header, in which the best and the second are marked, 1 if higher
+    numbers are better or -1 if lower ones are. The first of these columns has a dagger in the rows
+    `marked`.
+    """
+    better = better or {}
+    columns = []
+    for header, column in cells.columns.items():
+        known = {c.value for c in column if c.value is not None and math.isfinite(c.value)}
+        sign, looks = better.get(header, 0), dict[float, str]()
+        if sign and len(known) > 1:
+            best, second = sorted(known, key=lambda value: -sign * value)[:2]
+            looks = {best: r"\textbf{%s}", second: r"\underline{%s}"}
+        daggers = marked if header == next(iter(better), "") else ()
+        texts = []
+        for row, cell in enumerate(column):
+            text = escaped(cell.text) + (DAGGER if row in daggers else "")
+            look = "%s" if cell.value is None else looks.get(cell.value, "%s")
+            texts.append(look.replace("%s", text))
+        columns.append(texts)
+    layout = "".join("l" if place < cells.words else "r" for place in range(len(columns)))
+    rows = [[escaped(header) for header in cells.headers], *zip(*columns, strict=True)]
+    head, *body = [" & ".join(row) + r" \\" for row in rows]
+    lines = [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def comparison_latex(comparison: Comparison) -> str:
+    """Return a comparison's table, and that of the paired differences if there are any.
+
+    The table has at most `MAX_COLUMNS` columns, since a paper is no wider: the label, the data set
+    if there are several, the headline score, epsilon if it is known, the worst client, the bytes,
+    and further scores as far as there is room. A comment names the columns that are omitted.
+    """
+    found = comparison_cells(comparison).columns
+    headline, *others = [" ".join(column) for column in comparison.columns]
+    several = len({group.dataset for group in comparison.groups}) > 1
+    about = ["run", "data set"] if several else ["run"]
+    costs = ("bytes up", "bytes down")
+    wanted = [*about, headline, "epsilon", "worst client", *costs, *others, "tail"]
+    chosen = [header for header in wanted if header in found][:MAX_COLUMNS]
+    kept = Cells({h: found[h] for h in found if h in chosen}, words=len(about))
+    omitted = [header for header in found if header not in (*chosen, "run", "data set")]
+    notes = f"% Omitted here, but in compare.json: {', '.join(omitted)}\n" if omitted else ""
+    sign = -1 if comparison.metric.lower_is_better else 1
+    scores = [
+        header for header in (headline, *others, "tail", "worst client") if header in kept.columns
+    ]
+    clear = {pair.group.label for pair in comparison.pairs if pair.last.clear}
+    marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
+    parts = [LATEX_HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
+    if (paired := paired_cells(comparison)) is not None:
+        parts.append(tabular(paired))
+    return "\n".join(parts)

@@ -19,12 +19,12 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from fedhet.base.disk import read_file
 from fedhet.base.errors import FedhetError, SettingsError, StateError
-from fedhet.report.compare import comparison_page
+from fedhet.report.comparison_report import comparison_page
 from fedhet.report.groups import runs_below
 from fedhet.report.page import Live, render, render_run
 from fedhet.report.run import Run, load_run
 from fedhet.runs.directory import BASELINE
-from fedhet.runs.progress import Status, read_status
+from fedhet.runs.progress import read_status
 from fedhet.runs.records import NAN
 from fedhet.runs.units import natural, path_text
 
@@ -103,8 +103,13 @@ class Pages:
             return self._run(name), "text/html"
         if head:
             raise KeyError(path)
-        page = self._run(*self._runs()) if self.single else self._list()
-        return page, "text/html"
+        if self.single:
+            return self._run(*self._runs()), "text/html"
+        listed = [_listed(name, path) for name, path in self._runs().items()]
+        listed.sort(key=lambda run: natural(run.name))
+        listed.sort(key=lambda run: run.started, reverse=True)
+        title = f"Runs in {path_text(Path(self._folder.name or self._folder))}/"
+        return render("runs.html", title=title, runs=listed), "text/html"
 
     def _runs(self) -> dict[str, Path]:
         """Return the runs that exist now, by the names that the pages show and link."""
@@ -126,13 +131,6 @@ class Pages:
         status = read_status(path)
         return status.as_json() | {"words": status.in_words, "recorded": _rounds(path)}
 
-    def _list(self) -> str:
-        runs = [_listed(name, path) for name, path in self._runs().items()]
-        runs.sort(key=lambda run: natural(run.name))
-        runs.sort(key=lambda run: run.started, reverse=True)
-        title = f"Runs in {path_text(Path(self._folder.name or self._folder))}/"
-        return render("runs.html", title=title, runs=runs)
-
 
 def _listed(name: str, path: Path) -> Listed:
     link = f"/run/{quote(name)}"
@@ -140,12 +138,9 @@ def _listed(name: str, path: Path) -> Listed:
         status = read_status(path)
         if not _rounds(path):
             return Listed(name, link, stage=status.stage, planned=status.rounds)
-        return _of_run(name, link, _loaded(path, _version(path)), status)
+        run = _loaded(path, _version(path))
     except (FedhetError, OSError) as error:
         return Listed(name, link, fault=str(error))
-
-
-def _of_run(name: str, link: str, run: Run, status: Status) -> Listed:
     last = run.last(*run.columns[0]) if run.columns else None
     totals = run.totals
     return Listed(
@@ -200,8 +195,12 @@ class _Handler(BaseHTTPRequestHandler):
     pages: Pages
 
     def do_GET(self) -> None:
-        """Answer with a page, or with one line that says what is wrong."""
-        if not self._from_here():
+        """Answer with a page, or with one line that says what is wrong.
+
+        Only a browser that asks for this machine by its name is served: another site's name may
+        lead a browser here, and would then read what is served.
+        """
+        if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
             self._answer(HTTPStatus.FORBIDDEN, "only for this machine", "text/plain")
             return
         asked = urlsplit(self.path)
@@ -213,14 +212,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), "text/plain")
         else:
             self._answer(HTTPStatus.OK, text, kind)
-
-    def _from_here(self) -> bool:
-        """Return whether the browser asks for this machine by its name.
-
-        Another site's name may lead a browser here, and would then read what is served.
-        """
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        return host in (HOST, "localhost")
 
     def _answer(self, status: HTTPStatus, text: str, kind: str) -> None:
         content = text.encode("utf-8", "replace")
