@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from fedhet.methods.registry import find_method, shipped_names
+
 HERE = Path(__file__).resolve().parent.parent
 SMALL = (
     "--clients 4 --rounds 2 --set data.max-samples=400 --set data.max-test-samples=100 "
@@ -31,38 +33,31 @@ SMALL = (
 )
 TWO = "--models mlp,cnn2"
 ONE = "--models cnn2"
+OPTIONS = {
+    "central": ONE,
+    "velo": f"{TWO} --set velo.epochs=3 --set velo.least-separation=0",
+    "fedgems": f"{TWO} --set fedgems.server-model=mlp2",
+    "um-pfssl": "--models cnn2-dropout --set um-pfssl.warm-up=1 --set um-pfssl.passes=3 --rounds 4",
+    "fedbn": "--models resnet10 --set data.max-samples=200",
+    "pfedme": f"{ONE} --set pfedme.steps=2",
+    "fedkd": f"{TWO} --rounds 3",
+    "fedtgp": f"{TWO} --set fedtgp.server-epochs=3",
+    "feddf": f"{TWO} --set feddf.epochs=1",
+    "fedmd": f"{TWO} --set fedmd.public-epochs=1",
+    "ds-fl": f"{TWO} --set ds-fl.server-model=mlp",
+    "fedgkt": f"{TWO} --set fedgkt.server-epochs=1",
+}
+"""Of the methods whose defaults take long, or leave out what is to be compared."""
+
+
+def models_of(name: str) -> str:
+    """Return the models of a method's run: one architecture if it must be, or two."""
+    spec = find_method(name).spec
+    return ONE if spec.one_model or spec.pool_of_one else TWO
+
+
 RUNS = {
-    "felo": f"felo {TWO}",
-    "velo": f"velo {TWO} --set velo.epochs=3 --set velo.least-separation=0",
-    "fedgems": f"fedgems {TWO} --set fedgems.server-model=mlp2",
-    "fedtype": f"fedtype {TWO}",
-    "cofed": f"cofed {TWO}",
-    "um-pfssl": "um-pfssl --models cnn2-dropout --set um-pfssl.warm-up=1 "
-    "--set um-pfssl.passes=3 --rounds 4",
-    "fedavg": f"fedavg {ONE}",
-    "fedprox": f"fedprox {ONE}",
-    "fedbn": "fedbn --models resnet10 --set data.max-samples=200",
-    "fedper": f"fedper {ONE}",
-    "lg-fedavg": f"lg-fedavg {TWO}",
-    "pfedme": f"pfedme {ONE} --set pfedme.steps=2",
-    "pfedbayes": f"pfedbayes {ONE}",
-    "fml": f"fml {TWO}",
-    "fedgen": f"fedgen {TWO}",
-    "fedkd": f"fedkd {TWO} --rounds 3",
-    "fedmrl": f"fedmrl {TWO}",
-    "fedproto": f"fedproto {TWO}",
-    "fedhe": f"fedhe {TWO}",
-    "fd": f"fd {TWO}",
-    "fedtgp": f"fedtgp {TWO} --set fedtgp.server-epochs=3",
-    "fedgh": f"fedgh {TWO}",
-    "heterofl": f"heterofl {ONE}",
-    "feddf": f"feddf {TWO} --set feddf.epochs=1",
-    "fedmd": f"fedmd {TWO} --set fedmd.public-epochs=1",
-    "ds-fl": f"ds-fl {TWO} --set ds-fl.server-model=mlp",
-    "cronus": f"cronus {TWO}",
-    "fedgkt": f"fedgkt {TWO} --set fedgkt.server-epochs=1",
-    "local": f"local {TWO}",
-    "central": f"central {ONE}",
+    **{name: f"{name} {OPTIONS.get(name) or models_of(name)}" for name in sorted(shipped_names())},
     # Kinds of data, and where they come from.
     "tables": "felo --dataset breast-cancer --models mlp,mlp2 --set data.min-samples=10",
     "classical": "cofed --dataset breast-cancer --set cofed.search=none",

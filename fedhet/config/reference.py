@@ -2,6 +2,7 @@
 
 docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's settings, those of
 its paper, and the fields of its messages. README.md and docs/methods.md: the list of methods.
+docs/rounds.md and docs/privacy.md: what late replies and privacy mean for each.
 pyproject.toml: the default run config of `flwr run`. `python -m fedhet.config.reference`, in the
 project's root, writes them all. Of a page that people write too, it writes what stands between
 BEGIN and END.
@@ -26,7 +27,7 @@ from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, preset_names, to_flower, validated
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.methods.registry import Method, find_method, shipped_names
-from fedhet.methods.spec import MethodSpec
+from fedhet.methods.spec import Late, MethodSpec
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import kebab, nest, plain, takes, unknown
 from fedhet.settings.text import as_text
@@ -48,6 +49,12 @@ BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
 FIELD_COLUMNS = ("field", "type", "what it is")
 METHOD_COLUMNS = ("method", "what it does", "it needs")
+LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "a late answer"), ("method", "with privacy")
+LATE: Mapping[Late, str] = {
+    "averaged": "enters the averages with its age",
+    "kept": "counts like any other: it is a client's own model, or its own class means",
+    "refused": "is not used, without a mark: its rows belong to the public samples of its round",
+}
 PAPER_COLUMNS = ("setting", "default here", "in the paper", "why")
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 REASONS = "why"
@@ -61,6 +68,11 @@ def reference(root: Path) -> dict[Path, str]:
     parts = {
         root / "README.md": _index(methods, "docs/methods/"),
         docs / "methods.md": _index(methods, "methods/"),
+        docs / "rounds.md": _grouped(
+            LATE_COLUMNS,
+            {m.name: words for late, words in LATE.items() for m in methods if m.spec.late == late},
+        ),
+        docs / "privacy.md": _grouped(PRIVACY_COLUMNS, {m.name: _private(m) for m in methods}),
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
     settings = f"{HEAD}\n{_settings(RunSettings.fields())}{FOOT}"
@@ -82,6 +94,14 @@ def _index(methods: Iterable[Method], folder: str) -> str:
         for method in methods
     ]
     return in_markdown(METHOD_COLUMNS, rows)
+
+
+def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
+    """Return a table of what holds for methods, with one row for the methods that share it."""
+    names: dict[str, list[str]] = {}
+    for name, line in words.items():
+        names.setdefault(line, []).append(f"`{name}`")
+    return in_markdown(columns, [(", ".join(each), line) for line, each in names.items()])
 
 
 def _needs(spec: MethodSpec) -> str:
@@ -175,12 +195,24 @@ def privacy(method: Method) -> str:
     rule = method.spec.privacy
     if rule.refused:
         return f"`privacy.epsilon`: not with this method; {rule.refused}."
-    needs = [
+    needs = ", ".join(_private_needs(method))
+    return f"`privacy.epsilon`: {rule.how}{f'; it needs {needs}' if needs else ''}."
+
+
+def _private_needs(method: Method) -> list[str]:
+    """Return the values that a method's settings must have with privacy."""
+    return [
         f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
-        for name, allowed in rule.needs.items()
+        for name, allowed in method.spec.privacy.needs.items()
     ]
-    needed = f"; it needs {', '.join(needs)}" if needs else ""
-    return f"`privacy.epsilon`: {rule.how}{needed}."
+
+
+def _private(method: Method) -> str:
+    """Return what privacy means for a method, for the table of all methods."""
+    rule, needs = method.spec.privacy, [f"`{each}`" for each in _private_needs(method)]
+    if rule.refused:
+        return f"refused: {rule.refused}"
+    return f"{rule.how}; with {', '.join(needs)}: {rule.reason}" if needs else rule.how
 
 
 def defences(method: Method) -> str:

@@ -140,5 +140,10 @@ SPEC = MethodSpec(
         "conflicts": "samples with several pseudolabels, per client",
         "abstained": "share of abstentions",
     },
-    privacy=replace(ANSWERS, passes=_passes, needs={"search": ("none",)}),
+    privacy=replace(
+        ANSWERS,
+        passes=_passes,
+        needs={"search": ("none",)},
+        reason="a search compares scores on the client's samples",
+    ),
 )

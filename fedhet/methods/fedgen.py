@@ -116,5 +116,6 @@ SPEC = replace(
     privacy=Protection(
         "DP-SGD; the heads that are sent are its result, without the numbers of samples by class",
         needs={"weighting": ("clients",), "prior": ("uniform",)},
+        reason="otherwise it sends the number of samples of each class",
     ),
 )

@@ -78,5 +78,10 @@ SPEC = replace(
         "sent_down": "numbers of the mentee's change that the server sends, as a share of its own",
         "intensity": "intensity of distillation: 1 by the sum of both task losses",
     },
-    privacy=replace(BOTH_MODELS, models=("mentee",), needs={"intensity": ("sample",)}),
+    privacy=replace(
+        BOTH_MODELS,
+        models=("mentee",),
+        needs={"intensity": ("sample",)},
+        reason="a batch's mean loss weighs on the gradient of all its samples",
+    ),
 )

@@ -69,6 +69,9 @@ SPEC = replace(
         "margin": "margin between classes",
         "separation": "distance of a prototype to the nearest other, mean over classes",
     },
-    # A class mean's distance gives a sample a gradient that depends on the batch's other samples.
-    privacy=replace(fedproto.SPEC.privacy, needs={"distance": ("mse",)}),
+    privacy=replace(
+        fedproto.SPEC.privacy,
+        needs={"distance": ("mse",)},
+        reason="the distance of a class mean weighs on the gradient of all its samples",
+    ),
 )

@@ -160,7 +160,6 @@ SPEC = MethodSpec(
     privacy=replace(
         BOTH_MODELS,
         models=("proxy",),
-        # The thresholds of conformal sets come from samples, and weigh on all others' gradients.
         needs={
             "backward": ("symmetric", "topk", "none"),
             "labels": ("all",),
@@ -168,5 +167,6 @@ SPEC = MethodSpec(
             "epoch_data": ("full",),
             "order": ("joint",),
         },
+        reason="conformal thresholds come from samples, and weigh on the gradient of all others",
     ),
 )

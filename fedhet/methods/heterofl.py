@@ -79,5 +79,5 @@ SPEC = MethodSpec(
     defences=ROBUST,
     instructions=INSTRUCTIONS,
     replies=REPLIES,
-    privacy=replace(DP_SGD, needs={"masked": (False,)}),
+    privacy=replace(DP_SGD, needs={"masked": (False,)}, reason="the mask is the label set"),
 )

@@ -75,6 +75,8 @@ class Protection:
     """The method's own settings, by field, that name another model which clients train."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The method's own settings, by field, and the values that it allows with privacy."""
+    reason: str = ""
+    """Why it allows these alone."""
 
 
 Late = Literal["averaged", "kept", "refused"]
