@@ -39,8 +39,7 @@ from fedhet.config.sources import read_preset
 from fedhet.engines.simulate import simulate
 from fedhet.inference.objects import dataset_name
 from fedhet.learning.devices import Compute, compute_for, find_device
-from fedhet.learning.objective import CrossEntropy
-from fedhet.learning.training import optimization, train_epochs
+from fedhet.learning.training import CrossEntropy, optimization, train_epochs
 from fedhet.models import build
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
@@ -278,7 +277,7 @@ def epoch_of(where: Where, name: str, compute: Compute) -> Callable[[], None]:
     y = torch.randint(0, CLASSES, (320,), generator=rng).to(compute.device)
     model = compute.place(build(name, (1, 28, 28), CLASSES, seed=0)).train()
     optimizing = optimization(model.parameters(), TrainingSettings(), compute)
-    loss_of = compute.compiled(CrossEntropy(model)) if optimizing.compiles else CrossEntropy(model)
+    loss_of = CrossEntropy(model)
 
     def train() -> None:
         there = x.to(compute.device)

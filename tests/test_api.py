@@ -16,7 +16,7 @@ from torch import nn
 
 import fedhet
 from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
-from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.app import permitted
 from fedhet.clients.local import LocalClient
 from fedhet.config.sources import Layers
 from fedhet.data.sources import dataset_names, sample_kind

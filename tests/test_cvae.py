@@ -25,7 +25,7 @@ from fedhet.base.seeding import seeded
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import Optimization, all_finite, train_epoch
+from fedhet.learning.training import Optimization, all_finite, train_epochs
 from fedhet.methods.velo import VeloSettings
 
 WIDTH, CLASSES, LATENT, HIDDEN = 6, 4, 3, 8
@@ -305,16 +305,16 @@ def features_of_digits():
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
     optimizing = Optimization(adam, torch.amp.GradScaler("cpu", enabled=False))
     generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        train_epoch(
-            x,
-            y,
-            lambda a, b: torch.nn.functional.cross_entropy(model(a), b),
-            optimizing,
-            batch_size=32,
-            generator=generator,
-            compute=CPU,
-        )
+    train_epochs(
+        x,
+        y,
+        lambda a, b: torch.nn.functional.cross_entropy(model(a), b),
+        optimizing,
+        epochs=5,
+        batch_size=32,
+        generator=generator,
+        compute=CPU,
+    )
     with torch.no_grad():
         features, logits = model.eval().features_and_logits(x)
     assert (logits.argmax(1) == y).float().mean() > 0.9

@@ -7,7 +7,7 @@ import torch
 
 from fedhet import models
 from fedhet.base.errors import DataError, ModelError, SettingsError
-from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.app import permitted
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 from fedhet.data.texts import VARIABLE, encoder_folder

@@ -8,8 +8,8 @@ from federation import records, run, small, without_times
 from test_permissions import PARTITION, SHIPPED
 
 from fedhet.base.errors import SettingsError
-from fedhet.client_runtime.fault_injection import drops_out, injected_faults, straggles
-from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.app import permitted
+from fedhet.client_runtime.training import drops_out, injected_faults, straggles
 from fedhet.config.resolve import check_deployable
 
 ROUNDS = range(1, 1001)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.semi import FixMatch
+from fedhet.client_runtime.training import FixMatch
 from fedhet.data.spec import Split
 from fedhet.kinds import IMAGE, KINDS, check_changeable
 from fedhet.kinds.changes import strong, weak
@@ -163,7 +163,7 @@ def test_the_weight_and_the_loss_of_labelled_samples():
     found = []
     for weight in (0.0, 1.0, 3.0):
         model, fixmatch = around(20, 40, semi_weight=weight, semi_threshold=0.0)
-        loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), model)
+        loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), None, model)
         found.append(loss_of(fixmatch.x, fixmatch.y).item())
     assert found[0] == 7.0
     assert found[1] > 7.0
@@ -173,7 +173,7 @@ def test_the_weight_and_the_loss_of_labelled_samples():
 @pytest.mark.parametrize(("labelled", "unlabelled"), [(0, 40), (40, 0), (40, 1)])
 def test_who_has_one_sort_of_samples_learns_from_it(labelled, unlabelled):
     model, fixmatch = around(labelled, unlabelled, semi_threshold=0.0)
-    loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), model)
+    loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), None, model)
     loss = loss_of(fixmatch.x, fixmatch.y)
     assert (loss == 7.0) == (labelled > 0)
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.app import client_fn
-from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.app import client_fn, permitted
 from fedhet.config.resolve import resolve
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load

@@ -7,7 +7,7 @@ import torchvision
 from federation import run, small
 
 from fedhet.base.errors import ModelError, SettingsError
-from fedhet.client_runtime.permissions import permitted
+from fedhet.client_runtime.app import permitted
 from fedhet.models import build, shapes
 from fedhet.models import libraries as pretrained_models
 from fedhet.models.libraries import NETWORKS, is_pretrained

@@ -25,10 +25,8 @@ from torch import nn
 from fedhet import report
 from fedhet.base.errors import PrivacyError, SettingsError, StateError
 from fedhet.client_runtime import privacy as promises
-from fedhet.client_runtime.app import client_fn
-from fedhet.client_runtime.limits import within_limits
+from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
-from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import check_trainable, resolve
 from fedhet.data.spec import Split
 from fedhet.methods.registry import find_method, shipped_names

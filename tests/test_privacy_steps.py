@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.base.errors import ModelError
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import cross_entropy_of, optimization, train_epoch
+from fedhet.learning.training import CrossEntropy, optimization, train_epochs
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
 from fedhet.privacy.noise import SecretNoise, clipped, noised_means
@@ -50,7 +50,7 @@ def transcribed(model, x, y, norm, batch_size, rate, weights=None):
 def stepped(model, x, y, *, noise=0.0, norm=0.3, batch_size=10, penalty=0.0, loss=None):
     plain = optimization(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], noise, norm, batch_size) as private:
-        found = cross_entropy_of(model)(x, y) if len(y) else None
+        found = CrossEntropy(model)(x, y) if len(y) else None
         private.step(found if loss is None else loss(model, x, y), penalty)
     return [p.detach().clone() for p in model.parameters()]
 
@@ -109,7 +109,7 @@ def test_a_loss_that_reaches_only_one_model_leaves_the_other_to_noise_alone():
     plain = optimization([*one.parameters(), *other.parameters()], PLAIN_SGD, CPU)
     x, y = batch()
     with sgd.privately(plain, [one, other], 0.0, 0.3, 10) as private:
-        private.step(cross_entropy_of(one)(x, y))
+        private.step(CrossEntropy(one)(x, y))
     assert close([p.detach() for p in other.parameters()], before)
 
 
@@ -121,7 +121,7 @@ def test_frozen_parameters_stay_and_are_not_counted():
     with sgd.privately(plain, [model], 1.0, 0.3, 10) as private:
         for seed in range(3):
             x, y = batch(5 + seed, seed)
-            private.step(cross_entropy_of(model)(x, y))
+            private.step(CrossEntropy(model)(x, y))
     assert close([p.detach() for p in model.extractor.parameters()], before)
 
 
@@ -170,9 +170,9 @@ def test_an_epoch_whose_batches_may_be_empty_trains():
     x, y = batch(4)
     plain = optimization(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], 1.0, 1.0, 1) as private:
-        loss = train_epoch(
-            x, y, cross_entropy_of(model), private,
-            batch_size=1, generator=torch.Generator(), compute=CPU,
+        loss = train_epochs(
+            x, y, CrossEntropy(model), private,
+            epochs=1, batch_size=1, generator=torch.Generator(), compute=CPU,
         )  # fmt: skip
     assert np.isfinite(loss)
 

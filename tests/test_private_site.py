@@ -13,11 +13,9 @@ from flwr.common import Context, RecordDict
 from PIL import Image
 
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.app import client_fn
+from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.cache import close_clients
-from fedhet.client_runtime.limits import within_limits
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.client_runtime.permissions import permitted
 from fedhet.config.resolve import resolve
 from fedhet.data.site import Declaration
 from fedhet.settings.run import RunSettings

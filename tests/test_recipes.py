@@ -22,7 +22,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import batches, cross_entropy_of, optimization
+from fedhet.learning.training import CrossEntropy, batches, optimization
 from fedhet.settings.run import TrainingSettings, training_of
 
 
@@ -345,7 +345,7 @@ def uninterrupted(client, config, rounds):
     model = client.build_model()
     training = config.run.training
     adam = torch.optim.Adam(model.parameters(), lr=training.lr, fused=True)
-    loss_of = cross_entropy_of(model.train())
+    loss_of = CrossEntropy(model.train())
     for number in range(1, rounds + 1):
         order = torch_generator(config.run.seed, client.info.name, number, "batches")
         for index in batches(len(client.y), training.batch_size, order):

@@ -16,7 +16,7 @@ from fedhet.data.spec import DataSpec, Split, concatenated
 from fedhet.data.store import RunData, read_dataset, refuse_overlap
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
-    cross_entropy_of,
+    CrossEntropy,
     evaluate,
     logits_of,
     optimization,
@@ -54,7 +54,7 @@ def test_bytes_are_learned_and_judged_as_the_numbers_that_they_become(channels_l
         train_epochs(
             compute.held(x),
             LABELS,
-            cross_entropy_of(model),
+            CrossEntropy(model),
             optimization(model.parameters(), TrainingSettings(), compute),
             epochs=2,
             batch_size=16,

@@ -11,10 +11,8 @@ from flwr.common import parameters_to_ndarrays
 from rounds import reply_of
 
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.client_runtime.app import client_fn
-from fedhet.client_runtime.limits import SiteClient, within_limits, without_paths
+from fedhet.client_runtime.app import SiteClient, client_fn, permitted, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.client_runtime.permissions import permitted
 
 SHIPPED = {"method": "felo", "models.pool": "mlp,cnn2", "data.dataset": "digits"}
 PARTITION = {"partition-id": 0, "num-partitions": 4}

@@ -25,14 +25,12 @@ from fedhet.learning.devices import (
     find_device,
     settled,
 )
-from fedhet.learning.objective import Objective
 from fedhet.learning.training import (
+    CrossEntropy,
     batches,
-    cross_entropy_of,
     evaluate,
     logits_of,
     optimization,
-    train_epoch,
     train_epochs,
 )
 from fedhet.models import build
@@ -89,7 +87,7 @@ def test_too_few_samples(samples):
         batches(samples, 8, generator())
 
 
-# --- train_epoch against a plain loop -------------------------------------------------------
+# --- train_epochs against a plain loop ------------------------------------------------------
 
 
 def small_net(dropout=0.0):
@@ -144,9 +142,9 @@ def trained(run, epochs=3, compute=CPU, model=None, seed=4):
     model = model or small_net()
     x, y = data()
     optimizing, draws = optimization(model.parameters(), run, compute), generator(seed)
-    given = x, y, cross_entropy_of(model), optimizing
+    given = x, y, CrossEntropy(model), optimizing
     usual = {"batch_size": run.batch_size, "generator": draws, "compute": compute}
-    losses = [train_epoch(*given, **usual) for _ in range(epochs)]
+    losses = [train_epochs(*given, epochs=1, **usual) for _ in range(epochs)]
     return model, losses
 
 
@@ -172,7 +170,7 @@ def test_train_epochs_is_so_many_epochs(case):
     model, plain, seen, steps = small_net(), small_net(), [], []
     loss = train_epochs(
         *data(),
-        cross_entropy_of(model),
+        CrossEntropy(model),
         optimization(model.parameters(), run, CPU),
         epochs=3,
         batch_size=run.batch_size,
@@ -209,9 +207,8 @@ def test_training_leaves_the_data_alone():
     before = x.clone(), y.clone()
     model = small_net()
     optimizing = optimization(model.parameters(), RUNS["adam"], CPU)
-    train_epoch(
-        x, y, cross_entropy_of(model), optimizing, batch_size=16, generator=generator(), compute=CPU
-    )
+    options = {"batch_size": 16, "generator": generator(), "compute": CPU}
+    train_epochs(x, y, CrossEntropy(model), optimizing, epochs=1, **options)
     assert torch.equal(x, before[0])
     assert torch.equal(y, before[1])
 
@@ -221,9 +218,8 @@ def test_only_the_given_parameters_learn():
     before = copy.deepcopy(model.state_dict())
     x, y = data()
     optimizing = optimization(model[4].parameters(), RUNS["sgd"], CPU)
-    train_epoch(
-        x, y, cross_entropy_of(model), optimizing, batch_size=16, generator=generator(), compute=CPU
-    )
+    options = {"batch_size": 16, "generator": generator(), "compute": CPU}
+    train_epochs(x, y, CrossEntropy(model), optimizing, epochs=1, **options)
     assert torch.equal(model[0].weight, before["0.weight"])
     assert not torch.equal(model[4].weight, before["4.weight"])
 
@@ -584,7 +580,7 @@ def test_compiled_steps_train_as_plain_ones_do():
     trained = []
     for compute in (CPU, compute_for(ComputeSettings(device="cpu", compile=True))):
         model = build("mlp", (1, 8, 8), 3, seed=0).train()
-        loss_of = compute.compiled(cross_entropy_of(model))
+        loss_of = CrossEntropy(model)
         optimizing = optimization(model.parameters(), TrainingSettings(), compute)
         options = {"epochs": 2, "batch_size": 16, "generator": generator(), "compute": compute}
         loss = train_epochs(x, y, loss_of, optimizing, **options)
@@ -606,7 +602,7 @@ def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, setti
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     run(small("fedavg", models=["mlp"], rounds=1, **settings), tmp_path)
     assert bool(found) == compiles
-    assert all(isinstance(module, Objective) for module in found)
+    assert all(isinstance(module, nn.Module) for module in found)
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch):

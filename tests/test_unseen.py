@@ -14,7 +14,6 @@ from torch import nn
 
 from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.newcomer import Newcomer
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check_deployable, resolve
 from fedhet.data.store import RunData
@@ -26,6 +25,7 @@ from fedhet.report.page import render_run
 from fedhet.report.tables import away_lines, legend
 from fedhet.runs.log import Watcher
 from fedhet.settings.run import drawn_unseen
+from fedhet.wire.knowledge import Knowledge
 
 SMALL = {
     "clients": 5, "rounds": 2, "data.dataset": "breast-cancer", "data.partition": "iid",
@@ -134,7 +134,8 @@ def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
     client = open_client(config, node)
     model, twin = client.build_model(), client.build_model()
     before = [p.detach().clone() for p in model.parameters()]
-    found = Newcomer(client.run, client.samples, client.recipe, client.compute).judge(model, 2)
+    client.eval_models = lambda _: {client.config.method.spec.offers: model}
+    found = client._evaluate_unseen(2, Knowledge())
     assert all(map(torch.equal, before, model.parameters()))
     own = client.samples.own
     learned(twin, own, 1, 1000, config.run.training.lr, torch.arange(len(own.y)))

@@ -12,7 +12,6 @@ from fedhet.algorithms.classwise import average
 from fedhet.algorithms.generators import synthesise, train_cvae
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import torch_generator
-from fedhet.client_runtime.messages import read_instruction
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.learning.training import batches
@@ -418,7 +417,7 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 
     def read(sent):
         message = encode(Envelope("run", "velo", 1, "server"), Knowledge(knowledge(sent)))
-        return read_instruction(message, client.config.method, client.sizes)
+        return client.codec.read(message, client.sizes)
 
     assert read(2)[0].round == 1
     with pytest.raises(KnowledgeError, match=r"features: has shape .* with S = 2"):

@@ -28,7 +28,7 @@ def encoded(method="fedavg", encoding="int8", **changes):
 def received(proxy, ins):
     """What a client decodes of its instruction."""
     client = client_of(proxy)
-    return client.link.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
+    return client.codec.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
 
 
 def folders(server, what="received"):

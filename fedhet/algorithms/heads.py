@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.choices import Margin
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import Optimization, cross_entropy_of, train_epochs
+from fedhet.learning.training import CrossEntropy, Optimization, train_epochs
 
 EXACT = "donot_use_mm_for_euclid_dist"
 """How distances are computed: from differences, which lose no digits to cancellation."""
@@ -170,7 +170,7 @@ def train_head(
     return train_epochs(
         representations,
         labels,
-        cross_entropy_of(head),
+        CrossEntropy(head),
         Optimization(sgd, torch.amp.GradScaler("cpu", enabled=False)),
         epochs=epochs,
         batch_size=batch_size,

@@ -25,6 +25,8 @@ from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schem
 from fedhet.wire.identity import client_name
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
+ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
+ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """The training settings that a node may override."""
 

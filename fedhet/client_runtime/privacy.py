@@ -34,7 +34,7 @@ from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config
 from fedhet.learning.devices import Compute, evaluation_batch
-from fedhet.learning.training import Epochs, Optimization, evaluating
+from fedhet.learning.training import Optimization, evaluating
 from fedhet.models import HetModel
 from fedhet.models.evaluation import Evaluations
 from fedhet.privacy.accounting import (
@@ -51,7 +51,6 @@ from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.privacy.sgd import privately
 from fedhet.runs.measures import SPENT, Measured
 from fedhet.runs.storage import KEPT_STATES
-from fedhet.settings.run import TrainingSettings
 from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -95,13 +94,10 @@ class Open:
         optimizing: Optimization,
         models: Iterable[nn.Module],
         rows: int,
-        settings: TrainingSettings,
-        options: Epochs,
+        epochs: int,
+        batch_size: int,
     ) -> Iterator[Optimization]:
-        """Yield the optimiser for training `models` on `rows` own samples.
-
-        For the epochs and batches of the `options` or, if they have none, of the `settings`.
-        """
+        """Yield the optimiser for training `models` on `rows` own samples."""
         yield optimizing
 
     def class_means(
@@ -232,18 +228,16 @@ class Private(Open):
         optimizing: Optimization,
         models: Iterable[nn.Module],
         rows: int,
-        settings: TrainingSettings,
-        options: Epochs,
+        epochs: int,
+        batch_size: int,
     ) -> Iterator[Optimization]:
         """Yield the optimiser as DP-SGD, which is paid for before it begins."""
         noise, norm = self.noise.gradients, self._settings.max_grad_norm
-        size = options.get("batch_size") or settings.batch_size
-        one = epoch(rows, size, noise)
-        epochs = options.get("epochs") or settings.local_epochs
+        one = epoch(rows, batch_size, noise)
         self._charge(replace(one, count=one.count * epochs))
         info = self._samples.info
         with privately(
-            optimizing, models, noise, norm, min(size, rows), info.kind, info.shape
+            optimizing, models, noise, norm, min(batch_size, rows), info.kind, info.shape
         ) as private:
             yield private
 

@@ -6,7 +6,9 @@ state, `train`, save the state, evaluate, answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,36 +21,34 @@ from torch import Tensor, nn
 
 from fedhet.base.errors import FedhetError, OwnModelError
 from fedhet.base.seeding import seeded, torch_generator
-from fedhet.client_runtime.fault_injection import injected_faults
-from fedhet.client_runtime.link import Link, lacking
-from fedhet.client_runtime.messages import best_round, measures, own_loss
-from fedhet.client_runtime.newcomer import judging
+from fedhet.client_runtime.codec import ClientCodec
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
-from fedhet.client_runtime.recipe import Recipe
 from fedhet.client_runtime.record import Recorder
 from fedhet.client_runtime.samples import ClientSamples, load_samples, public_samples
-from fedhet.client_runtime.semi import Predict
 from fedhet.client_runtime.state import ClientState
+from fedhet.client_runtime.training import FixMatch, Predict, Recipe, injected_faults
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
+from fedhet.kinds import KINDS
 from fedhet.learning.devices import compute_for
-from fedhet.learning.objective import OwnClasses
 from fedhet.learning.training import (
     Augment,
+    CrossEntropy,
     Epochs,
     LossOfBatch,
     Optimization,
-    cross_entropy_of,
-    with_penalty,
+    OwnClasses,
+    train_epochs,
 )
 from fedhet.models import HetModel, Refitted, build, build_any
 from fedhet.models.evaluation import Evaluations, judge_all
 from fedhet.models.registry import allocating
-from fedhet.runs.measures import timed, write_measures
+from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed, write_measures
+from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Envelope, Knowledge, encode
+from fedhet.wire.knowledge import Knowledge, LackingError, encode
 
 
 class HetClient(NumPyClient):
@@ -80,7 +80,7 @@ class HetClient(NumPyClient):
             setup=partial(allocating, node.most_model_bytes, self.setup),
             training_set=self.training_set,
         )
-        self.link = Link(self.config, node, self.state)
+        self.codec = ClientCodec(self.config, node, self.state)
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
         self.recorder = Recorder(self.config, node, self.samples)
         self.prepare()
@@ -200,8 +200,8 @@ class HetClient(NumPyClient):
         `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
         where the targets belong to the unchanged images. The client's own samples: `train_own`.
         """
-        train = self.recipe.train_epochs
-        self.loss = train(self.training, x, y, loss_of, optimizing, generator, augment, options)
+        chosen = self.recipe.options(self.training, len(y), augment, options)
+        self.loss = train_epochs(x, y, loss_of, optimizing, generator=generator, **chosen)
 
     def train_own(
         self,
@@ -218,21 +218,27 @@ class HetClient(NumPyClient):
         returns the logits of the model that learns from unlabelled images.
         """
         own = labelled or Split(*self.training_set())
-        if self.training.semi == "none":
-            promised = self.promise.training(
-                optimizing, self.models.values(), len(own.y), self.training, options
+        x, y, semi, training = own.x, own.y, None, self.training
+        augment: bool | Augment = True
+        if training.semi != "none":
+            semi = FixMatch(
+                own,
+                self.unlabelled,
+                KINDS[self.info.kind],
+                self.info.shape,
+                self.network,
+                training,
+                self.compute,
+                self.recipe.draws,
             )
-            with promised as chosen:
-                self.train_epochs(own.x, own.y, loss_of, chosen, generator, **options)
-            return
-        if (penalty := options.pop("penalty", None)) is not None:
-            loss_of = with_penalty(loss_of, penalty)
-        semi = self.recipe.fix_match(own, self.unlabelled, self.network, self.training)
-        options["batch_size"], loss_of = semi.batch_size, semi.joined_with(loss_of, predict)
-        self.train_epochs(
-            semi.x, semi.y, loss_of, optimizing, generator, augment=semi.augment, **options
-        )
-        self.figures = semi.figures()
+            x, y, augment, options["batch_size"] = semi.x, semi.y, semi.augment, semi.batch_size
+            loss_of = semi.joined_with(loss_of, options.pop("penalty", None), predict)
+        chosen = self.recipe.options(training, len(y), augment, options)
+        steps = chosen["epochs"], chosen["batch_size"]
+        with self.promise.training(optimizing, self.models.values(), len(y), *steps) as promised:
+            self.loss = train_epochs(x, y, loss_of, promised, generator=generator, **chosen)
+        if semi is not None:
+            self.figures = semi.figures()
 
     @property
     def own_classes(self) -> OwnClasses:
@@ -251,7 +257,7 @@ class HetClient(NumPyClient):
         if isinstance(model, Refitted):
             model.fit(*self.training_set())
             return
-        loss_of, optimizing = cross_entropy_of(model.train()), self.optimization(model.parameters())
+        loss_of, optimizing = CrossEntropy(model.train()), self.optimization(model.parameters())
         options["before_epoch"] = optimizing.decaying(decay)
         self.train_own(loss_of, model, optimizing, generator, **options)
 
@@ -270,19 +276,33 @@ class HetClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train as the server's instruction says, and return the reply."""
+        best = config.get("best", 0)
+        evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
             with self.state.resting(), self.promise.guarded():
-                envelope, instruction = self.link.read(parameters, self.sizes)
-                self.promise.begin(envelope.run, envelope.round)
-                arrays, train_seconds = self._answer_of(envelope, instruction, best_round(config))
-                judge = self.evaluation if config.get("evaluate", True) else _no_evaluation
-                scores, eval_seconds = timed(self.promise.evaluated, judge, instruction)
-                measured = measures(scores, self.loss, train_seconds, eval_seconds, self.figures)
+                envelope, instruction = self.codec.read(parameters, self.sizes)
+                run, round = envelope.run, envelope.round
+                self.promise.begin(run, round)
+                arrays, train_seconds = self.promise.answered(), 0.0
+                if arrays is not None:  # what must not be computed again is the same reply
+                    self.state.restore(run, before=round + 1)
+                else:
+                    self.state.restore(run, before=round)
+                    with injected_faults(self.run, self.info.name, round):
+                        answer, train_seconds = self._train(round, instruction)
+                    sent = self.promise.sent(answer)
+                    packing = self.codec.packed(envelope, instruction, sent)
+                    self.state.save(round, best if isinstance(best, int) else 0)
+                    self.recorder.leave(self.state.folder, run)
+                    whole = replace(envelope, sender=self.info.name)
+                    arrays = self.promise.keep(encode(whole, sent, packing))
+                scores, seconds = timed(self.promise.evaluated, evaluate, instruction)
+                measured = _measured(scores, train_seconds, seconds, self.loss, self.figures)
                 said = write_measures(self.promise.measured(measured)) | self.recipe.counted()
         except OwnModelError:
             raise
         except FedhetError as error:
-            return [], 0, self.promise.fault(error) | lacking(error)
+            return [], 0, self._fault(error)
         return arrays, self.info.samples, dict(said)
 
     def evaluate(
@@ -290,46 +310,32 @@ class HetClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models; the instruction may be empty.
 
-        If the method `learns_last`, a client that has ever trained trains on it before.
+        If the method `learns_last`, a client that has ever trained trains on it before. A client
+        with which nobody trains evaluates the model that it is offered, unless training is private:
+        nothing noises its local epoch.
         """
         try:
             with self.state.resting(), self.promise.guarded():
-                envelope, instruction = self.link.read(parameters, self.sizes, may_be_empty=True)
-                self.promise.begin(envelope.run, envelope.round, charged=envelope.round + 1)
-                self.state.restore(envelope.run, before=envelope.round + 1)
+                envelope, instruction = self.codec.read(parameters, self.sizes, may_be_empty=True)
+                run, round = envelope.run, envelope.round
+                self.promise.begin(run, round, charged=round + 1)
+                self.state.restore(run, before=round + 1)
                 learns = self.config.method.spec.learns_last and instruction.tensors
                 if learns and self.state.participations > 0:
-                    self._train(envelope.round + 1, instruction)
-                    self.state.save(envelope.round + 1)
-                judge = judging(self, envelope.round, config)
-                scores, seconds = timed(self.promise.evaluated, judge, instruction)
-                measured = self.promise.measured(measures(scores, None, 0.0, seconds))
+                    self._train(round + 1, instruction)
+                    self.state.save(round + 1)
+                unseen = config.get("unseen") and self.run.data.unseen and not self.promise.is_on
+                evaluate = partial(self._evaluate_unseen, round) if unseen else self.evaluation
+                scores, seconds = timed(self.promise.evaluated, evaluate, instruction)
+                measured = self.promise.measured(_measured(scores, 0.0, seconds))
         except OwnModelError:
             raise
         except FedhetError as error:
-            return 0.0, 0, self.promise.fault(error) | lacking(error)
-        loss = 0.0 if self.promise.is_on else own_loss(scores)
+            return 0.0, 0, self._fault(error)
+        own = scores.get(("personal", "private"))
+        hidden = own is None or not math.isfinite(own.loss) or self.promise.is_on
+        loss = 0.0 if own is None or hidden else own.loss
         return loss, self.info.samples, dict(write_measures(measured))
-
-    def _answer_of(
-        self, envelope: Envelope, instruction: Knowledge, best: int
-    ) -> tuple[NDArrays, float]:
-        """Return the reply to an instruction, and the training time in seconds.
-
-        What was answered before and must not be computed again is the same reply.
-        """
-        if (before := self.promise.answered()) is not None:
-            self.state.restore(envelope.run, before=envelope.round + 1)
-            return before, 0.0
-        self.state.restore(envelope.run, before=envelope.round)
-        with injected_faults(self.run, self.info.name, envelope.round):
-            answer, seconds = self._train(envelope.round, instruction)
-        sent = self.promise.sent(answer)
-        packing = self.link.packed(envelope, instruction, sent)
-        self.state.save(envelope.round, best)
-        self.recorder.leave(self.state.folder, envelope.run)
-        whole = replace(envelope, sender=self.info.name)
-        return self.promise.keep(encode(whole, sent, packing)), seconds
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.
@@ -345,7 +351,50 @@ class HetClient(NumPyClient):
         self.state.facts["participations"] = self.state.participations + 1
         return answer, seconds
 
+    def _evaluate_unseen(self, round: int, instruction: Knowledge) -> Evaluations:
+        """Return the scores of the model that the method offers to a client that never trained.
 
-def _no_evaluation(knowledge: Knowledge) -> Evaluations:
-    """Return no evaluation: the server asks for it after the round."""
-    return Evaluations()
+        As it is, and after a copy has trained for one epoch on the client's own samples, of which
+        nothing is kept. No scores if the method has sent no such model.
+        """
+        model = self.eval_models(instruction).get(self.config.method.spec.offers)
+        if model is None:
+            return Evaluations()
+        learner, own = copy.deepcopy(model).train(), self.samples.own
+        draw = self.info.name, round, "unseen"
+        self.recipe.begin(round)
+        optimizing = self.recipe.optimization(self.run.training, learner.parameters())
+        options = self.recipe.options(self.run.training, len(own), True, {"epochs": 1})
+        options["generator"] = torch_generator(self.run.seed, *draw)
+        with seeded(self.run.seed, *draw, device=self.compute.device):
+            train_epochs(own.x, own.y, CrossEntropy(learner), optimizing, **options)
+        offered = {UNSEEN: model, UNSEEN_EPOCH: learner}
+        return judge_all(offered, self.tests, self.compute, self.run.metrics)
+
+    def _fault(self, error: FedhetError) -> dict[str, Scalar]:
+        """Return what the server is told of an error, and whether it must send weights again."""
+        lacks: dict[str, Scalar] = {LACKS: True} if isinstance(error, LackingError) else {}
+        return self.promise.fault(error) | lacks
+
+
+def _measured(
+    scores: Evaluations,
+    train_seconds: float,
+    eval_seconds: float,
+    loss: float | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Measured:
+    """Return a client's measurements; `loss` is the training loss."""
+    return Measured(
+        placed(scores),
+        loss,
+        train_seconds,
+        eval_seconds,
+        peak_memory_mb(),
+        dict(figures or {}),
+        majority={
+            protocol: score.majority
+            for (protocol, _), score in scores.items()
+            if not math.isnan(score.majority)
+        },
+    )

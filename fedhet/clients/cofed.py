@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split, concatenated, stratified
-from fedhet.learning.training import Evaluation, cross_entropy_of, evaluate, logits_of, train_epochs
+from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Refitted
 from fedhet.models.evaluation import Evaluations, judge_all
@@ -231,12 +232,12 @@ class Trials:
             train_epochs(
                 data.x,
                 data.y,
-                cross_entropy_of(model.train()),
+                CrossEntropy(model.train()),
                 optimizing,
                 epochs=epochs,
                 batch_size=size,
                 generator=client.generator(self.round, use),
-                compute=client.compute,
+                compute=replace(client.compute, compiles=False),
                 before_epoch=optimizing.decaying(candidate.decay),
                 augment=recipe.augment,
             )

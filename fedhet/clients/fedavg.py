@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
-from fedhet.learning.objective import Objective
 from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.models.het import names_of
@@ -73,32 +72,26 @@ class FedAvgClient(HetClient):
     def _learn(self, round: int, local: LocalModel) -> None:
         """Train on cross-entropy plus the method's term."""
         self.network.train()
-        objective = LocalObjective(local, self.own_classes)
         self.train_own(
-            objective,
+            LocalObjective(local, self.own_classes),
             lambda x: self.samples.own_columns(local.logits(x)),
             self.optimization(local.parameters()),
             self.generator(round, "batches"),
             steps=self.steps(),
             stepped=local.stepped,
-            penalty=objective.penalty,
+            penalty=local.regulariser,
         )
 
 
-class LocalObjective(Objective):
-    """Cross-entropy within the client's classes, and the method's term."""
+class LocalObjective(nn.Module):
+    """Cross-entropy within the client's classes."""
 
     def __init__(self, local: LocalModel, own_classes: nn.Module) -> None:
         super().__init__()
         self.model, self.own_classes = local.model, own_classes
-        self.compared = nn.ModuleList(local.compared())
         self._local = local
 
-    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy."""
         logits, target = self.own_classes(self._local.logits(x), y)
         return F.cross_entropy(logits.float(), target)
-
-    def penalty(self) -> Tensor | float:
-        """Return the method's term."""
-        return self._local.regulariser()

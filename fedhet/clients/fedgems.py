@@ -18,7 +18,7 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
-from fedhet.learning.training import Optimization, cross_entropy_of, logits_of
+from fedhet.learning.training import CrossEntropy, Optimization, logits_of
 from fedhet.methods.fedgems import FedGemsSettings
 from fedhet.models import HetModel
 from fedhet.wire.contract import Sizes
@@ -51,7 +51,7 @@ class FedGemsClient(HetClient):
         if "logits" in self.state.tensors:
             self._distil(model, optimizing, round)
         generator = self.generator(round, "batches")
-        self.train_own(cross_entropy_of(model), self.private, optimizing, generator)
+        self.train_own(CrossEntropy(model), self.private, optimizing, generator)
         return Knowledge({"logits": self._answer(model, knowledge)})
 
     def _take_in(self, knowledge: Knowledge) -> None:

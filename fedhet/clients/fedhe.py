@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.classwise import (
@@ -21,13 +21,13 @@ from fedhet.algorithms.classwise import (
 )
 from fedhet.base.arrays import Array
 from fedhet.clients.base import HetClient
-from fedhet.learning.objective import Objective, OwnClasses
+from fedhet.learning.training import OwnClasses
 from fedhet.methods.fedhe import FedHeSettings
 from fedhet.models import HetModel
 from fedhet.wire.knowledge import Knowledge
 
 
-class FedHeObjective(Objective):
+class FedHeObjective(nn.Module):
     """Cross-entropy, and the distance to the server's logits; gathers class sums if it is to."""
 
     def __init__(
@@ -42,7 +42,7 @@ class FedHeObjective(Objective):
         self.model, self.own_classes, self.teacher, self.sums = model, own_classes, teacher, sums
         self.settings, self.gathering = settings, False
 
-    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch."""
         features, logits = self.model.features_and_logits(x)
         if self.gathering:

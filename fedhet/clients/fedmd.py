@@ -17,7 +17,7 @@ from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
-from fedhet.learning.training import Optimization, cross_entropy_of, logits_of
+from fedhet.learning.training import CrossEntropy, Optimization, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
@@ -87,7 +87,7 @@ class FedMdClient(HetClient):
         return Consensus(self._public_images(knowledge, "rows"), scores)
 
     def _learn_public_labels(self, round: int, optimizing: Optimization) -> None:
-        loss_of, generator = cross_entropy_of(self.network), self.generator(round, "labels")
+        loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
         x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
         self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
 
@@ -104,7 +104,7 @@ class FedMdClient(HetClient):
 
     def _revisit(self, round: int, optimizing: Optimization) -> None:
         """Train for the local epochs on the client's own data, within its label space."""
-        loss_of, generator = cross_entropy_of(self.private), self.generator(round, "batches")
+        loss_of, generator = CrossEntropy(self.private), self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator)
 
     def _answer(self, knowledge: Knowledge) -> Knowledge:

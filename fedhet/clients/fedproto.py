@@ -21,7 +21,6 @@ from fedhet.algorithms.classwise import (
 from fedhet.algorithms.heads import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.learning.devices import evaluation_batch
-from fedhet.learning.objective import Objective
 from fedhet.learning.training import evaluating
 from fedhet.methods.fedproto import PrototypeSettings
 from fedhet.models import HetModel
@@ -97,14 +96,14 @@ class Pull(nn.Module):
         return self.weight * class_feature_loss(features, y, self.teacher).mean()
 
 
-class PrototypeObjective(Objective):
+class PrototypeObjective(nn.Module):
     """Cross-entropy plus the pull towards the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
 
     def __init__(self, model: HetModel, own_classes: nn.Module, pull: Pull | None) -> None:
         super().__init__()
         self.model, self.own_classes, self.pull = model, own_classes, pull
 
-    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss; cross-entropy alone if the server has sent no prototypes."""
         features, logits = self.model.features_and_logits(x)
         own, target = self.own_classes(logits, y)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, Terms, felo_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
-from fedhet.learning.objective import Objective
 from fedhet.methods.felo import FeloSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.knowledge import Knowledge
@@ -84,7 +83,7 @@ class FeloClient(HetClient):
         return Knowledge(tensors)
 
 
-class FeloObjective(Objective):
+class FeloObjective(nn.Module):
     """Eq. 1; while it gathers, the class sums of the batches are added up."""
 
     def __init__(
@@ -94,16 +93,12 @@ class FeloObjective(Objective):
         self.model, self.teacher, self.sums = model, teacher, sums
         self.terms, self.gathering = terms, False
 
-    def drawn(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return what the teacher draws for a batch."""
-        return () if self.teacher is None else self.teacher.drawn(y)
-
-    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return Eq. 1."""
         features, logits = self.model.features_and_logits(x)
         if self.gathering:
             self.sums.add(features, logits, y)
-        return felo_loss(features, logits, y, self.teacher, self.terms, drawn)
+        return felo_loss(features, logits, y, self.teacher, self.terms)
 
 
 def terms_of(settings: FeloSettings) -> Terms:

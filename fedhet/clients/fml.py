@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
-from fedhet.learning.objective import Objective
 from fedhet.methods.fml import FmlSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
 from fedhet.wire.knowledge import Knowledge
@@ -53,7 +52,7 @@ class FmlClient(HetClient):
         self.train_own(objective, self.private, optimizing, generator)
 
 
-class MutualObjective(Objective):
+class MutualObjective(nn.Module):
     """The losses of both models, each with the other as its teacher."""
 
     def __init__(
@@ -68,7 +67,7 @@ class MutualObjective(Objective):
         self.private, self.meme, self.own_classes = private, meme, own_classes
         self.alpha, self.beta = shares
 
-    def loss(self, x: Tensor, y: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of both losses."""
         own, target = self.own_classes(self.private(x), y)
         shared, _ = self.own_classes(self.meme(x), y)

@@ -20,8 +20,7 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.algorithms.submodels import masked, query_statistics, scaling
 from fedhet.base.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.learning.objective import OwnClasses
-from fedhet.learning.training import statistics_kept
+from fedhet.learning.training import OwnClasses, statistics_kept
 from fedhet.methods.heterofl import HeteroFlSettings
 from fedhet.models import base_and_width, is_registered, narrow_name
 from fedhet.wire.knowledge import Knowledge

@@ -39,7 +39,7 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import UNKNOWN
-from fedhet.learning.training import cross_entropy_of, evaluate
+from fedhet.learning.training import CrossEntropy, evaluate
 from fedhet.methods.um_pfssl import UmPfsslSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.runs.storage import ModelStore
@@ -97,7 +97,7 @@ class UmPfsslClient(HetClient):
         model, steps = self.network.train(), math.ceil(len(self.y) / self.training.batch_size)
         epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
         optimizing = self.optimization(model.parameters())
-        generator, loss_of = self.generator(round, "warm-up"), cross_entropy_of(model)
+        generator, loss_of = self.generator(round, "warm-up"), CrossEntropy(model)
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:

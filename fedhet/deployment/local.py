@@ -21,8 +21,11 @@ from pathlib import Path
 import psutil
 
 from fedhet.base.errors import FedhetError
-from fedhet.client_runtime.node import STATE_DIR_VARIABLE
-from fedhet.client_runtime.permissions import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
+from fedhet.client_runtime.node import (
+    ALLOW_MODELS_VARIABLE,
+    ALLOW_PATHS_VARIABLE,
+    STATE_DIR_VARIABLE,
+)
 from fedhet.config.resolve import Config, absolute, check
 from fedhet.data.store import RunData
 from fedhet.deployment import certs

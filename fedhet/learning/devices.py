@@ -133,28 +133,22 @@ class Compute:
         There is if they fit into what `sample_bytes` leaves beside the samples that are there, and
         into half of the memory that is free. The batches of others are copied one by one.
         """
+        if self.device.type == "cpu":
+            return list(parts)
+        held = [x for x in (ref() for ref in _kept) if x is not None]
+        _kept[:] = map(weakref.ref, held)
         size = sum(part.nbytes for part in parts)
-        if self.device.type == "cpu" or not self._has_room(size):
+        here = sum(x.nbytes for x in held if x.device.type == self.device.type)
+        if here + size > self.sample_bytes or size > free_bytes(self.device) // 2:
             return list(parts)
         there = [self.held(part) for part in parts]
         _kept.extend(map(weakref.ref, there))
         return there
 
-    def _has_room(self, size: int) -> bool:
-        within = _bytes_on(self.device) + size <= self.sample_bytes
-        return within and size <= free_bytes(self.device) // 2
-
 
 CPU = Compute(torch.device("cpu"))
 _kept: list[weakref.ref[Tensor]] = []
 """The samples that this process has put onto accelerators."""
-
-
-def _bytes_on(device: torch.device) -> int:
-    """Return the bytes of this process's samples on a device."""
-    found = [x for x in (ref() for ref in _kept) if x is not None]
-    _kept[:] = map(weakref.ref, found)
-    return sum(x.nbytes for x in found if x.device.type == device.type)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -218,7 +212,12 @@ def compute_for(settings: ComputeSettings) -> Compute:
     if device.type == "cuda" and settings.deterministic:
         compute_alike()
     if settings.compile:
-        _check_compiler(device)
+        gpu, compiler = device.type == "cuda", os.environ.get("CXX", "g++")
+        if not (importlib.util.find_spec("triton") if gpu else shutil.which(compiler)):
+            needed = "the package triton" if gpu else f"a C++ compiler ({compiler})"
+            raise SettingsError(
+                f"setting 'engine.compile' = true is not allowed: on {device} it needs {needed}"
+            )
     return Compute(
         device,
         dtype,
@@ -227,17 +226,6 @@ def compute_for(settings: ComputeSettings) -> Compute:
         settings.sample_mb * 2**20,
         settings.compile,
     )
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Raise SettingsError if what `torch.compile` needs for a device is not here."""
-    compiler = os.environ.get("CXX", "g++")
-    there = importlib.util.find_spec("triton") if device.type == "cuda" else shutil.which(compiler)
-    if not there:
-        needed = "the package triton" if device.type == "cuda" else f"a C++ compiler ({compiler})"
-        raise SettingsError(
-            f"setting 'engine.compile' = true is not allowed: on {device} it needs {needed}"
-        )
 
 
 def compute_alike() -> None:
@@ -306,27 +294,16 @@ def available_devices() -> list[str]:
 
 
 def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    if precision == "auto":
-        return torch.bfloat16 if _is_faster_in_bfloat16(device) else None
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
             "setting 'engine.precision' = 'float16' is not available on the device cpu: "
             "it takes auto, float32 or bfloat16"
         )
-    return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
-
-
-def _is_faster_in_bfloat16(device: torch.device) -> bool:
+    if precision != "auto":
+        return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return device.type == "cpu" and _has_amx()
-
-
-def _has_amx() -> bool:
-    """Return whether this processor multiplies matrices of bfloat16.
-
-    By AVX-512 alone some methods gain nothing (docs/performance.md).
-    """
-    # PyTorch 2.11 may not have it.
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+    # A CPU multiplies matrices of bfloat16 by AMX; by AVX-512 alone some methods gain nothing
+    # (docs/performance.md). PyTorch 2.11 may not have the function.
     known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(known.get("amx_bf16"))
+    return torch.bfloat16 if device.type == "cpu" and known.get("amx_bf16") else None

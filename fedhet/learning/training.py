@@ -1,4 +1,4 @@
-"""The training loop and evaluation. Every method trains through `train_epochs`.
+"""The training loop, losses as modules, and evaluation. All methods train with `train_epochs`.
 
 Data is held in tensors on the device and indexed directly, without a DataLoader; losses are summed
 on the device and read once per epoch.
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fedhet.base.errors import DataError
 from fedhet.base.transfer import rows_of, to_device
 from fedhet.learning.devices import CPU, Compute, evaluation_batch
-from fedhet.learning.objective import CrossEntropy, Objective
 from fedhet.settings.run import TrainingSettings
 
 LossOfBatch = Callable[[Tensor, Tensor], Tensor]
@@ -30,14 +29,42 @@ Augment = Callable[[Tensor], Tensor]
 """Images [N, C, H, W] or tokens [N, L] of a batch -> randomly changed ones."""
 
 
-def cross_entropy_of(model: nn.Module) -> Objective:
-    """Return the loss of supervised training: the cross-entropy of `model`'s logits."""
-    return CrossEntropy(model)
+class CrossEntropy(nn.Module):
+    """Loss of supervised training: the cross-entropy of a network's logits.
+
+    A loss that is a module, with the networks that it trains as submodules, can be compiled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch x [N, ...], y [N], a scalar with gradient."""
+        return nn.functional.cross_entropy(self.model(x).float(), y)
 
 
-def with_penalty(loss_of: LossOfBatch, penalty: Penalty) -> LossOfBatch:
-    """Return the loss of a batch plus a term of the weights."""
-    return lambda x, y: loss_of(x, y) + penalty()
+class OwnClasses(nn.Module):
+    """A client's label space: selects the columns of its classes, and numbers the labels by them.
+
+    A loss of these leaves the outputs of other classes without a gradient.
+    """
+
+    space: Tensor
+
+    def __init__(self, space: Tensor) -> None:
+        """`space` [S]: the client's classes, ascending."""
+        super().__init__()
+        self.register_buffer("space", space, persistent=False)
+
+    def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of logits [N, C] of the classes, and y [N] as their numbers."""
+        return self.columns(logits), torch.searchsorted(self.space, y)
+
+    def columns(self, logits: Tensor) -> Tensor:
+        """Return the columns of logits [N, C] of the classes, [N, S]."""
+        whole = self.space.shape[-1] == logits.shape[-1]
+        return logits if whole else logits[:, self.space]
 
 
 @dataclass
@@ -103,23 +130,16 @@ class Optimization:
         """Restore what `state` returned; nothing if it does not fit the parameters of `model`."""
         parameters = dict(model.named_parameters())
         found = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
-        if not all(_fits(value, parameters.get(name)) for name, _, value in found):
-            return
+        for name, _, value in found:
+            if name not in parameters or value.shape not in (parameters[name].shape, ()):
+                return
         for name, key, value in found:
             parameter = parameters[name]
-            self.optimizer.state[parameter][key] = _laid_out(value, parameter)
-
-
-def _fits(value: Tensor, parameter: nn.Parameter | None) -> bool:
-    """Return whether a tensor of an optimiser's state can belong to a parameter."""
-    return parameter is not None and value.shape in (parameter.shape, torch.Size())
-
-
-def _laid_out(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a copy of `value`, in the memory format of `parameter` if it has its shape."""
-    if value.shape != parameter.shape:
-        return value.clone()
-    return torch.empty_like(parameter, requires_grad=False).copy_(value)
+            if value.shape == parameter.shape:  # a copy in the memory format of the parameter
+                value = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            else:
+                value = value.clone()
+            self.optimizer.state[parameter][key] = value
 
 
 def optimization(
@@ -164,45 +184,6 @@ def batches(
     return [order[start:end] for start, end in zip(cuts, [*cuts[1:], samples], strict=True)]
 
 
-def train_epoch(
-    x: Tensor,
-    y: Tensor,
-    loss_of: LossOfBatch,
-    optimizing: Optimization,
-    *,
-    batch_size: int,
-    generator: torch.Generator,
-    compute: Compute,
-    steps: int = 1,
-    stepped: Callable[[], None] | None = None,
-    augment: Augment | None = None,
-    penalty: Penalty | None = None,
-) -> float:
-    """Train one epoch on x [N, ...] and y [N]; return the mean loss over the samples.
-
-    Images may be bytes: they are scaled batch by batch. `y` is on the device, `x` there or on the
-    host, from where its batches are copied.
-
-    `augment` changes the images of each batch. A batch is learned in `steps` optimiser steps, after
-    which `stepped` is called. `penalty` is a term of the loss that depends on the weights alone.
-    """
-    total = torch.zeros((), device=compute.device)
-    for index in optimizing.batches(len(y), batch_size, generator, x.device):
-        target = rows_of(y, index)
-        inputs = compute.images(x[index])
-        inputs = inputs if augment is None or not len(index) else augment(inputs)
-        for _ in range(steps):
-            with compute.autocast():
-                loss = loss_of(inputs, target) if len(index) else None
-                extra = 0.0 if penalty is None else penalty()
-            optimizing.step(loss, extra)
-        if stepped is not None:
-            stepped()
-        if loss is not None:
-            total += (loss + extra).detach() * len(index)
-    return total.item() / len(y)
-
-
 class Epochs(TypedDict, total=False):
     """Options of `train_epochs` that a method may choose."""
 
@@ -232,26 +213,34 @@ def train_epochs(
 ) -> float:
     """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
 
-    `before_epoch` is called with each epoch's number, from 0; the others as in `train_epoch`.
+    Images may be bytes: they are scaled batch by batch. `y` is on the device, `x` there or on the
+    host, from where its batches are copied.
+
+    `before_epoch` is called with each epoch's number, from 0. `augment` changes the images of each
+    batch. A batch is learned in `steps` optimiser steps, after which `stepped` is called. `penalty`
+    is a term of the loss that depends on the weights alone.
     """
-    loss = math.nan
+    loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of
+    mean = math.nan
     for epoch in range(epochs):
         if before_epoch is not None:
             before_epoch(epoch)
-        loss = train_epoch(
-            x,
-            y,
-            loss_of,
-            optimizing,
-            batch_size=batch_size,
-            generator=generator,
-            compute=compute,
-            steps=steps,
-            stepped=stepped,
-            augment=augment,
-            penalty=penalty,
-        )
-    return loss
+        total = torch.zeros((), device=compute.device)
+        for index in optimizing.batches(len(y), batch_size, generator, x.device):
+            target = rows_of(y, index)
+            inputs = compute.images(x[index])
+            inputs = inputs if augment is None or not len(index) else augment(inputs)
+            for _ in range(steps):
+                with compute.autocast():
+                    loss = loss_of(inputs, target) if len(index) else None
+                    extra = 0.0 if penalty is None else penalty()
+                optimizing.step(loss, extra)
+            if stepped is not None:
+                stepped()
+            if loss is not None:
+                total += (loss + extra).detach() * len(index)
+        mean = total.item() / len(y)
+    return mean
 
 
 @dataclass(frozen=True)
@@ -274,8 +263,23 @@ def evaluate(
 
     The logits of each batch are appended to `kept`, if it is given.
     """
+    most_frequent = int(torch.bincount(y).max())  # before the device has batches to wait for
+    correct = torch.zeros((), device=compute.device)
+    loss = torch.zeros((), device=compute.device)
     with evaluating(model):
-        return _score(model, x, y, compute, kept)
+        size = evaluation_batch(model, x, compute)
+        for start in range(0, len(y), size):
+            part = slice(start, start + size)
+            target = compute.held(y[part])
+            with compute.autocast():
+                logits = model(compute.images(x[part])).float()
+            top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
+            correct += ((guess == target) & top.isfinite()).sum()
+            loss += nn.functional.cross_entropy(logits, target, reduction="sum")
+            if kept is not None:
+                kept.append(logits)
+    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once for all batches
+    return Evaluation(right / len(y), lost / len(y), majority=most_frequent / len(y))
 
 
 @torch.no_grad()
@@ -312,27 +316,6 @@ def statistics_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.track_running_stats = True
-
-
-def _score(
-    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, kept: list[Tensor] | None
-) -> Evaluation:
-    most_frequent = int(torch.bincount(y).max())  # before the device has batches to wait for
-    correct = torch.zeros((), device=compute.device)
-    loss = torch.zeros((), device=compute.device)
-    size = evaluation_batch(model, x, compute)
-    for start in range(0, len(y), size):
-        part = slice(start, start + size)
-        target = compute.held(y[part])
-        with compute.autocast():
-            logits = model(compute.images(x[part])).float()
-        top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
-        correct += ((guess == target) & top.isfinite()).sum()
-        loss += nn.functional.cross_entropy(logits, target, reduction="sum")
-        if kept is not None:
-            kept.append(logits)
-    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once for all batches
-    return Evaluation(right / len(y), lost / len(y), majority=most_frequent / len(y))
 
 
 def all_finite(model: nn.Module) -> bool:

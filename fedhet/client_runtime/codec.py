@@ -1,8 +1,8 @@
-"""A client's side of the wire: the weights that it has, and what its replies left unsent.
+"""A client's side of the wire: reads instructions, and writes replies.
 
-The weights that the server sent are kept on disk beside the client's states, by their digest, since
-in a deployment each message is handled by a process of its own. A client that has lost them says
-so, and is sent them again.
+The weights that the server sent are kept on disk next to the client's states, by their digest,
+since in a deployment each message is handled by a process of its own. A client that has lost them
+says so, and is sent them again.
 """
 
 from __future__ import annotations
@@ -11,29 +11,35 @@ import logging
 from collections.abc import Callable
 
 import torch
-from flwr.common import NDArrays, Scalar
+from flwr.common import NDArrays
 
 from fedhet.base.arrays import Arrays, group, grouped
-from fedhet.base.errors import FedhetError, StateError
-from fedhet.client_runtime.messages import read_instruction
+from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
 from fedhet.models.het import on_host
-from fedhet.runs.measures import LACKS
 from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder, rules_of
-from fedhet.wire.identity import is_name
-from fedhet.wire.knowledge import PLAIN, Envelope, Knowledge, LackingError, Packing, digest_of
+from fedhet.wire.identity import SERVER, is_name
+from fedhet.wire.knowledge import (
+    PLAIN,
+    Envelope,
+    Knowledge,
+    Packing,
+    decode,
+    digest_of,
+    expect,
+)
 
 UNSENT = "unsent"
 """The group of the state's tensors that error feedback adds to the next reply."""
 LOG = logging.getLogger("fedhet")
 
 
-class Link:
-    """Reads instructions and writes replies, as `wire.encoding` says."""
+class ClientCodec:
+    """Reads instructions and packs replies, as `wire.encoding` says."""
 
     def __init__(self, config: Config, node: Node, state: ClientState) -> None:
         run, self._method = config.run, config.method
@@ -47,17 +53,14 @@ class Link:
     ) -> tuple[Envelope, Knowledge]:
         """Return the server's message, after its weights are kept.
 
-        Raises KnowledgeError if it violates the method's contract, LackingError if it builds on
-        weights that the client does not have.
+        An instruction to evaluate may be empty. Raises KnowledgeError if the message violates the
+        method's contract, LackingError if it builds on weights that the client does not have.
         """
-        envelope, knowledge = read_instruction(
-            arrays,
-            self._method,
-            sizes,
-            may_be_empty=may_be_empty,
-            bases=self._weights,
-            max_bytes=self._node.most_model_bytes,
-        )
+        envelope, knowledge = decode(arrays, SERVER, self._weights, self._node.most_model_bytes)
+        expect(envelope, run=None, method=self._method.name, round=None, sender=SERVER)
+        if knowledge.tensors or knowledge.scalars or not may_be_empty:
+            contract = self._method.spec.instructions
+            contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
         if self._down and (weights := self._down.weights_of(knowledge.tensors)):
             self._keep(envelope, weights)
         return envelope, knowledge
@@ -105,8 +108,3 @@ class Link:
     def _store(self, run: str) -> ModelStore:
         folder = ClientStore(self._node.state_dir, run, self._node.name).folder
         return ModelStore(folder / "received", self._node.state_dir)
-
-
-def lacking(error: FedhetError) -> dict[str, Scalar]:
-    """Return what tells the server to send the weights again, if an error is that they are gone."""
-    return {LACKS: True} if isinstance(error, LackingError) else {}
